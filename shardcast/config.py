@@ -248,7 +248,7 @@ class ShardcastConfig(ValidatedOptions):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the options ask for a loss scale."""
+        """Return whether the options ask for a loss scale."""
         if self.loss_scale is None:
             return self.param_dtype == torch.float16
         return self.loss_scale != 1
@@ -281,11 +281,11 @@ class ShardcastConfig(ValidatedOptions):
 
     @property
     def state_on_host(self) -> bool:
-        """Whether an option keeps masters and state in host memory."""
+        """Return whether an option keeps masters and state in host memory."""
         return any(asked.state_on_host for asked in self.extensions().values())
 
     def declared(self, name: str) -> Option:
-        """What the extension of an option declares, imported now, or an extension of that name."""
+        """Import and return the declaration of an option, or of an extension of that name."""
         for each in fields(self):
             if each.name == name:
                 declared: Option = each.metadata["option"]

@@ -58,7 +58,7 @@ def _apart(graph: Callable[..., None]) -> Callable[..., None]:
 
 
 def compiled_for_lengths(function: Callable[..., None]) -> Callable[..., None]:
-    """As :func:`compiled`, of tensors that Dynamo looks at once for each length.
+    """Compile as :func:`compiled`; Dynamo looks at the tensors once for each length.
 
     What it finds out in each call, more than half of its time on the host, follows from length and
     device here: all operands (tensors, or ``None`` in some places always) are contiguous, of one
@@ -107,7 +107,7 @@ class Call:
 
     @property
     def fits(self) -> bool:
-        """Whether this thread is in the state of then: all that Dynamo looks at, and no modes.
+        """Return whether this thread is in the state of then: all Dynamo looks at, and no modes.
 
         That is gradients, autocast, deterministic algorithms, precision of products, the default
         dtype, the number of threads, functions and operations that a mode would see.
@@ -119,7 +119,7 @@ class Call:
         )
 
     def with_first(self, operands: Sequence[Tensor]) -> Call:
-        """That with these first operands always: it is called with those behind them."""
+        """Bind the first operands: the result is called with those behind them."""
         count, arguments = len(operands), [*self._arguments]
         further: dict[int, int] = {}
         for at, place in self._places:
@@ -139,7 +139,7 @@ class Call:
 
 
 def kinds(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What Dynamo looks at in plain tensors; equal: a :class:`Call` serves them all."""
+    """Return what Dynamo looks at in plain tensors; equal: a :class:`Call` serves them all."""
     are = [(t.dtype, t.shape, t.stride(), t.device, t.requires_grad, type(t)) for t in tensors]
     return len({*map(id, tensors)}), *are
 

@@ -45,7 +45,7 @@ class StepObserver(TorchDispatchMode):
 
     @property
     def batches(self) -> bool:
-        """Whether matrices were multiplied or factored, maybe several of them at once."""
+        """Return whether matrices were multiplied or factored, maybe several of them at once."""
         return any(map(BATCHED, self.mixing))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

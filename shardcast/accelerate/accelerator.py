@@ -102,7 +102,7 @@ class ShardcastAccelerator(Accelerator):
 
     @property
     def is_sharding(self) -> bool:
-        """Whether a model and its optimizer are sharded."""
+        """Return whether a model and its optimizer are sharded."""
         return bool(self._owners)
 
     @property
@@ -112,7 +112,7 @@ class ShardcastAccelerator(Accelerator):
 
     @property
     def sharded_optimizer(self) -> ShardedOptimizer:
-        """It has ``grad_norm``, ``loss_scale``, ``skipped_steps``, ``layout`` ...
+        """The optimizer with ``grad_norm``, ``loss_scale``, ``skipped_steps``, ``layout`` ...
 
         Raises:
             RuntimeError: none was prepared yet, or several were, each of which has it as

@@ -52,7 +52,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, on all ranks.
+        """Return whether the last step was skipped, on all ranks.
 
         Reading it waits for the device; a prepared scheduler reads it in every step.
         """

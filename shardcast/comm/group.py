@@ -58,7 +58,7 @@ class TensorCollectives:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process group was not destroyed."""
+        """Return whether the process group was not destroyed."""
         return self._group is None or self._group() is not None
 
     @property

@@ -38,7 +38,7 @@ class ProcessGroups:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether the job is data-parallel alone, every rank owning a span of every pack."""
+        """Return whether the job is data-parallel alone, each rank owning a span of every pack."""
         return self.everyone is self.shard
 
     def check_alike(self, plan: Any, device: torch.device) -> None:

@@ -37,7 +37,7 @@ class Buffer:
         self._pieces: Sequence[Tensor] = ()
 
     def fits(self, numel: int) -> bool:
-        """Whether it has room for so many elements; then ``data`` has that length."""
+        """Return whether it has room for so many elements; then ``data`` has that length."""
         if numel != self.data.numel():
             if numel > self._memory.numel():
                 return False
@@ -45,7 +45,7 @@ class Buffer:
         return True
 
     def is_like(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether it is of this kind."""
+        """Return whether it is of this kind."""
         return self._memory.dtype == dtype and self._memory.device == device
 
     def pieces(self, count: int) -> list[Tensor]:
@@ -78,7 +78,7 @@ class Buffers:
         self._free.clear()
 
     def give(self, buffer: Buffer) -> None:
-        """It is free again."""
+        """Take a buffer back, which is free again."""
         self._free.append(buffer)
 
 
@@ -86,7 +86,7 @@ TakeBuffer = Callable[[int], Buffer]  # for so many elements of the wire dtype
 
 
 class Reduction(ABC):
-    """What one rank has under way for one pack.
+    """The gradients of one pack that one rank has under way.
 
     Args:
         sent: the gradients of the pack in the wire dtype, unchanged until :meth:`wait` returns.
@@ -121,7 +121,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def wait(self) -> list[Tensor]:
-        """What is to be added up for the own span, 1-d, once it is here; one piece if it is."""
+        """Return what is to be added up for the own span, 1-d; one piece if that was done."""
 
 
 class ReduceScatterReduction(Reduction):

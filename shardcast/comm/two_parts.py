@@ -66,7 +66,7 @@ class TwoLevelReduction(Reduction):
 
 
 class ReplicaSumReduction(Reduction):
-    """What another reduction brings, summed over the ranks that hold the same span too, in fp32.
+    """The sum of another reduction's result over the ranks that hold the same span, in fp32.
 
     The all-reduce runs beside the backward as well: it is launched with the next pack.
 

@@ -86,7 +86,7 @@ class Watch:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to look after."""
+        """Return whether there is nothing to look after."""
         return not self.comms
 
 

@@ -53,7 +53,7 @@ ROWS = len(SquareSums.sums) + 1  # sums, and how many elements they are of
 
 
 class Before:
-    """What a shard has before an update behind which its blocks are cast.
+    """The values of a shard before an update behind which its blocks are cast.
 
     Which changes are swallowed is seen when both are done. A copy of masters and of what is
     published, 6 bytes of each own element, is there for the time of a measured step.

@@ -44,7 +44,7 @@ COLLECTIVES = {"torch.distributed.distributed_c10d", "torch.distributed._functio
 
 @dataclass(frozen=True)
 class ErrorRule(ValidatedOptions):
-    """What becomes of a step in which ranks failed.
+    """The rule for a step in which ranks failed.
 
     Attributes:
         action: ``skip`` it on all ranks, or ``drop`` the gradients of the ranks that failed.
@@ -56,7 +56,7 @@ class ErrorRule(ValidatedOptions):
 
 
 class Failure(NamedTuple):
-    """What a rank raised in a step; on an accelerator other ranks know 16 letters of its name."""
+    """An error of a rank in a step; on an accelerator other ranks know 16 letters of its name."""
 
     step: int
     rank: int
@@ -64,7 +64,7 @@ class Failure(NamedTuple):
 
 
 class FailureSignal(Signal):
-    """Who failed, with the name of the error: in a place of each rank ``WORDS`` doubles.
+    """The ranks that failed, each with its error's name in ``WORDS`` doubles at its place.
 
     Its numbers: failed steps in a row; whether the last skipped step was one; its part.
 
@@ -115,7 +115,7 @@ class FailureSignal(Signal):
         return self._part
 
     def read(self, total: Tensor) -> Tensor:
-        """Which ranks failed, and how many."""
+        """Return which ranks failed, and how many."""
         self._seen = total
         failed = (total.view(self._ranks, WORDS)[:, 0] > 0).double()
         self._count = failed.sum()
@@ -254,7 +254,7 @@ class Attempts(StepHook):
             self._is_open, self._misuse = False, None
 
     def failures(self) -> list[Failure]:
-        """What ranks raised in the steps so far: the number of the step, the rank, the error.
+        """List the errors of ranks in the steps so far: number of the step, rank, error.
 
         Local, equal on all ranks. On an accelerator it comes a step or two later, and the error is
         the first letters of the name of its class; the log of that rank has all of it.
@@ -284,7 +284,7 @@ class Attempts(StepHook):
             )
 
     def _send_buffers(self) -> None:
-        """Those that a forward would send: a rank may fail before it. Collective."""
+        """Send the buffers that a forward would send: a rank may fail before it. Collective."""
         buffers = self._optimizer.hook_of("broadcast_buffers")
         for root in self._optimizer.called if buffers is not None else ():
             buffers.before(root)

@@ -84,7 +84,7 @@ class Hasher:
 
 
 class ReplicaSignal(Signal):
-    """Whether hashes differ over the ranks, and on which.
+    """The differences of hashes over the ranks, and on which ranks they are.
 
     Its part, 1-d fp64, is empty in a step without a check, and else consists of::
 
@@ -172,13 +172,13 @@ class ReplicaSignal(Signal):
 
 
 def _compared(digests: Tensor, ranks: int) -> Tensor:
-    """What is added up of digests, of any shape, to be compared by :func:`_differing`."""
+    """Return what is summed over ranks for :func:`_differing`, of digests of any shape."""
     flat = digests.view(-1)
     return torch.cat([flat, -ranks * flat * flat]).double()
 
 
 def _differing(sums: Tensor) -> Tensor:
-    """Which digests differ over the ranks, by sums of what :func:`_compared` gave."""
+    """Return which digests differ over the ranks, by sums of what :func:`_compared` gave."""
     totals, squares = sums.chunk(2)
     return torch.addcmul(squares, totals, totals) != 0
 
@@ -248,7 +248,7 @@ class ReplicaCheck(StepHook):
         )
 
     def _masters(self, shards: Sequence[Shard]) -> tuple[Tensor, list[str]]:
-        """Where masters that several ranks update differ over them, and parameters of experts."""
+        """Find masters, and parameters of experts, that differ over the ranks which update them."""
         optimizer, names, flags = self._optimizer, list[str](), list[Tensor]()
         for comm, copies in self._copies(shards):
             hashes = [self._hash(part) for _, part in copies]
@@ -281,7 +281,7 @@ class ReplicaCheck(StepHook):
         return self._hash.joined([self._hash(part.contiguous()) for part in read])
 
     def _digests(self, hashes: Sequence[Tensor], parts: int) -> Tensor:
-        """So many parts of each hash, (parts, hashes) int64."""
+        """Cut each hash into so many parts: (parts, hashes), int64."""
         stacked = torch.stack([*hashes]) if hashes else self._place.new_zeros(0, dtype=torch.int64)
         return torch.stack([(stacked >> (64 - BITS * n)) & self._mask for n in range(1, parts + 1)])
 

@@ -187,7 +187,7 @@ class StandIn:
 
     @property
     def is_written(self) -> bool:
-        """Whether a script wrote to it."""
+        """Return whether a script wrote to it."""
         return self.value._version != self._version
 
 

@@ -305,7 +305,7 @@ def _broadcast(name: str, buffer: Tensor, comm: Comm) -> Tensor:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """So many objects are made for each parameter that the collector would take half the time."""
+    """Switch the collector off, which would take half the time of making so many objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -370,7 +370,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     @property
     def divisor(self) -> float | Tensor:
-        """What the sum of gradients over the data-parallel ranks is divided by; their number.
+        """The number that divides the sum of gradients over data-parallel ranks; by default theirs.
 
         Assign another one, or a 0-dim tensor on the device, such as the tokens of all ranks, before
         the first synchronised backward of a step, on every rank; ``None`` for the usual.
@@ -388,7 +388,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Of the last step, before clipping; 0-dim, ``None`` before any."""
+        """The norm of the last step, before clipping; 0-dim, ``None`` before any."""
         return None if self._last_norm is None else self._last_norm.float()
 
     def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:

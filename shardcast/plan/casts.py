@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 class Cast(ABC):
-    """How masters of a parameter become its published values.
+    """The way from masters of a parameter to its published values.
 
     Attributes:
         name: parameters of different casts share no pack.
@@ -50,7 +50,7 @@ class Cast(ABC):
 
     @abstractmethod
     def __call__(self, masters: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """What is published of masters: 1-d, in the dtype of the pack.
+        """Return what is published of masters: 1-d, in the dtype of the pack.
 
         Args:
             masters: 1-d fp32, whole units.
@@ -59,7 +59,7 @@ class Cast(ABC):
 
     @abstractmethod
     def runs(self, fragments: Sequence[Fragment]) -> Sequence[Run]:
-        """What of an own span is cast in one call: whole units, all fragments among them."""
+        """Return the ranges that are cast in one call each: whole units, with all fragments."""
 
     @abstractmethod
     def publish_(self, masters: Tensor, width: int, outputs: Sequence[Tensor]) -> None:
@@ -79,7 +79,7 @@ class Cast(ABC):
 
 
 class Parcel(ABC):
-    """What travels of a pack in one sync, in place of its values.
+    """The bytes of a pack that travel in one sync, in place of its values.
 
     Attributes:
         data: a part of each owner, 1-d; it is filled where this rank is the owner.
@@ -99,7 +99,7 @@ class Parcel(ABC):
 
 
 class Wire(ABC):
-    """How the published values of one pack travel, where that is not as they are.
+    """The way in which published values of one pack travel, where that is not as they are.
 
     All ranks are to have the bits of the owner. Whoever syncs has published the masters before, so
     that every value is one that the cast gives.
@@ -112,7 +112,7 @@ class Wire(ABC):
 
     @abstractmethod
     def parcel(self, data: Tensor, rank: int) -> Parcel:
-        """Of the present values of ``rank``, which is here.
+        """Return the parcel of the present values of ``rank``, which is here.
 
         Args:
             data: of the whole pack, 1-d.
@@ -139,12 +139,12 @@ class Casts(ABC):
         """The cast of that name."""
 
     def wire(self, _layout: PackLayout) -> Wire | None:
-        """How a pack of such a cast travels; ``None``: as it is."""
+        """Return how a pack of such a cast travels; ``None``: as it is."""
         return None
 
     @abstractmethod
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """Of patterns that match none of the parameters, as messages."""
+        """List patterns that match none of the parameters, as messages."""
 
 
 def casts_of(config: ShardcastConfig) -> Casts | None:
@@ -160,6 +160,6 @@ def cast_of(config: ShardcastConfig, name: str) -> Cast | None:
 
 
 def wire_of(config: ShardcastConfig, layout: PackLayout) -> Wire | None:
-    """How what is published of a pack travels; ``None``: as it is."""
+    """Return how what is published of a pack travels; ``None``: as it is."""
     casts = casts_of(config) if layout.cast else None
     return None if casts is None else casts.wire(layout)

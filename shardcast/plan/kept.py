@@ -66,7 +66,7 @@ def _is_named(pattern: str, name: str, _param: nn.Parameter) -> bool:
 
 
 def _params_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Their own, without those of the modules inside."""
+    """List their own parameters, without those of the modules inside."""
     return {param for module in modules for param in module.parameters(recurse=False)}
 
 

@@ -138,7 +138,7 @@ class Fragment(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether another rank has a part of the parameter."""
+        """Return whether another rank has a part of the parameter."""
         return self.numel != self.slot.numel
 
     @property

@@ -39,7 +39,7 @@ class OptimizerList:
 
     @property
     def name(self) -> str:
-        """Their classes, for people."""
+        """The names of their classes, for people."""
         return " + ".join(type(optimizer).__name__ for optimizer in self.optimizers)
 
     @property

@@ -25,7 +25,7 @@ class PackGroups(NamedTuple):
 
     @property
     def sums_replicas(self) -> bool:
-        """Whether gradients of copies are added up."""
+        """Return whether gradients of copies are added up."""
         return bool(self.reduce) and not set(self.replicate).isdisjoint(self.reduce)
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ class ParallelDims:
 
     @property
     def in_pipeline(self) -> bool:
-        """Whether other ranks hold other stages."""
+        """Return whether other ranks hold other stages."""
         return self.sizes.get(self.pipeline, 1) > 1
 
     @property
@@ -59,7 +59,7 @@ class ParallelDims:
         return tuple(d for d in self.model if d != self.pipeline and self.sizes[d] > 1)
 
     def set_up_order(self, pack_groups: PackGroups) -> int:
-        """When a parameter has its collectives at set-up, and its pack in every step.
+        """Return the place of a parameter among collectives at set-up, and its pack's in a step.
 
         Tied ones come first, in the order of ``tied=``: two stages may hold them in two orders.
         """

@@ -124,7 +124,7 @@ class Precision:
 
 
 def _params_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Their own, without those of the modules inside."""
+    """List their own parameters, without those of the modules inside."""
     return {param for module in modules for param in module.parameters(recurse=False)}
 
 

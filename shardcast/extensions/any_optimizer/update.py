@@ -317,7 +317,7 @@ class AnyOptimizerUpdate(Update):
             self._inner.state[param] = self._read_by_class(shard, param, loaded)
 
     def _read_by_class(self, shard: Shard, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """What the class makes of a loaded state, where it keeps values in a dtype of its own.
+        """Return a loaded state as the class makes it, which may keep values in another dtype.
 
         As by torch's ``load_state_dict``, which calls ``__setstate__`` at its end.
         """

@@ -56,12 +56,12 @@ class Node(NamedTuple):
         return Node(self.level, self.number ^ 1)
 
     def covers(self, node: Node) -> bool:
-        """Whether ``node`` is this one or below it."""
+        """Return whether ``node`` is this one or below it."""
         return node.level <= self.level and node.number >> (self.level - node.level) == self.number
 
 
 class MicroBatches:
-    """Which micro-batches of a step this rank has, and which of them it has had.
+    """The micro-batches of a step on this rank, and how far it has come among them.
 
     Args:
         total: in a step, over all ranks, which divide it; ``True``: as many as the first step has.
@@ -108,7 +108,7 @@ class MicroBatches:
             self.reset()
 
     def divides(self, total: int) -> bool:
-        """Whether they are what a framework takes for all of a step."""
+        """Return whether they are what a framework takes for all of a step."""
         if self._is_counted and self.total not in (0, total):
             raise RuntimeError(
                 f"reproducible: expected {total} micro-batches in a step, accumulation steps times "
@@ -149,7 +149,7 @@ class MicroBatches:
 
     @property
     def last(self) -> bool:
-        """Whether the current one is known to be this rank's last one of the step."""
+        """Return whether the current one is known to be this rank's last one of the step."""
         return not self.numbered and self.current >= self.own.stop - 1
 
     def begin(self) -> None:
@@ -173,7 +173,7 @@ class MicroBatches:
         self.begun = True
 
     def choose(self, index: int) -> None:
-        """What comes is of this one; see :meth:`shardcast.ShardedOptimizer.micro_batch`.
+        """Begin this micro-batch; see :meth:`shardcast.ShardedOptimizer.micro_batch`.
 
         Raises:
             ValueError: it is not one of this rank, or it was ended.
@@ -199,7 +199,7 @@ class MicroBatches:
 
     @property
     def count(self) -> str:
-        """How many there were in this step; if the number is wrong it differs between all ranks.
+        """Return how many there were in this step; a wrong number differs between all ranks.
 
         Raises:
             RuntimeError: it is wrong, and there is one rank.
@@ -218,7 +218,7 @@ class MicroBatches:
 
 
 class PartialSums:
-    """What this rank has of the tree in one pack: of nodes a value for each element of the pack.
+    """This rank's part of the tree in one pack: nodes, with a value for each element.
 
     Leaves stay what they are while they take no more memory than their sum: two leaves of 16 bits.
     """
@@ -315,7 +315,7 @@ class PartialSums:
         return TreeReduction(comm, pack, values, message, micro_batches.nodes, root, buffer)
 
     def landed(self) -> None:
-        """What was sent has arrived."""
+        """Hear that what was sent has arrived."""
         # A step that did not know which one is its last has made a sum more than others need.
         self._free = [] if self._micro_batches.first else self._free + self._sent
         self._sent = []
@@ -361,14 +361,14 @@ class TreeReduction(Reduction):
         self._work = comm.all_to_all(received, message, *splits, about=pack)
 
     def wait(self) -> list[Tensor]:
-        """What each rank sent, but for this one."""
+        """Return what each rank sent, but for this one."""
         self._work.wait()
         return list(self.received.data[: sum(self._lengths)].split(self._lengths))
 
     def mean_(
         self, pieces: Sequence[Tensor], size: float | Tensor, carry: Tensor | None, out: Tensor
     ) -> None:
-        """As :func:`.mean.mean_`, of ``pieces`` from :meth:`wait`."""
+        """Take the mean as :func:`.mean.mean_` does, of ``pieces`` from :meth:`wait`."""
         values = {**self._values}
         for rank, (nodes, piece) in enumerate(zip(self._nodes, pieces, strict=True)):
             if rank != self._rank and out.numel():
@@ -388,7 +388,7 @@ class TreeReduction(Reduction):
 
 
 def most_bytes(count: int, grad: torch.dtype, wire: torch.dtype) -> int:
-    """What a rank with so many micro-batches in a step keeps of them, per element, at most.
+    """Return the most bytes that a rank keeps per element of so many micro-batches in a step.
 
     Besides the gradients of the current one, of dtype ``grad``.
     """
@@ -418,7 +418,7 @@ def _part_of(values: Mapping[Node, Tensor], part: slice) -> dict[Node, Tensor]:
 
 
 def _sum_of(values: Mapping[Node, Tensor], node: Node) -> Sum | None:
-    """What ``node`` is the sum of, of those of ``values`` below it; None of none."""
+    """Return ``node`` as a sum of the ``values`` below it; None where there are none."""
     if node in values:
         return values[node]
     if not node.level:
@@ -430,7 +430,7 @@ def _sum_of(values: Mapping[Node, Tensor], node: Node) -> Sum | None:
 
 
 def _evaluate(sum_of: Sum, part: slice, out: Tensor | None = None) -> Tensor:
-    """Those elements of a sum; ``out``, fp32, may be an operand of the last addition."""
+    """Add up these elements of a sum; ``out``, fp32, may be an operand of the last addition."""
     if isinstance(sum_of, Tensor):
         return sum_of[part] if out is None else out.copy_(sum_of[part])
     left, right = _evaluate(sum_of[0], part), _evaluate(sum_of[1], part)

@@ -180,7 +180,7 @@ class Sleep(StepHook):
         return [memory for memory in memories.values() if memory is not None]
 
     def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """What is kept for elements: its kind, a label, the very tensor."""
+        """Give all that is kept for elements: its kind, a label, the very tensor."""
         parameters, masters, state = KINDS
         labels = {
             shard: f"of the pack that begins with {shard.pack.layout.slots[0].name!r}"
@@ -241,7 +241,7 @@ class Sleep(StepHook):
             memory.free()
 
     def _holders(self) -> list[str]:
-        """What is still there, though we have let go of it."""
+        """List the memory that is still there, though we have let go of it."""
         names = [
             f"parameter {stand_in.name!r}"
             for _, stand_ins in self._stand_ins

@@ -18,7 +18,7 @@ PIECE = 1 << 26  # bytes that go through host memory into a file at a time
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in its storage."""
+    """The place of a tensor in its storage."""
 
     tensor: Tensor
     size: torch.Size
@@ -112,7 +112,7 @@ def _buffer(values: Tensor) -> memoryview:
 
 
 class StandIn(NamedTuple):
-    """What a parameter is meanwhile: NaN.
+    """The stand-in for a sleeping parameter: NaN.
 
     Attributes:
         value: its one element, 1-d.
@@ -124,11 +124,11 @@ class StandIn(NamedTuple):
     weak: storages.WeakStorage | None
 
     def held(self) -> torch.UntypedStorage | None:
-        """That storage, if somebody else has it."""
+        """Return that storage, if somebody else has it."""
         return None if self.weak is None else self.weak()
 
     def is_written(self, param: Any) -> bool:
-        """Whether a script wrote to it, or assigned other memory."""
+        """Return whether a script wrote to it, or assigned other memory."""
         if param.numel() == 0:
             return False
         return param.data_ptr() != self.value.data_ptr() or not bool(self.value.isnan())
