@@ -47,7 +47,7 @@ class Alias:
 
 
 def find_aliases(stages: Sequence[nn.Module]) -> list[Alias]:
-    """Views of parameters among attributes and buffers of all modules.
+    """Find views of parameters among attributes and buffers of all modules.
 
     Raises:
         ValueError: names what shares memory with a parameter, and is no view of one contiguous
@@ -98,7 +98,7 @@ def tie(aliases: Iterable[Alias]) -> None:
 
 
 def _tensors(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """Tensors of all modules, each with a name and where it stands: a container and a key."""
+    """Give all tensors of modules, each with a name and its place: a container and a key."""
     for stage in stages:
         for path, module in stage.named_modules():
             prefix = f"{path}." if path else ""
@@ -127,7 +127,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of its first byte and behind its last one."""
+    """Return the addresses of its first byte and behind its last one."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (last + 1) * tensor.itemsize

@@ -53,15 +53,15 @@ class Codec:
     encoding_bytes: ClassVar[int] = 0
 
     def pieces(self, row: int) -> tuple[tuple[torch.dtype, int], ...]:
-        """The dtype of each piece, and its elements per row: ``row`` or 1."""
+        """Return the dtype of each piece, and its elements per row: ``row`` or 1."""
         return ((MASTER_DTYPE, row),)
 
     def decode(self, pieces: Pieces) -> Tensor:
-        """Values of the pieces; the memory itself where the codec is ``plain``."""
+        """Return values of the pieces; the memory itself where the codec is ``plain``."""
         return pieces[0]
 
     def encode(self, values: Tensor, bits: Tensor | None) -> Pieces:
-        """Pieces of values.
+        """Return pieces of values.
 
         Args:
             bits: int32, per value a random number in [0, 65536) for a codec ``by_chance``;
@@ -77,7 +77,7 @@ class Codec:
         raise NotImplementedError
 
     def random_bits(self, keys: Tensor, like: Tensor, step: Tensor, number: int) -> Tensor:
-        """Bits to encode ``like``, of shape ``(rows, row)``, the ``number``-th state tensor, with.
+        """Return bits to encode ``like`` with, ``(rows, row)``, the ``number``-th state tensor.
 
         Args:
             keys: of the rows.
@@ -87,17 +87,17 @@ class Codec:
 
 
 def row_of(config: ShardcastConfig, dtype: torch.dtype) -> int:
-    """Elements of a row in a pack of ``dtype``."""
+    """Return the elements of a row in a pack of ``dtype``."""
     return min(ROW, config.alignment // dtype.itemsize)
 
 
 def master_codec(config: ShardcastConfig, dtype: torch.dtype) -> Codec:
-    """The codec of masters of a pack of ``dtype``; a pack in fp32 is its own master."""
+    """Return the codec of masters of a pack of ``dtype``; one in fp32 is its own master."""
     return Codec() if dtype == MASTER_DTYPE else _codec(config, "master", "master")
 
 
 def moment_codec(config: ShardcastConfig, name: str) -> Codec:
-    """The codec of the state tensor that ``torch.optim`` calls ``name``."""
+    """Return the codec of the state tensor that ``torch.optim`` calls ``name``."""
     return _codec(config, "moments", name)
 
 
@@ -109,7 +109,7 @@ def _codec(config: ShardcastConfig, option: str, name: str) -> Codec:
 
 
 def shown(masters: Tensor, published: Tensor, last: Tensor | None = None) -> Tensor:
-    """Masters as the model shows them: the published value where it is not the cast of its master.
+    """Return masters as the model shows them: the published value where that is not their cast.
 
     Bits decide, so that a published NaN or another sign of a zero counts as well; elsewhere masters
     keep their full precision.
@@ -124,7 +124,7 @@ def shown(masters: Tensor, published: Tensor, last: Tensor | None = None) -> Ten
 
 
 def take_shown_(masters: Tensor, published: Tensor, last: Tensor | None = None) -> None:
-    """:func:`shown` in place."""
+    """Overwrite masters by :func:`shown` ones."""
     if _compat.is_host(masters.device) and not torch.compiler.is_compiling():
         # Almost always there is nothing to take. Of words of 64 bits torch compares four times as
         # many bytes in a second as of 16.
@@ -136,7 +136,7 @@ def take_shown_(masters: Tensor, published: Tensor, last: Tensor | None = None) 
 
 
 class Encoded:
-    """Fp32 values of ``numel`` elements: masters, or one state tensor.
+    """The fp32 values of ``numel`` elements: masters, or one state tensor.
 
     Slices begin with a row and end with one, or with a parameter.
 
@@ -167,7 +167,7 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, the published parameter aside."""
+        """The bytes held, the published parameter aside."""
         return sum(piece.nbytes for piece in self._pieces[self.codec.has_published :])
 
     @property
@@ -177,13 +177,13 @@ class Encoded:
 
     @property
     def data(self) -> Tensor:
-        """1-d fp32, the memory itself; only of a plain codec."""
+        """The memory itself, 1-d fp32; only of a plain codec."""
         assert self.codec.plain
         return self._pieces[0]
 
     @property
     def is_memory(self) -> bool:
-        """Whether :meth:`read` gives the memory itself, not a copy."""
+        """Return whether :meth:`read` gives the memory itself, not a copy."""
         return self.codec.plain and not self._on_host
 
     @property
@@ -204,7 +204,7 @@ class Encoded:
         ]
 
     def fetch(self, part: slice) -> Pieces:
-        """The pieces of a part, 1-d, on the device: the memory itself, or copies to be sent back.
+        """Give the pieces of a part, 1-d, on the device: the memory, or copies to be sent back.
 
         Copies are ordered by the device: a part is sent back before it is fetched anew (see
         ``extensions.offload``), and the host reads this memory by a fetch only.
@@ -222,7 +222,7 @@ class Encoded:
                 memory.copy_(piece, non_blocking=True)
 
     def read(self, part: slice) -> Tensor:
-        """1-d fp32, on the device; the memory itself of plain values there."""
+        """Give a part, 1-d fp32, on the device; the memory itself of plain values there."""
         pieces = self.fetch(part)
         if self.codec.plain:
             return pieces[0]
@@ -255,6 +255,6 @@ class Encoded:
 
 
 def in_rows(flat: Tensor, row: int) -> Tensor:
-    """Whole rows, zeros behind the last element."""
+    """Return whole rows, with zeros behind the last element."""
     missing = -flat.numel() % row
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, row)

@@ -68,7 +68,7 @@ def convert_(
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes that can be allocated on ``device`` now; unlimited for the host."""
+    """Return the bytes that can be allocated on ``device`` now; unlimited for the host."""
     if device.type != "cuda":
         return math.inf
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -79,12 +79,12 @@ class Gradients:
 
     @property
     def allocated(self) -> bool:
-        """Whether ``data`` is there."""
+        """Return whether ``data`` is there."""
         return self._data is not None
 
     @property
     def data(self) -> Tensor:
-        """1-d, ``layout.numel`` elements; padding is zero, in no sum and no norm."""
+        """The storage, 1-d, ``layout.numel`` elements; padding is zero, in no sum and no norm."""
         return self._allocate() if self._data is None else self._data
 
     def _allocate(self, data: Tensor | None = None) -> Tensor:
@@ -110,7 +110,7 @@ class Gradients:
 
     @property
     def nbytes(self) -> int:
-        """Of gradients and their marks."""
+        """The bytes of gradients and their marks."""
         marks = 0 if self._marks is None else self._marks.nbytes
         return marks + (0 if self._data is None else self._data.nbytes)
 
@@ -139,7 +139,7 @@ class Gradients:
         self._own_data = torch.empty(0)
 
     def presence(self) -> list[bool]:
-        """Per slot, whether there is a gradient of this rank, or a mean that it knows of."""
+        """Return per slot whether this rank has a gradient, or a mean that it knows of."""
         if self.lent:
             lent = {position for position in self.lent if self.holds(position)}
             return [n not in lent and p.grad is not None for n, p in enumerate(self.pack.params)]
@@ -162,7 +162,7 @@ class Gradients:
         self.lent.clear()
 
     def holds(self, position: int) -> bool:
-        """Whether the gradient is ours, not one that a script put in its place."""
+        """Return whether the gradient is ours, not one that a script put in its place."""
         grad = self.pack.params[position].grad
         if self._data is None or grad is None:
             return False
@@ -178,11 +178,11 @@ class Gradients:
             self.pack.params[position].grad = self._view(position)
 
     def expect(self, position: int) -> bool:
-        """A gradient is about to be accumulated; whether every one is to be announced so."""
+        """Hear that a gradient is about to come; return whether every one is to be announced."""
         return False  # autograd adds to what is there
 
     def collect(self) -> set[int]:
-        """Take all gradients in; returns the positions without one, which are zeros."""
+        """Take all gradients in; return the positions without one, which are zeros."""
         self.adopt()
         absent = {n for n, param in enumerate(self.pack.params) if param.grad is None}
         for position in absent:
@@ -190,12 +190,12 @@ class Gradients:
         return absent
 
     def given(self) -> list[int]:
-        """The positions with a gradient that is not ours."""
+        """Return the positions with a gradient that is not ours."""
         params = self.pack.params
         return [n for n, p in enumerate(params) if p.grad is not None and not self.holds(n)]
 
     def adopt(self, positions: Iterable[int] | None = None) -> bool:
-        """Copy gradients that are not ours in, and show ours; whether there were any."""
+        """Copy gradients that are not ours in, and show ours; return whether there were any."""
         params = self.pack.params
         _ = self.data  # allocates it
         grads: dict[int, Tensor] = {}
@@ -217,7 +217,7 @@ class Gradients:
 
     @property
     def is_begun(self) -> bool:
-        """Whether earlier backwards of this step have left what ``.grad`` does not show."""
+        """Return whether earlier backwards of this step left what ``.grad`` does not show."""
         return self.carry is not None
 
     def end_micro_batch(self) -> None:
@@ -248,19 +248,19 @@ class Gradients:
             self._data[slot.offset : slot.end].zero_()
 
     def zero(self, set_to_none: bool) -> None:
-        """The optimizer clears all gradients; views itself."""
+        """Hear that the optimizer clears all gradients; it clears the views itself."""
         self.take_back()  # or zeros would be left of what nobody may have had
         if not set_to_none:
             self.zeroed.update(range(len(self.pack.params)))
             self._reveal()  # zeros are what they seem to be
 
     def local(self, sent: Tensor) -> Tensor:
-        """The own span of ``sent``; ``own`` itself where that is the same memory."""
+        """Return the own span of ``sent``; ``own`` itself where that is the same memory."""
         own = self.pack.own
         return self._own_data if sent is self._data else sent[own.start : own.stop]
 
     def landed(self, pieces: Sequence[Tensor]) -> None:
-        """The mean of ``pieces`` (one piece: of a sum over ranks) was written to ``own``."""
+        """Hear that the mean of ``pieces`` (one piece: a sum over ranks) was written to ``own``."""
         if self._marks is None:
             self._marks = Marks.of(self.pack, self.dtype, self._device)
         self._marks.put(self.data)
@@ -268,14 +268,14 @@ class Gradients:
         self._hide()
 
     def _hide(self) -> None:
-        """What is shown is the mean in places."""
+        """Hide what is shown, which is the mean in places alone."""
         self.is_ungathered = self.pack.comm.size > 1
         for shown in self._shown if self.is_ungathered else ():
             if (view := shown()) is not None:
                 hide(view)
 
     def _reveal(self) -> None:
-        """What is shown is what it seems to be."""
+        """Show gradients as they are."""
         if self.is_ungathered:
             self.is_ungathered = False
             for shown in self._shown:
@@ -283,12 +283,12 @@ class Gradients:
                     reveal(view)
 
     def name_at(self, address: int) -> str | None:
-        """The parameter whose gradient in ``data`` has this address."""
+        """Name the parameter whose gradient in ``data`` has this address."""
         position = self._position_at(address)
         return None if position is None else self.pack.layout.slots[position].name
 
     def has(self, address: int) -> bool:
-        """Whether it is in ``data``."""
+        """Return whether it is in ``data``."""
         data = self._data
         return data is not None and 0 <= address - data.data_ptr() < data.nbytes
 
@@ -300,7 +300,7 @@ class Gradients:
         return next((n for n, slot in enumerate(slots) if offset < slot.end), None)
 
     def note_edit(self, grad: Tensor, clears: bool) -> bool:
-        """A script edits a hidden gradient, or a view of it; whether it may.
+        """Hear that a script edits a hidden gradient, or a view of it; return whether it may.
 
         Not while means are kept apart: what is shown is not all of the gradient.
         """
@@ -318,7 +318,7 @@ class Gradients:
         return self.carry is None
 
     def own_before(self, offset: int) -> Tensor:
-        """What this rank had at an element of another one's span. On a host, after ``landed()``."""
+        """Return this rank's own value in another one's span. On a host, after ``landed()``."""
         here = None if self._marks is None else self._marks.hidden_at(offset)
         return self.data[offset] if here is None else here
 
@@ -367,7 +367,7 @@ class Gradients:
                 self.show(position)
 
     def _view(self, position: int) -> Tensor:
-        """A new view of one slot, for another gradient."""
+        """Make a new view of one slot, for another gradient."""
         data, slot = self.data, self.pack.layout.slots[position]
         self._part_with(position)
         start = data.storage_offset() + slot.offset
@@ -380,7 +380,7 @@ class Gradients:
         return view
 
     def _part_with(self, position: int) -> None:
-        """Whoever kept the view that was last shown gets a copy.
+        """Give a copy to whoever kept the view that was last shown.
 
         Gradients that a script keeps over a backward (PCGrad) must not change.
         """
@@ -394,11 +394,11 @@ class Gradients:
 
 
 def nothing() -> None:
-    """A weak reference to nothing."""
+    """Stand for a weak reference to nothing."""
 
 
 def own_part(pack: Pack, position: int) -> slice:
-    """The elements of the own span that belong to one slot."""
+    """Return the elements of the own span that belong to one slot."""
     slot, own = pack.layout.slots[position], pack.own
     start = min(max(slot.offset, own.start), own.stop)
     return slice(start - own.start, max(start, min(slot.end, own.stop)) - own.start)

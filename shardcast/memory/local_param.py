@@ -19,7 +19,7 @@ from shardcast.comm.redistribution import redistributed
 
 
 class LocalParam:
-    """What packs use of a DTensor: the gradient of ``param``, and else its local tensor."""
+    """The part of a DTensor that packs use: the gradient of ``param``, else its local tensor."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param: Any = param
@@ -34,7 +34,7 @@ class LocalParam:
 
     @property
     def grad(self) -> Tensor | None:
-        """This rank's part of the gradient, as the parameter lies.
+        """The part of the gradient on this rank, as the parameter lies.
 
         Along a dimension on which the parameter is replicated the gradient may be a part of the
         sum (``Partial``): it stays one, and is added up after the reduction over data-parallel
@@ -71,7 +71,7 @@ class LocalParam:
         self.param.grad = dtensor.wrap_local(value, self.param, placements)
 
     def repeats(self, dims: Collection[str]) -> bool:
-        """Whether the gradient is that of other ranks, whole, along one of these dimensions."""
+        """Return whether other ranks along one of ``dims`` have the same, whole gradient."""
         _ = self.grad  # redistributed, if it has to be
         grad = self.param.grad
         placements = {} if grad is None else dtensor.placements(grad)
@@ -90,5 +90,5 @@ class LocalParam:
         self.param.grad_dtype = value
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the local tensor's: its shape, dtype, address."""
+        """Ask the local tensor for all else: its shape, dtype, address."""
         return getattr(self.data, name)

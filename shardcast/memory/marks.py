@@ -20,7 +20,7 @@ _END, _OFFSET = attrgetter("end"), attrgetter("offset")
 
 
 class Marks(NamedTuple):
-    """Where the gradients of a pack are marked.
+    """The places where the gradients of a pack are marked.
 
     Attributes:
         positions: elements of the pack, 1-d int64.
@@ -32,7 +32,7 @@ class Marks(NamedTuple):
 
     @classmethod
     def of(cls, pack: Pack, dtype: torch.dtype, device: torch.device) -> Marks:
-        """The marks of all parts of slots that lie outside of the own span."""
+        """Make the marks of all parts of slots that lie outside of the own span."""
         every = [torch.empty(0, dtype=torch.int64)]
         for start, stop in _elsewhere(pack.layout.slots, pack.own):
             every.append(torch.arange(start, stop, MARKED))
@@ -42,7 +42,7 @@ class Marks(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes on this rank."""
+        """The bytes on this rank."""
         return self.positions.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
     def put(self, data: Tensor) -> None:
@@ -53,13 +53,13 @@ class Marks(NamedTuple):
             data.index_fill_(0, self.positions, math.nan)
 
     def hidden_at(self, offset: int) -> Tensor | None:
-        """What a mark hides; ``None`` where there is none."""
+        """Return what a mark hides; ``None`` where there is none."""
         here = (self.positions == offset).nonzero()
         return self.hidden[here[0, 0]] if self.hidden is not None and here.numel() else None
 
 
 def count_marks(pack: PackLayout) -> Iterator[int]:
-    """How many marks each rank has, in the order of the spans."""
+    """Count the marks of each rank, in the order of the spans."""
     counts = [-(-slot.numel // MARKED) for slot in pack.slots]
     every = sum(counts)
     for span in pack.spans:
@@ -71,7 +71,7 @@ def count_marks(pack: PackLayout) -> Iterator[int]:
 
 
 def _elsewhere(slots: Iterable[Slot], own: Span) -> Iterator[tuple[int, int]]:
-    """The parts of slots that lie outside of the own span."""
+    """Give the parts of slots that lie outside of the own span."""
     for slot in slots:
         below = slot.offset, min(slot.end, own.start) if own.numel else slot.end
         above = (max(slot.offset, own.stop), slot.end) if own.numel else (0, 0)

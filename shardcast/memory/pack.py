@@ -28,7 +28,7 @@ ROUNDED = 1 << 20  # values that are cast in blocks at a time
 
 
 def as_packed(param: nn.Parameter) -> Any:
-    """``param`` as a pack takes it: of a DTensor what lies on this rank."""
+    """Return ``param`` as a pack takes it: of a DTensor the part on this rank."""
     return LocalParam(param) if _compat.is_dtensor(param) else param
 
 
@@ -65,7 +65,7 @@ class Pack:
 
     @property
     def locals(self) -> list[Tensor]:
-        """What lies on this rank: the parameters, of a DTensor the local tensor."""
+        """The tensors on this rank: the parameters, of a DTensor the local tensor."""
         return [_compat.local_tensor(param) for param in self.in_model]
 
     def wait(self) -> None:
@@ -104,14 +104,14 @@ class Pack:
             param.data = _compat.own_storage(view)
 
     def _only(self) -> Tensor | None:
-        """The storage of the single parameter of a pack of one, which then stays as it is."""
+        """Return the storage of the parameter of a pack of one, which then stays as it is."""
         param: nn.Parameter = self.params[0]
         if len(self.params) == 1 and self.layout.padding == 0 and param.is_contiguous():
             return param.detach().view(-1)
         return None
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Each slot's elements of ``flat``, which is laid out like the pack, in their shape."""
+        """View each slot's elements of ``flat``, laid out like the pack, in their shape."""
         begin = flat.storage_offset()  # one call for each slot, in place of a slice and its view
         return [
             flat.as_strided(shape, _strides(shape), begin + offset)
@@ -119,7 +119,7 @@ class Pack:
         ]
 
     def rounded(self, slot: Slot, values: Tensor) -> Tensor:
-        """What is published of masters of a slot, or of its part on one rank.
+        """Return what is published of masters of a slot, or of its part on one rank.
 
         Args:
             values: 1-d, of any floating dtype.
@@ -135,11 +135,11 @@ class Pack:
         return published
 
     def span(self, span: Span) -> Tensor:
-        """The elements of one span, 1-d."""
+        """Return the elements of one span, 1-d."""
         return self.data[span.start : span.stop]
 
     def hashes(self) -> list[bytes]:
-        """Of each slot, 16 bytes; copies the pack to the host."""
+        """Hash each slot to 16 bytes; copies the pack to the host."""
         host, size = self.data.cpu(), self.data.element_size()
         ranges = (
             (host.data_ptr() + slot.offset * size, slot.numel * size) for slot in self.layout.slots
@@ -176,13 +176,13 @@ class Pack:
 
     @property
     def converted(self) -> bool:
-        """Whether the parameters have another dtype or device now; looks at the first one only."""
+        """Return whether the parameters have another dtype or device now, by the first one."""
         param: nn.Parameter = self.params[0]
         return param.dtype != self.layout.dtype or param.device != self.data.device
 
 
 @functools.lru_cache(maxsize=1024)  # layers repeat their shapes
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     sizes = [max(1, size) for size in shape[:0:-1]]
     return tuple(itertools.accumulate(sizes, operator.mul, initial=1))[: len(shape)][::-1]

@@ -58,11 +58,11 @@ class PackedParameters:
                     self._watch(number, position, param)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """One 1-d parameter per pack, in pack order; frozen packs included."""
+        """Give one 1-d parameter per pack, in pack order; frozen packs included."""
         return iter(self._flats)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with names ``pack.0``, ``pack.1`` ..."""
+        """Give the same with names ``pack.0``, ``pack.1`` ..."""
         return ((f"pack.{number}", flat) for number, flat in enumerate(self._flats))
 
     def zero_grad(self) -> None:

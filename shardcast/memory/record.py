@@ -11,7 +11,7 @@ from shardcast.memory.codecs import Encoded
 
 
 class Record(ABC):
-    """What an option keeps of one own span, made by :attr:`.Option.record` with its shard.
+    """The record of an option on one own span, made by :attr:`.Option.record` with its shard.
 
     In the fused update an :class:`.Epilogue` sees what changes. Everywhere else, where a script's
     values become masters, a state is loaded, or a class has updated by itself, it is told.
@@ -25,11 +25,11 @@ class Record(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that are held; they are counted with those of masters."""
+        """The bytes that are held; they are counted with those of masters."""
 
     @abstractmethod
     def memory(self) -> Iterator[Tensor]:
-        """What is held, the very tensors."""
+        """Give the very tensors that are held."""
 
     @abstractmethod
     def note(self, part: slice, before: Tensor, after: Tensor) -> None:

@@ -31,7 +31,7 @@ PIECE = 1 << 22  # masters that are compared with what is published at a time
 
 
 class Shard:
-    """What this rank keeps for one pack: masters, gradients and the parameters' parts.
+    """The part of one pack on this rank: masters, gradients and the parameters' parts.
 
     Attributes:
         master: the own span in full precision; it is the pack's own memory if that is fp32.
@@ -60,17 +60,17 @@ class Shard:
 
     @property
     def in_place(self) -> bool:
-        """Whether the pack's own span *is* the master."""
+        """Return whether the pack's own span *is* the master."""
         return self.pack.layout.dtype == MASTER_DTYPE
 
     @property
     def is_plain(self) -> bool:
-        """Whether the masters are fp32 values on the device."""
+        """Return whether the masters are fp32 values on the device."""
         return self._codec.plain and not self._on_host
 
     @property
     def data(self) -> Tensor:
-        """1-d fp32, the memory of the masters; only of a plain codec."""
+        """The memory of the masters, 1-d fp32; only of a plain codec."""
         return self.master.data
 
     @property
@@ -80,28 +80,28 @@ class Shard:
 
     @property
     def casts(self) -> bool:
-        """Whether the update itself has to cast into the pack."""
+        """Return whether the update itself has to cast into the pack."""
         return self._is_copied and self.pack.cast is None
 
     @property
     def _is_copied(self) -> bool:
-        """Whether masters have no part of what is published in their own memory."""
+        """Return whether masters have no part of what is published in their own memory."""
         return not self.in_place and not self._codec.has_published
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the masters beside the pack, and of what is kept to see that it was written."""
+        """The bytes of masters outside of the pack, and of what tells that it was written."""
         of_masters = 0 if self.in_place else self.master.nbytes
         more = sum(it.nbytes for it in (self._last, self.record) if it is not None)
         return of_masters + more
 
     @property
     def on_host(self) -> bool:
-        """Whether masters are in host memory while no update needs them."""
+        """Return whether masters are in host memory while no update needs them."""
         return self._on_host
 
     def memory(self) -> Iterator[Tensor]:
-        """What is kept here, the very tensors; that of the pack among them."""
+        """Give the very tensors that are kept here, that of the pack among them."""
         yield from (self.pack.data, self.pack.own_data, *self.master.pieces)
         if self._last is not None:
             yield self._last
@@ -129,17 +129,17 @@ class Shard:
         )  # fmt: skip
 
     def local(self, start: int, stop: int) -> slice:
-        """Pack elements ``[start, stop)`` as a slice of the own span."""
+        """Return pack elements ``[start, stop)`` as a slice of the own span."""
         return slice(start - self.pack.own.start, stop - self.pack.own.start)
 
     def owned(self) -> Iterator[tuple[int, Fragment, nn.Parameter]]:
-        """Each fragment with its number and its model parameter."""
+        """Give each fragment with its number and its model parameter."""
         params = dict(zip(self.pack.layout.slots, self.pack.in_model, strict=True))
         for number, fragment in enumerate(self.fragments):
             yield number, fragment, params[fragment.slot]
 
     def present(self, slots: Sequence[bool]) -> list[bool]:
-        """Per fragment, whether some rank has a gradient.
+        """Return per fragment whether some rank has a gradient.
 
         Args:
             slots: the same per slot of the pack; see :class:`Decision`.
@@ -148,7 +148,7 @@ class Shard:
         return list(compress(slots, self.grads.owned))
 
     def exact(self, fragment: Fragment) -> Tensor:
-        """The masters of one fragment, 1-d fp32; :meth:`set_exact` takes them back."""
+        """Return the masters of one fragment, 1-d fp32; :meth:`set_exact` takes them back."""
         return self.master.read(self.local(fragment.start, fragment.stop))
 
     def set_exact(self, fragment: Fragment, values: Tensor) -> None:
@@ -189,7 +189,7 @@ class Shard:
             self.publish()
 
     def rounded(self, fragment: Fragment, values: Tensor) -> Tensor:
-        """What is published of masters of a fragment, 1-d."""
+        """Return what is published of masters of a fragment, 1-d."""
         return self.pack.rounded(fragment.slot, values)
 
     def note_published(self) -> None:
@@ -208,7 +208,7 @@ class Shard:
         return self._move(self.published.clone())
 
     def take_back(self, own: Tensor) -> None:
-        """The inverse of :meth:`lend`, to the very same bits."""
+        """Undo :meth:`lend`, to the very same bits."""
         self._move(self.published.copy_(own))
 
     def _move(self, own: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ class Shard:
             self.record.note(part, before.reshape(-1).to(dtype), after.reshape(-1).to(dtype))
 
     def loaded(self, fragment: Fragment, values: Tensor) -> Tensor:
-        """Masters of which published ``values`` are loaded, see :func:`.codecs.shown`; 1-d."""
+        """Return masters of loaded published ``values``, 1-d; see :func:`.codecs.shown`."""
         last = None if self._last is None else self._last[self.local(fragment.start, fragment.stop)]
         return shown(self.exact(fragment), values.to(self.published.device), last)
 
@@ -285,7 +285,7 @@ def build_shard(
     process_groups: ProcessGroups,
     config: ShardcastConfig,
 ) -> Shard:
-    """One pack and its shard: stage in fp32, broadcast from rank 0, keep, cast, free.
+    """Make a pack and its shard: stage in fp32, broadcast from rank 0, keep, cast, free.
 
     Originals are freed when they are staged, so no more than one pack is held twice.
     Every rank must call it, with equal layouts.

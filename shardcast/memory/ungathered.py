@@ -26,7 +26,7 @@ WAY_OUT = (
 
 
 class Owner(Protocol):
-    """Storage whose views are shown as ``.grad``.
+    """The storage whose views are shown as ``.grad``.
 
     Attributes:
         is_ungathered: whether it has means of the own elements alone at present.
@@ -35,13 +35,13 @@ class Owner(Protocol):
     is_ungathered: bool
 
     def has(self, address: int) -> bool:
-        """Whether it is in this storage still."""
+        """Return whether it is in this storage still."""
 
     def name_at(self, address: int) -> str | None:
-        """The parameter whose gradient has this address."""
+        """Name the parameter whose gradient has this address."""
 
     def note_edit(self, grad: Tensor, clears: bool) -> bool:
-        """A script edits or clears a gradient, or a view of it; whether it may."""
+        """Hear that a script edits or clears a gradient, or a view; return whether it may."""
 
 
 # By the address of the storage.
@@ -85,7 +85,7 @@ class UngatheredGradient(Tensor):
 
 
 def name_of(grad: UngatheredGradient) -> str | None:
-    """The parameter that it is of, where that is known."""
+    """Name the parameter that it is the gradient of, where that is known."""
     owner = _owner(grad)
     return grad.of if owner is None else owner.name_at(grad.data_ptr())
 
@@ -96,7 +96,7 @@ def _owner(grad: Tensor) -> Owner | None:
 
 
 def _is_hidden(grad: UngatheredGradient) -> bool:
-    """Whether it is no mean still; a view that a script made does not hear of a gather."""
+    """Return whether it is no mean still; a view that a script made hears of no gather."""
     owner = _owner(grad)
     if owner is None or owner.is_ungathered:
         return True
@@ -142,7 +142,7 @@ def reveal(grad: Tensor) -> None:
 
 
 def tensors(values: Any) -> Iterator[Any]:
-    """All tensors in nested tuples, lists and mappings."""
+    """Give all tensors in nested tuples, lists and mappings."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (tuple, list)):
@@ -157,7 +157,7 @@ def _allowed(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
     grads: Sequence[UngatheredGradient],
 ) -> Any:  # fmt: skip
-    """What ``func`` returns, unless it reads a value.
+    """Return what ``func`` returns, unless it reads a value.
 
     torch's names say which function writes to its first argument (``_`` at the end), and which one
     makes a new tensor of the same shape. Of any other one a run on tensors without values tells:
@@ -202,7 +202,7 @@ def _probe(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
     grads: Sequence[UngatheredGradient],
 ) -> Any:  # fmt: skip
-    """What ``func`` returns, if it needs no value for it."""
+    """Return what ``func`` returns, if it needs no value for it."""
     twins = {id(grad): grad.to("meta") for grad in grads}
     try:
         answer = [*tensors(func(*_twins_of(args, twins), **_twins_of(kwargs, twins)))]
@@ -241,7 +241,7 @@ def _twins_of(values: Any, twins: Mapping[int, Tensor]) -> Any:
 
 
 def _name(func: Any) -> str:
-    """As torch calls it: ``mul_``; of an attribute ``__get__`` or ``__set__``; of an aten operator
-    without its overload.
+    """Return torch's name for it: ``mul_``; ``__get__`` or ``__set__`` of an attribute; for an aten
+    operator without its overload.
     """
     return str(getattr(func, "__name__", func)).partition(".")[0]
