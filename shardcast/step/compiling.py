@@ -1,4 +1,4 @@
-"""Whether what is fused is compiled on a device, and what happens where that fails."""
+"""The choice whether what is fused is compiled on a device, and a way out where that fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ATTEMPTS = 2  # at compiling a kernel: what other processes do to the cache pass
 def or_eager(
     compiled: Callable[..., None], eager: Callable[..., None], kernel: str
 ) -> Callable[..., None]:
-    """``compiled``, or once compiling it has failed twice in a row, ``eager``; other kernels stay.
+    """Return ``compiled``, which becomes ``eager`` once compiling it has failed twice in a row.
 
     An error on one rank alone would leave the others waiting in their next collective, so there
     is a warning, on this rank. The mean has the same bits either way. An update may differ in the
@@ -57,7 +57,7 @@ def or_eager(
 
 
 def compiles(config: ShardcastConfig, device: torch.device) -> bool:
-    """Whether what is fused is compiled on ``device``.
+    """Return whether what is fused is compiled on ``device``.
 
     ``auto`` compiles where Triton can. On CPU a compiler may be missing, and a short job would not
     earn its compile time back: there torch's own fused kernel runs over the chunks, and with
@@ -77,7 +77,7 @@ def compiles(config: ShardcastConfig, device: torch.device) -> bool:
 
 
 def _triton() -> bool:
-    """Whether Triton is installed, with the C compiler that it builds its launchers with."""
+    """Return whether Triton is installed, with the C compiler that builds its launchers."""
     return importlib.util.find_spec("triton") is not None and _has_compiler("cuda", "CC")
 
 

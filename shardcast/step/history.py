@@ -1,4 +1,4 @@
-"""What a rank does with gradients between two steps; all ranks must do the same."""
+"""The history of a rank's gradients between two steps, which must be that of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN = 3  # names
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names and how many more, which differs where any of them does."""
+    """List the first names and how many more, which differs where any of them does."""
     if len(names) <= SHOWN:
         return ", ".join(names)
     rest = names[SHOWN:]

@@ -55,12 +55,12 @@ class StepHook:
         """See the new parameters; with ``overlap_sync`` they are under way still."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists of them, equal on all ranks; empty: nothing is saved."""
+        """Return plain numbers and lists of them, equal on all ranks; empty: nothing is saved."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what :meth:`state_dict` gave; not called where a checkpoint has none."""
 
     def nbytes(self) -> int | None:
-        """Bytes that it holds on this rank; with ``None`` they are not reported."""
+        """Return the bytes that it holds on this rank; with ``None`` they are not reported."""
         return None

@@ -38,7 +38,7 @@ from shardcast.step.reduce.micro_batches import MicroBatches
 
 
 class Decider:
-    """Global norm, clipping factors, loss scale and the decision to skip, for every step.
+    """The norm, clipping factors, loss scale and the decision to skip, for every step.
 
     The control vector, the doubles of the one small all-reduce of a step, has the powers of the
     norm of each group (of each rank, with norm_type inf: no sum gives a maximum), for each
@@ -138,7 +138,7 @@ class Decider:
 
     @property
     def takes_loss(self) -> bool:
-        """Whether a loss can be given to a step."""
+        """Return whether a loss can be given to a step."""
         return bool(self._takes_loss)
 
     def _take_loss(self, loss: Any) -> None:
@@ -161,7 +161,7 @@ class Decider:
         self, max_norm: float | None, pending: Decision | None = None,
         loss: float | Tensor | None = None, judges: bool = True,
     ) -> Decision:  # fmt: skip
-        """The decision over all ranks' own spans. Every rank must call it, after the reduction.
+        """Decide over all ranks' own spans. Every rank must call it, after the reduction.
 
         Args:
             max_norm: bound of the norm of all groups that have no ``max_grad_norm`` of their own;
@@ -244,7 +244,7 @@ class Decider:
         return verdicts
 
     def _arguments(self, max_norm: float | None) -> dict[str, Any]:
-        """What a script gave to the step, which ranks must have alike."""
+        """Return what a script gave to the step, which ranks must have alike."""
         arguments: dict[str, Any] = {
             "max_norm": max_norm,
             "clip_value": self._clip_value,
@@ -259,14 +259,14 @@ class Decider:
         return arguments
 
     def _scale(self, readings: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-        """By what the gradients in the own spans are too large, and the factor that removes it."""
+        """Return the scale of the gradients in the own spans, and the factor that removes it."""
         scale: Tensor | None = None
         for number in self._scales:
             scale = _product(self.signals[number].scale(readings[number]), scale)
         return scale, None if scale is None else (1.0 / scale).float()
 
     def _merged(self, powers: Tensor, readings: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Powers per group and readings of all model-parallel ranks, by one small all-gather."""
+        """Merge powers per group and readings of model-parallel ranks, by a small all-gather."""
         comm, parts = self._process_groups.model, [powers, *readings]
         row = torch.cat(parts)
         gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
@@ -276,18 +276,18 @@ class Decider:
         return self._norm.merge(all_powers), merged
 
     def _trained(self) -> dict[nn.Parameter, str]:
-        """Names of the parameters that are reduced."""
+        """Name the parameters that are reduced."""
         packs = [grads.pack for grads in self._grads]
         slots = [slot.name for pack in packs for slot in pack.layout.slots]
         return dict(zip((param for pack in packs for param in pack.params), slots, strict=True))
 
     def _pack_powers(self) -> Tensor:
-        """The power of the own span of each pack, see :class:`PNorm`."""
+        """Return the power of the own span of each pack, see :class:`PNorm`."""
         rows = [self._alignment // grads.pack.layout.dtype.itemsize for grads in self._grads]
         return self._norm.powers([grads.own for grads in self._grads], rows)
 
     def _group_powers(self, groups: Sequence[GroupId], powers: Tensor) -> Tensor:
-        """This rank's part of :attr:`ControlVector.powers`, of the ``powers`` of its packs.
+        """Return this rank's :attr:`ControlVector.powers`, of the ``powers`` of its packs.
 
         Of a copy that counts elsewhere it matters only whether it is finite.
         """
@@ -356,7 +356,7 @@ class Decider:
             self.signals[number].conclude(decision)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers; waits for the device."""
+        """Return plain numbers; waits for the device."""
         state: dict[str, Any] = {"loss_scale": None, "growth": 0.0, **self.skips.state_dict()}
         for signal in self.signals:
             state.update(signal.state_dict())
@@ -365,7 +365,7 @@ class Decider:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Undo :meth:`state_dict`."""
         for signal in self.signals:
             signal.load_state_dict(state)
         self.skips.load_state_dict(state)
@@ -387,7 +387,7 @@ def _with_factors(unscale: Tensor | None, verdicts: Mapping[Signal, Verdict]) ->
 
 
 def _declined(verdicts: Mapping[Signal, Verdict]) -> Tensor | None:
-    """Whether a verdict skips the step, 0-dim."""
+    """Return whether a verdict skips the step, 0-dim."""
     declined: Tensor | None = None
     for verdict in verdicts.values():
         if verdict.skip is not None:

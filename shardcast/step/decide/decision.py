@@ -1,4 +1,4 @@
-"""What is decided for one step, and which gradients take part in it."""
+"""The decision for one step, and the gradients that take part in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLEARED = 1 << 32  # more than there are ranks; sums of it are exact in fp64
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks agreed on for one step.
+    """The outcome that all ranks agreed on for one step.
 
     Attributes:
         norm: 0-dim fp64, the global gradient norm before clipping, without loss scale and
@@ -51,7 +51,7 @@ class Decision:
 
 
 class Presence(Signal):
-    """Which slots have a gradient, on this rank and on any rank.
+    """The slots that have a gradient, on this rank and on any rank.
 
     Each slot has a place, from which each rank that has a gradient takes 1, and slots whose
     replicas are summed take how many of them have one; a rank on which it was cleared since it was
@@ -75,7 +75,7 @@ class Presence(Signal):
         self._zero = torch.zeros(1, dtype=torch.float64, device=device)
 
     def local(self) -> Tensor:
-        """This rank's part; uploaded once per pattern."""
+        """Return this rank's part; uploaded once per pattern."""
         if len(self._places) != len(self._grads):
             self._arrange()
         self._here = tuple(
@@ -98,14 +98,14 @@ class Presence(Signal):
         return counts
 
     def read(self, total: Tensor) -> Tensor:
-        """Whether a gradient is there on some ranks, and was cleared on others."""
+        """Return whether a gradient is there on some ranks, and was cleared on others."""
         if not self._asks:
             return self._zero
         # The remainder has the sign of the total: above 0 if CLEARED is in it, and -1 too.
         return torch.fmod(total, CLEARED).amax(0, keepdim=True)
 
     def error(self, mistakes: Sequence[float]) -> Exception:
-        """Names a parameter, with the ranks."""
+        """Name a parameter in an error, with the ranks."""
         names = [slot.name for grads in self._grads for slot in grads.pack.layout.slots]
         here = dict(zip(names, self._here, strict=True))
         told = known(here, self._process_groups.dp, self._device)
@@ -136,7 +136,7 @@ class Presence(Signal):
             self._asks = self._asks or pack_groups.sums_replicas
 
     def anywhere(self, total: Tensor) -> dict[Pack, tuple[bool, ...]]:
-        """Slots with a gradient on some rank, by pack.
+        """Return the slots with a gradient on some rank, by pack.
 
         A gradient that is here is present. Only for a slot of an own span without one the counts
         of the other ranks are read, which on an accelerator waits for the all-reduce.

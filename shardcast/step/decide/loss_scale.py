@@ -18,7 +18,7 @@ BACKOFF, GROWTH = 0.5, 2.0  # as torch.amp.GradScaler
 
 
 class LossScale(Signal):
-    """What the loss is multiplied by; a mistake for each data-parallel rank that did not.
+    """The factor of the loss; a mistake for each data-parallel rank that left it out.
 
     Attributes:
         value: 0-dim fp32 on the device.
@@ -42,7 +42,7 @@ class LossScale(Signal):
         self._needed = False  # a backward brought gradients without it
 
     def apply(self, loss: Tensor) -> Tensor:
-        """``loss`` times the scale."""
+        """Return ``loss`` times the scale."""
         self._applied = True
         return loss * self.value
 
@@ -62,12 +62,12 @@ class LossScale(Signal):
             )
 
     def local(self) -> Tensor:
-        """Per data-parallel rank 1 if it has gradients of a loss that was not scaled."""
+        """Return per data-parallel rank 1 if it has gradients of a loss that was not scaled."""
         return self._own_rank if self._needed and not self._applied else self._nowhere
 
     def merge(self, readings: Tensor) -> Tensor:
-        """Only the last stage of a pipeline has the loss to be scaled: a loss is unscaled where
-        some rank of every stage says so."""
+        """Take a loss for unscaled where some rank of every stage says so: only the last stage of a
+        pipeline has the loss."""
         dims = self._parallel_dims
         by_dim = readings.view(1, *(dims.sizes[dim] for dim in dims.model), -1)
         if dims.pipeline in dims.model:
@@ -102,11 +102,11 @@ class LossScale(Signal):
                 tensor.copy_(torch.where(ignored, old, tensor))  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, float | None]:
-        """Plain numbers; waits for the device."""
+        """Return plain numbers; waits for the device."""
         return {"loss_scale": float(self.value), "growth": float(self._growth)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`; a scale that the saved run did not use stays."""
+        """Undo :meth:`state_dict`; a scale that the saved run did not use stays."""
         if state["loss_scale"] is not None:
             self.value.fill_(state["loss_scale"])
             # The saved interval may have been longer; torch grows only where they become equal.

@@ -21,7 +21,7 @@ EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class PNorm:
-    """Arithmetic of one p-norm; its results are 0-dim or 1-d on ``device``."""
+    """The arithmetic of one p-norm; its results are 0-dim or 1-d on ``device``."""
 
     def __init__(self, p: float, device: torch.device) -> None:
         self._p, self._device = p, device
@@ -29,7 +29,7 @@ class PNorm:
         self._limits: dict[float, Tensor] = {}
 
     def on_device(self, limit: float | Tensor) -> Tensor:
-        """A finite bound as 0-dim fp64; one that is a number of the host is uploaded once."""
+        """Return a finite bound as 0-dim fp64; a number of the host is uploaded once."""
         most = torch.finfo(torch.float64).max  # no bound: infinity is no multiple of itself
         if isinstance(limit, Tensor):
             return limit.to(self._device, torch.float64).clamp(max=most)
@@ -42,11 +42,11 @@ class PNorm:
 
     @property
     def is_maximum(self) -> bool:
-        """Whether powers are merged by their maximum, not by their sum."""
+        """Return whether powers are merged by their maximum, not by their sum."""
         return math.isinf(self._p)
 
     def powers(self, spans: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-        """The power of each 1-d span, 1-d.
+        """Return the power of each 1-d span, 1-d.
 
         On an accelerator all spans of one dtype are one call, as in torch's ``clip_grad_norm_``,
         which reads them once and sums in fp32. The price: a span whose sum of powers exceeds fp32
@@ -71,7 +71,7 @@ class PNorm:
         return stacked if self.is_maximum else stacked.pow(self._p)
 
     def power(self, own: Tensor) -> Tensor:
-        """The power of a 1-d span of the host, 0-dim."""
+        """Return the power of a 1-d span of the host, 0-dim."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         scratch = torch.empty(CHUNK, dtype=torch.float64)
         for start in range(0, own.numel(), CHUNK):
@@ -86,17 +86,17 @@ class PNorm:
         return total
 
     def merge(self, powers: Tensor) -> Tensor:
-        """Powers of parts, along the first dimension, as those of the whole, in fp64."""
+        """Merge powers of parts, along the first dimension, into those of the whole, in fp64."""
         if powers.shape[0] == 1:
             return powers[0].double()
         return powers.amax(0).double() if self.is_maximum else powers.sum(0, dtype=torch.float64)
 
     def agreed(self, powers: Tensor, ranks: int) -> Tensor:
-        """Per group, of the sum of all ranks' parts of :attr:`ControlVector.powers`."""
+        """Return the powers per group, of the sum of all ranks' :attr:`ControlVector.powers`."""
         return self.merge(powers.view(ranks if self.is_maximum else 1, -1))
 
     def root(self, powers: Tensor, scale: Tensor | None) -> Tensor:
-        """The norm, 0-dim, of what consists of parts of these powers, ``scale`` removed."""
+        """Return the norm, 0-dim, of a whole with parts of these powers, ``scale`` removed."""
         norm = self.merge(powers)
         if not self.is_maximum:
             norm = norm.pow(1.0 / self._p)
@@ -105,7 +105,7 @@ class PNorm:
     def multiplied(
         self, powers: Tensor, factors: Sequence[Tensor | None], scale: Tensor | None
     ) -> Tensor:
-        """The powers of parts that are multiplied by ``factors``, one each; ``None`` is 1.
+        """Return the powers of parts that are multiplied by ``factors``, one each; ``None`` is 1.
 
         Args:
             scale: a loss scale that the factors remove, and that is to stay.
@@ -124,7 +124,7 @@ def clip_factors(
     limits: Sequence[float | None],
     total: Tensor,
 ) -> list[Tensor | None]:
-    """Per group, 0-dim fp32 by which its bound is kept; ``None`` without one.
+    """Return per group the factor that keeps its bound, 0-dim fp32; ``None`` without one.
 
     Args:
         powers: per group, see :class:`PNorm`; the gradients have the loss scale ``scale``.

@@ -42,7 +42,7 @@ REMEDIES = {
 
 
 def error_of(values: Mapping[str, str], comm: Comm, device: torch.device) -> RuntimeError:
-    """The error for options that differ, with groups, ranks and values.
+    """Return the error for options that differ, with groups, ranks and values.
 
     All ranks of ``comm`` call it on a CPU, and tell each other their ``values``, by name.
     """
@@ -62,7 +62,7 @@ def warn_of_training(untrained: Mapping[str, str], comm: Comm, device: torch.dev
 
 
 def _differences(values_by_rank: Mapping[int, Mapping[str, str]], usual: str) -> str:
-    """Those names whose values differ, with the values by rank; ``usual`` where one has none."""
+    """List names whose values differ, with these by rank; ``usual`` where one has none."""
     texts = []
     for name in dict.fromkeys(name for values in values_by_rank.values() for name in values):
         facts = [(rank, values.get(name, usual)) for rank, values in values_by_rank.items()]

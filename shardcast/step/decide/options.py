@@ -67,7 +67,7 @@ class OptionCheck(Signal):
         self._warned = False
 
     def local(self) -> Tensor:
-        """This rank's digests and their squares, 1-d fp64; empty where there is one rank.
+        """Return this rank's digests and their squares, 1-d fp64; empty where there is one rank.
 
         Costs 0.1 microseconds per option and per parameter as long as nothing changes.
         """
@@ -110,7 +110,7 @@ class OptionCheck(Signal):
             self._pairs = self._paired(self._digests)
 
     def read(self, sums: Tensor) -> Tensor:
-        """Mistakes, and beside model parallelism the sums."""
+        """Return mistakes, and with model parallelism the sums."""
         if not sums.numel():
             return torch.zeros_like(self._pairs[:DIGESTS])
         digests = sums[:DIGESTS]
@@ -118,7 +118,7 @@ class OptionCheck(Signal):
         return torch.cat([differing, sums]) if self._process_groups.model.size > 1 else differing
 
     def merge(self, readings: Tensor) -> Tensor:
-        """A mistake too where model-parallel ranks differ in options; they may train others."""
+        """Add a mistake where model-parallel ranks differ in options; they may train others."""
         differing, sums = readings.split([DIGESTS, readings.shape[1] - DIGESTS], 1)
         mistakes: Tensor = differing.abs().amax(0)
         across = (sums != sums[0])[:, 1:DIGESTS].any().double()
@@ -126,7 +126,7 @@ class OptionCheck(Signal):
         return mistakes
 
     def error(self, mistakes: Sequence[float]) -> RuntimeError | None:
-        """Names the options that differ, with groups, ranks and values."""
+        """Name the options that differ, with groups, ranks and values."""
         groups = self._groups()
         if not any(mistakes[1:]):
             self._warn_of_training(groups)
@@ -154,7 +154,7 @@ class OptionCheck(Signal):
 
 
 def _on_device(value: Any) -> Iterator[Tensor]:
-    """Numbers whose value :func:`plain` leaves out, those in tuples such as betas too."""
+    """Return numbers whose value :func:`plain` leaves out, those in tuples such as betas too."""
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from _on_device(item)
@@ -163,7 +163,7 @@ def _on_device(value: Any) -> Iterator[Tensor]:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether the same object has the same value in the next step."""
+    """Return whether the same object has the same value in the next step."""
     if type(value) is tuple:
         return all(map(_is_constant, value))
     return not isinstance(value, (Tensor, list))

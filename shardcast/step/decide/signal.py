@@ -28,7 +28,7 @@ COUNT, LEFT = "optimizer.count", "trained parameters that are no longer in the m
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a signal says of one step, 0-dim on the device and equal on all ranks.
+    """The verdict of a signal on one step, 0-dim on the device and equal on all ranks.
 
     Attributes:
         factor: what the gradients are multiplied with, before they are clipped.
@@ -158,11 +158,11 @@ class Refusal(Signal):
             self._error = error
 
     def local(self) -> Tensor:
-        """1 if there is an error."""
+        """Return 1 if there is an error."""
         return self._zero if self._error is None else self._zero + 1.0
 
     def error(self, mistakes: Sequence[float]) -> Exception:
-        """This rank's own error, else those of the others."""
+        """Return this rank's own error, else those of the others."""
         error, self._error = self._error, None
         texts = known(None if error is None else str(error), self._comm, self._device)
         if error is not None:
@@ -194,11 +194,11 @@ class Reserved(Signal):
         return self._zeros[:1]
 
     def read(self, total: Tensor) -> Tensor:
-        """No mistake; beside model parallelism with the tokens, of which other ranks may have."""
+        """Read no mistake; with model parallelism also the tokens, which other ranks may have."""
         return torch.cat([self._zeros[:1], total]) if self._in_mesh else self._zeros
 
     def merge(self, readings: Tensor) -> Tensor:
-        """A mistake too where model-parallel ranks have other numbers."""
+        """Add a mistake where model-parallel ranks have other numbers."""
         mistake, tokens = readings.unbind(1)
         differ = (tokens != tokens[0]).any().double()
         return torch.stack([torch.maximum(mistake.amax(), differ), tokens[0]])
@@ -227,13 +227,13 @@ class Later(Signal):
 
 
 def known(value: T, comm: Comm, device: torch.device) -> dict[int, T]:
-    """``value`` of each rank; on an accelerator, where ranks come later and alone, of this one."""
+    """Return each rank's ``value``; on an accelerator, where ranks come later, this one's."""
     if _compat.is_host(device):
         return dict(enumerate(comm.exchange(value, device)))
     return {comm.rank: value}
 
 
 def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host on the device, without waiting for it."""
+    """Put numbers of the host on the device, without waiting for it."""
     host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

@@ -77,7 +77,7 @@ def _locate(comm: Comm, packs: Mapping[int, Gradients], device: torch.device) ->
 
 
 def _element(grads: Gradients) -> tuple[int, str]:
-    """The first non-finite element of an own span: its offset in the pack, and its name."""
+    """Find the first non-finite element of an own span: its offset in the pack, and its name."""
     offset = grads.pack.own.start + int((~grads.own.isfinite()).to(torch.uint8).argmax())
     slot = next(slot for slot in grads.pack.layout.slots if offset < slot.end)
     return offset, f"parameter {slot.name!r}, element {offset - slot.offset}"

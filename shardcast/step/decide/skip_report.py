@@ -48,7 +48,7 @@ class HostCopy:
             self._copied.record(torch.cuda.current_stream(self._device))
 
     def read(self) -> list[float] | None:
-        """The numbers, or ``None`` while they are under way."""
+        """Return the numbers, or ``None`` while they are under way."""
         if self._copied is not None:
             if torch.cuda.is_current_stream_capturing() or not self._copied.query():
                 return None
@@ -57,7 +57,7 @@ class HostCopy:
 
 
 class SkipReport:
-    """Skipped steps of all ranks.
+    """The skipped steps of all ranks.
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
@@ -109,7 +109,7 @@ class SkipReport:
         self._reported = 0.0
 
     def first_nonfinite(self, powers: Tensor) -> Tensor:
-        """The first pack that is not finite, the last one being 1, and 0 none of them.
+        """Return the first pack that is not finite, counted from the last, which is 1; 0: none.
 
         Counted back, for what comes first is the largest then. 1-d, at the place of this rank among
         all; it is overwritten by the next call.
@@ -167,7 +167,7 @@ class SkipReport:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped so far. Reading it waits for the device."""
+        """The steps that were skipped so far. Reading it waits for the device."""
         return int(self._skipped.item())
 
     def _noted(self, totals: Sequence[float]) -> Iterator[tuple[Signal, Sequence[float]]]:
@@ -177,12 +177,12 @@ class SkipReport:
             start += signal.noted
 
     def state_dict(self) -> dict[str, float]:
-        """Plain numbers; waits for the device."""
+        """Return plain numbers; waits for the device."""
         skipped, in_row = self._totals[:2].tolist()
         return {"skipped": skipped, "in_row": in_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Undo :meth:`state_dict`."""
         self._skipped.fill_(state["skipped"])
         self._in_row.fill_(state["in_row"])
         self._reported = state["skipped"]

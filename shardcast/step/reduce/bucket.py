@@ -26,7 +26,7 @@ from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
 
 
 class State(Enum):
-    """What the gradients of a pack are."""
+    """The state of the gradients of a pack."""
 
     LOCAL = "this rank's own, or there are none"
     IN_FLIGHT = "on their way to the owners"
@@ -57,7 +57,7 @@ def drop_carried(buckets: Iterable[Bucket]) -> None:
 
 
 def assigned_in(buckets: Iterable[Bucket], process_groups: ProcessGroups) -> dict[str, str]:
-    """What a script assigned between backwards, for the history of a step, by fact."""
+    """Return what a script assigned between backwards, for the history of a step, by fact."""
     found = [bucket for bucket in buckets if bucket.assigned]
     facts = {ASSIGNED: listed([name for bucket in found for name in bucket.assigned])}
     # Summed over model-parallel ranks as well a gradient may be a part of the sum, or all of it.
@@ -112,16 +112,16 @@ class Bucket:
 
     @property
     def first(self) -> str:
-        """Name of its first parameter, for errors."""
+        """The name of its first parameter, for errors."""
         return self.grads.pack.layout.slots[0].name
 
     @property
     def complete(self) -> bool:
-        """Whether all gradients have come in this backward."""
+        """Return whether all gradients have come in this backward."""
         return len(self.arrived) == len(self.grads.pack.params)
 
     def forget(self) -> None:
-        """All gradients were cleared, by whomever."""
+        """Hear that all gradients were cleared, by whomever."""
         self.grads.forget()
         self.left.clear()
         self.assigned.clear()
@@ -141,7 +141,7 @@ class Bucket:
                 self.grads.joint[position].fill_(0.0)
 
     def drop_assigned(self) -> None:
-        """Before a pass: drop what was added up of gradients that a script replaced meanwhile.
+        """Drop, before a pass, what was added up of gradients that a script replaced meanwhile.
 
         As under DDP ``p.grad = x`` is all of this rank's gradient, to be averaged over ranks.
         """
@@ -160,7 +160,7 @@ class Bucket:
                 grads.carry[own_part(grads.pack, position)].zero_()
 
     def reopen(self, cleared: bool) -> None:
-        """Gradients are going to come again: keep the means of those that are there, if any.
+        """Make room for gradients to come, and keep the means of those that are there, if any.
 
         Args:
             cleared: the means of ranks that have a gradient where this one has none count no more.
@@ -234,7 +234,7 @@ class Bucket:
         return reduction.received
 
     def _summed(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The sum of ``pieces`` over holders of copies, and with it who of them has a gradient."""
+        """Sum ``pieces`` over holders of copies, and with them who of these has a gradient."""
         own, slots = self.grads.own.numel(), self.grads.pack.layout.slots
         total = added(pieces, len(slots))
         total[own:].fill_(1.0)  # to assign a number would wait for a GPU (torch < 2.13)

@@ -36,7 +36,7 @@ Mean = Callable[[Sequence[Tensor], Any, Tensor | None, Tensor], None]
 
 @dataclass
 class Divisor:
-    """What the sums over ranks are divided by.
+    """The number that divides the sums over ranks.
 
     Attributes:
         ranks: how many data-parallel ones there are, for the mean.
@@ -62,7 +62,7 @@ class Divisor:
 
 
 def choose_mean(config: ShardcastConfig, size: int, device: torch.device) -> Mean:
-    """:func:`mean_`, compiled where the update is, or :func:`mean_in_chunks_`; the same bits."""
+    """Return :func:`mean_`, compiled where the update is, or :func:`mean_in_chunks_`."""
     if not compiles(config, device):
         return mean_in_chunks_
     exact = size in POWERS or (size in OTHERS and inductor.divides_exactly())
@@ -70,7 +70,7 @@ def choose_mean(config: ShardcastConfig, size: int, device: torch.device) -> Mea
 
 
 def mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
-    """The sum of ``pieces``, in their order, over ``size``, plus the fp32 carry, rounded once.
+    """Write the sum of ``pieces`` in order over ``size``, plus the fp32 carry, rounded once.
 
     Args:
         pieces: of equal shape and dtype; ``out`` itself may be one of them.
@@ -85,7 +85,7 @@ def mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor
 
 
 def added(pieces: Sequence[Tensor], room: int) -> Tensor:
-    """The sum of ``pieces`` in fp32, added up as a mean is, with ``room`` for more behind it."""
+    """Sum ``pieces`` in fp32, in the order of a mean, with ``room`` for more behind it."""
     numel, dtype = pieces[0].numel(), sum_dtype(pieces[0].dtype)
     total = pieces[0].new_empty(numel + room, dtype=dtype)
     part = total[:numel].copy_(pieces[0])
@@ -97,7 +97,7 @@ def added(pieces: Sequence[Tensor], room: int) -> Tensor:
 def mean_in_chunks_(
     pieces: Sequence[Tensor], size: float | Tensor, carry: Tensor | None, out: Tensor
 ) -> None:
-    """:func:`mean_`, with no more than a chunk in higher precision at a time."""
+    """Do as :func:`mean_`, with no more than a chunk in higher precision at a time."""
     low = out.dtype == pieces[0].dtype != MASTER_DTYPE
     two = isinstance(size, int) and len(pieces) == size == 2
     if two and carry is None and low:
@@ -128,7 +128,7 @@ def mean_in_chunks_(
 def divide_(
     total: Callable[[slice], Tensor], size: float | Tensor, carry: Tensor | None, out: Tensor
 ) -> None:
-    """``out = total / size + carry``, chunk by chunk.
+    """Write ``out = total / size + carry``, chunk by chunk.
 
     Args:
         total: gives those elements of the sum, which are overwritten.
@@ -142,14 +142,14 @@ def divide_(
 
 
 def chunks(tensor: Tensor) -> Iterator[slice]:
-    """Ranges of a 1-d tensor whose fp32 copy stays in the cache of a CPU."""
+    """Give ranges of a 1-d tensor whose fp32 copy stays in the cache of a CPU."""
     chunk = CHUNK if _compat.is_host(tensor.device) else PIECE
     for start in range(0, tensor.numel(), chunk):
         yield slice(start, min(start + chunk, tensor.numel()))
 
 
 def compiled_mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
-    """:func:`mean_` as one kernel."""
+    """Run :func:`mean_` as one kernel."""
     if out.numel():
         # In rows, of whose number one graph serves all but 0 and 1, so that a length is known to be
         # a multiple of what is loaded at a time; all spans are with the default alignment.
@@ -160,7 +160,7 @@ def compiled_mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, ou
 
 
 def _rows_of(tensor: Tensor, row: int) -> Tensor:
-    """As :func:`_compat.rows_of`, made once for a tensor: packs land in the same ones.
+    """Return :func:`_compat.rows_of`, made once for a tensor: packs land in the same ones.
 
     It holds the memory, not ``tensor``, with which it goes.
     """

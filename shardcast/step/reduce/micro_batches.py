@@ -15,7 +15,7 @@ from shardcast.memory.pack import Pack
 
 
 class MicroBatches(Protocol):
-    """Which micro-batches of a step this rank has, and which of them it has had.
+    """The micro-batches of a step on this rank, and how far it has come among them.
 
     Attributes:
         total: in a step, over all ranks; 0 as long as it is not known.
@@ -33,11 +33,11 @@ class MicroBatches(Protocol):
 
     @property
     def last(self) -> bool:
-        """Whether the current one is known to be this rank's last one of the step."""
+        """Return whether the current one is known to be this rank's last one of the step."""
 
     @property
     def count(self) -> str:
-        """How many there were in this step, which all ranks must have alike."""
+        """Return how many there were in this step, which all ranks must have alike."""
 
     def storage(self, pack: Pack, dtype: torch.dtype, wire: torch.dtype) -> Gradients:
         """Return the storage of one more pack, whose gradients are sent as ``wire``."""
@@ -46,7 +46,7 @@ class MicroBatches(Protocol):
         """Return the :class:`.PNorm` whose value does not depend on how spans are cut."""
 
     def divides(self, total: int) -> bool:
-        """Whether steps divide by their number where a framework knows of ``total``.
+        """Return whether steps divide by their number where a framework knows of ``total``.
 
         Raises:
             RuntimeError: there are more or less of them than that.

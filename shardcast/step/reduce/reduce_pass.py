@@ -64,7 +64,7 @@ class ReducePass:
         self._buffers = Buffers() if of_tree is None else of_tree.spare
 
     def start(self) -> None:
-        """The first gradient is about to come, or none in a pass without a backward."""
+        """Hear that the first gradient is about to come, or none in a pass without a backward."""
         self.started = True
         land_all(self._buckets)  # where a backward failed
         for bucket in self._buckets:
@@ -89,7 +89,7 @@ class ReducePass:
                 reduce_pass._reducer.at_end = True
 
     def accumulates(self, running: int) -> bool:
-        """Whether ``running`` is this backward, or one inside it that adds to gradients."""
+        """Return whether ``running`` is this backward, or one inside it that adds to gradients."""
         if running not in (self.backward, self._inner):
             if not _compat.accumulates():
                 return False
@@ -97,7 +97,7 @@ class ReducePass:
         return True
 
     def arrive(self, bucket: Bucket, position: int, running: int) -> None:
-        """A gradient is about to be accumulated in the backward ``running``.
+        """Hear that a gradient is about to be accumulated in the backward ``running``.
 
         Packs that were complete before are sent now. Not when the last one comes: hooks of the
         script on that very parameter, which may clip or replace ``.grad``, run later.
@@ -143,7 +143,7 @@ class ReducePass:
                 bucket.grads.adopt()
 
     def _open(self, bucket: Bucket) -> None:
-        """The first gradient of a pack comes."""
+        """Hear that the first gradient of a pack comes."""
         if bucket.grads.pack.pending:
             raise RuntimeError(
                 f"overlap_sync: a backward reached {bucket.first!r} or a parameter packed with it, "

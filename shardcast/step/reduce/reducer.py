@@ -82,13 +82,13 @@ class Reducer:
 
     @property
     def alone(self) -> bool:
-        """Whether gradients are means as they come."""
+        """Return whether gradients are means as they come."""
         given = self.divisor.given is not None or self.micro_batches is not None
         return self.process_groups.everyone.size == 1 and not given
 
     @property
     def beside(self) -> bool:
-        """Whether packs are launched while a backward runs, not at its end.
+        """Return whether packs are launched while a backward runs, not at its end.
 
         Full gradients wait for the end of the first backward: a re-entrant checkpoint may bring one
         twice. Sharded ones would need the memory that they are to save.
@@ -97,18 +97,18 @@ class Reducer:
 
     @property
     def synchronises(self) -> bool:
-        """Whether a backward would be synchronised at present, as DDP counts: not in no_sync."""
+        """Return whether a backward would be synchronized now, as DDP counts: not in no_sync."""
         return self._syncs and not self.at_step
 
     @property
     def _local(self) -> bool:
-        """Whether backwards send nothing at present."""
+        """Return whether backwards send nothing at present."""
         more = self.micro_batches is not None and not self.micro_batches.last
         return not self._syncs or self.at_step or self.alone or more
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there is any gradient; within a tree of micro-batches they are not seen."""
+        """Return whether there is any gradient; in a tree of micro-batches they are not seen."""
         in_tree = self.micro_batches is not None
         return in_tree or any(any(grads.presence()) for grads in self.grads)
 
@@ -143,12 +143,12 @@ class Reducer:
         return grads
 
     def nbytes(self, pack: Pack) -> int:
-        """Bytes of the gradients of ``pack``, sums of micro-batches among them."""
+        """Return the bytes of the gradients of ``pack``, sums of micro-batches among them."""
         return self.buckets[pack].grads.nbytes
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backwards accumulate locally and no collective is issued.
+        """Have backwards accumulate locally inside it, without a collective.
 
         It changes nothing for sharded gradients, which have no room to accumulate locally.
         """
@@ -227,7 +227,7 @@ class Reducer:
         self.edits.gathered()
 
     def _present_anywhere(self) -> dict[Pack, list[bool]]:
-        """Per pack and slot, whether some rank has a gradient; one all-reduce per kind of pack.
+        """Return per pack and slot whether a rank has a gradient; an all-reduce per kind of pack.
 
         The host waits for the answer only where a gradient is missing here.
         """
@@ -251,13 +251,13 @@ class Reducer:
         return present
 
     def passed(self) -> None:
-        """A pass has brought all means here."""
+        """Hear that a pass has brought all means here."""
         self.due = self.spent = False
         self.history[BACKWARDS] += 1
         self.history.update(assigned_in(self.buckets.values(), self.process_groups))
 
     def used(self) -> None:
-        """A step used the gradients: the next one needs a pass of its own."""
+        """Hear that a step used the gradients: the next one needs a pass of its own."""
         self.due, self.spent, self.backwards = True, True, 0
         self.history.update(NOTHING)
         for bucket in self.buckets.values():
@@ -266,7 +266,7 @@ class Reducer:
             self.micro_batches.reset()
 
     def cleared(self, set_to_none: bool = True) -> None:
-        """Gradients were cleared. No pass is due for it: one rank alone may clear its own."""
+        """Hear of cleared gradients. No pass is due for it: one rank alone may clear its own."""
         land_all(self.buckets.values())  # of a failed backward, before it is zeroed
         self._spend()
         self.history.update({STALE: 0, ASSIGNED: "", SUMMED: ""})
@@ -278,13 +278,13 @@ class Reducer:
             bucket.grads.zero(set_to_none)
 
     def _spend(self) -> None:
-        """Means, if there are any, were cleared."""
+        """Hear that means, if there are any, were cleared."""
         if not (self.spent or self.due or self.alone):
             self.history[CLEARS] += 1
         self.spent = True
 
     def _cleared_in(self, model: nn.Module, set_to_none: bool) -> None:
-        """As :meth:`cleared`, of a model that may be one of several whose gradients are here."""
+        """Hear as :meth:`cleared` of a model that may be one of several with gradients here."""
         params = {*model.parameters()}
         if all(params.issuperset(pack.in_model) for pack in self.buckets):
             self.cleared(set_to_none)
@@ -312,7 +312,7 @@ class Reducer:
             bucket.grads.take_back()
 
     def micro_batch(self, index: int) -> None:
-        """The next backwards are of this micro-batch; see :meth:`ShardedOptimizer.micro_batch`."""
+        """Begin this micro-batch; see :meth:`ShardedOptimizer.micro_batch`."""
         if self.micro_batches is None:
             raise RuntimeError(
                 "micro_batch: expected the option reproducible, the micro-batches of a step over "
@@ -334,14 +334,14 @@ class Reducer:
     # -- the pass of the running backward -----------------------------------------------------
 
     def drop_assigned(self) -> None:
-        """A pass begins: drop means that a script replaced (``p.grad = x``)."""
+        """Drop, as a pass begins, means that a script replaced (``p.grad = x``)."""
         in_micro_batch = self.micro_batches is not None and self.micro_batches.begun
         for bucket in self.buckets.values() if not in_micro_batch else ():
             if not self.spent or bucket.grads.is_begun:
                 bucket.drop_assigned()
 
     def drop_cleared(self, more_come: bool) -> None:
-        """A pass begins: drop means of earlier ones of this step that a script cleared.
+        """Drop, as a pass begins, means of earlier ones of this step that a script cleared.
 
         Args:
             more_come: in a backward, else the step comes next.
@@ -403,7 +403,7 @@ class Reducer:
         return reduce_pass
 
     def arrive(self, bucket: Bucket, position: int, running: int) -> None:
-        """A gradient comes of which the hook does not know that it is only to be counted."""
+        """Hear of a gradient that the hook cannot simply count."""
         reduce_pass = self._running()
         if reduce_pass is None:
             if not _compat.accumulates():  # what autograd.grad returns is no gradient of ours yet
@@ -426,7 +426,7 @@ class Reducer:
 
 
 def is_reduced(param: Tensor) -> bool:
-    """Whether the gradients of ``param`` are reduced, for whichever optimizer."""
+    """Return whether the gradients of ``param`` are reduced, for whichever optimizer."""
     hooks = _compat.gradient_hooks(param)
     return any(getattr(hook, "__module__", "") == __name__ for hook in hooks)
 

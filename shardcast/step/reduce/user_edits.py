@@ -29,15 +29,15 @@ class GradientEdits:
         self._version = 0
 
     def begin(self) -> None:
-        """Gradients are reduced anew."""
+        """Hear that gradients are reduced anew."""
         self._gathered = False
 
     def changed(self) -> None:
-        """Gradients come, or were cleared."""
+        """Hear that gradients come, or were cleared."""
         self._version += 1
 
     def gathered(self) -> None:
-        """Every ``.grad`` is the mean now."""
+        """Hear that every ``.grad`` is the mean now."""
         self._gathered = True
 
     def warn_of_set(self) -> None:
@@ -63,7 +63,7 @@ class GradientEdits:
             warn_first(message)
 
     def version(self) -> int:
-        """Another number after any gradient came, was edited in place, replaced or cleared."""
+        """Return another number after a gradient came, was edited in place, replaced or cleared."""
         found = [param.grad for grads in self._grads for param in grads.pack.params]
         with _compat.without_torch_function():
             versions = [0 if grad is None else grad._version for grad in found]
@@ -96,5 +96,5 @@ class ZeroGrad:
 
 
 def plain_zero_grad(model: nn.Module) -> Any:
-    """That of its class."""
+    """Return ``zero_grad`` of its class."""
     return MethodType(type(model).zero_grad, model)

@@ -71,7 +71,7 @@ class Sync:
         self.wait()
 
     def start(self) -> None:
-        """As a call, but ``pack.wait()`` must come before any use of a pack.
+        """Sync as a call does, but ``pack.wait()`` must come before any use of a pack.
 
         All collectives are launched here, in the order of a call, which is that of the packs'
         first parameters in the model: were they launched where they are needed, ranks whose
@@ -94,7 +94,7 @@ class Delivery:
         self._work, self._parcels = work, parcels
 
     def wait(self) -> None:
-        """As of the work."""
+        """Wait for the work, then unpack."""
         self._work.wait()
         for parcel in self._parcels:
             parcel.unpack()
@@ -131,7 +131,7 @@ def _send(pack: Pack) -> Work | Delivery:
 
 
 def _sent(pack: Pack) -> Pack | Parcel:
-    """What travels: a pack itself, or a parcel in its place."""
+    """Return what travels: a pack itself, or a parcel in its place."""
     return pack if pack.wire is None else pack.wire.parcel(pack.data, pack.comm.rank)
 
 
