@@ -27,7 +27,7 @@ def updates_of(
     comm: Comm,
     ready: Ready = lambda _packs: None,
 ) -> list[Update]:
-    """The update of each optimizer, which reads the groups of that one in every step.
+    """Make the update of each optimizer, which reads the groups of that one in every step.
 
     Args:
         ready: called with packs that are updated before others, on all ranks alike.

@@ -33,7 +33,7 @@ LEAST = 2  # rows of a range in a batch: one graph serves all numbers of rows bu
 
 @dataclass
 class Batch:
-    """Ranges with one :class:`.Fusion`, and operands of the same dtypes, which one call updates.
+    """The ranges of one :class:`.Fusion`, with operands of equal dtypes, that a call updates.
 
     The first call is made by Dynamo, which sees that a graph serves; the others go to the graph
     themselves, as long as tensors that are others in each step are like the first ones.
@@ -55,7 +55,7 @@ class Batch:
     _kinds: Any = None
 
     def __call__(self, given: StepTensors) -> None:
-        """See :func:`update_all_`."""
+        """Update the ranges, see :func:`update_all_`."""
         grads, tensors = [operands[0] for operands in self.operands], given.tensors
         if self.moves:
             tensors, of_grads = [*tensors, *grads], inductor.kinds(grads)
@@ -82,7 +82,7 @@ class Batch:
 
 
 class StepTensors:
-    """What the batches of a rule are called with in one step.
+    """The numbers of one step for the batches of a rule.
 
     Args:
         behind: numbers of the epilogues, and their counts of steps.
@@ -111,7 +111,7 @@ def update_all_(
     epilogues: tuple[tuple[Any, ...], ...], epilogue_steps: Tensor | None,
     factor: Tensor | None, skip: Tensor,
 ) -> None:  # fmt: skip
-    """:func:`.fusion.update_` of each of several ranges.
+    """Run :func:`.fusion.update_` on each of several ranges.
 
     Args:
         ranges: of each its operands.
@@ -127,7 +127,7 @@ def _each(
     ranges: Sequence[Sequence[Tensor]], numbers: Tensor,
     epilogues: tuple[tuple[Any, ...], ...], epilogue_steps: Tensor | None, factor: Tensor | None,
 ) -> Iterator[tuple[Sequence[Tensor], UpdateScalars, Tensor | None]]:  # fmt: skip
-    """Operands, numbers and factor of each range. Light fusions ask for no count of steps."""
+    """Give operands, numbers and factor of each range. Light fusions ask for no count of steps."""
     shared = factor is None or factor.dim() == 0
     factors = [factor] * len(ranges) if shared else factor.unbind()  # type: ignore[union-attr]
     for operands, row, its_factor in zip(ranges, numbers.unbind(), factors, strict=True):
@@ -140,7 +140,7 @@ def _one_by_one(
     epilogues: tuple[tuple[Any, ...], ...], epilogue_steps: Tensor | None,
     factor: Tensor | None, skip: Tensor,
 ) -> None:  # fmt: skip
-    """:func:`update_all_` eagerly, a piece at a time."""
+    """Run :func:`update_all_` eagerly, a piece at a time."""
     for operands, scalars, its_factor in _each(ranges, numbers, epilogues, epilogue_steps, factor):
         in_pieces(fusion, operands, scalars, its_factor, skip)
 
@@ -152,8 +152,8 @@ def _kernel(fusion: Fusion, dtypes: tuple[torch.dtype, ...], *_: Any) -> Callabl
 
 
 def in_batches(ranges: Sequence[Range]) -> tuple[list[list[Range]], list[Range]]:
-    """Ranges of one rule in batches, and what is called one by one: few of a kind, and ends of
-    ranges that are no whole rows."""
+    """Sort the ranges of one rule into batches, and ranges that are called one by one: few of a
+    kind, and ends that are no whole rows."""
     kinds: dict[Any, list[Range]] = {}
     for one in ranges:
         shard = one.state.shard
@@ -185,7 +185,7 @@ def in_batches(ranges: Sequence[Range]) -> tuple[list[list[Range]], list[Range]]
 
 
 def _is_light(fusion: Fusion) -> bool:
-    """Whether a graph of several is compiled in time: other codecs take it minutes."""
+    """Return whether a graph of several is compiled in time: other codecs take it minutes."""
     compares = any(epilogue.compares for epilogue in fusion.epilogues)
     return not compares and all(codec.plain for codec in (fusion.master, *fusion.state))
 
@@ -253,7 +253,7 @@ class RuleNumbers:
             self._batches.append(Batch(batch[0].fusion, operands, in_batch, factors, moves))
 
     def compute(self, param_groups: Sequence[Mapping[str, Any]], steps: Tensor) -> None:
-        """Compute those of this step, in four launches."""
+        """Compute the numbers of this step, in four launches."""
         if self._table is not None:
             terms = [self._rule.terms(param_groups[of.position]) for of in self._groups]
             self._table(terms, steps[0] if self._places is None else steps[self._places])

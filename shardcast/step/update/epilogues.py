@@ -21,7 +21,7 @@ STEPS = ".steps"  # ends the name of an average's number of steps
 
 
 class UpdateValues(NamedTuple):
-    """The values of an update that an epilogue sees, of shape ``(rows, row)``; it changes none.
+    """The values of an update that an epilogue sees, ``(rows, row)``; it changes none.
 
     Attributes:
         grad: fp32, unscaled and clipped.
@@ -45,7 +45,7 @@ class UpdateValues(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What is fused behind a rule; a constant of the kernel. This one does nothing.
+    """A part that is fused behind a rule, a constant of the kernel. This one does nothing.
 
     Attributes:
         sums: names of the numbers per fragment that it gives; it runs in the steps alone that are
@@ -65,16 +65,16 @@ class Epilogue:
 
     @property
     def state(self) -> tuple[str, ...]:
-        """Names of its stored tensors, which begin as the masters, at the first step."""
+        """The names of its stored tensors, which begin as the masters, at the first step."""
         return ()
 
     @property
     def codec(self) -> Codec:
-        """How these are stored."""
+        """The codec of these."""
         return Codec()
 
     def numbers(self, step: Any) -> tuple[Any, ...]:
-        """The numbers of one step.
+        """Return the numbers of one step.
 
         Args:
             step: how many steps it has taken part in, this one too: a float, or a 0-dim fp64
@@ -85,12 +85,12 @@ class Epilogue:
     def apply_(
         self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        """Change ``state`` in place; returns the sums of each row, 1-d, of squares the roots."""
+        """Change ``state`` in place; return the sums of each row, 1-d, of squares the roots."""
         return ()
 
 
 def epilogues_of(config: ShardcastConfig) -> tuple[Epilogue, ...]:
-    """The epilogues that a configuration asks for; those with sums stand last."""
+    """Return the epilogues that a configuration asks for; those with sums stand last."""
     epilogues = [
         epilogue
         for extension in config.extensions().values()

@@ -31,7 +31,7 @@ WINDOW = 1 << 22  # elements that are on the device at a time where masters and 
 
 @dataclass
 class _Plan:
-    """What an update does in every step, until gradients, groups, memory or epilogues change.
+    """The plan of every step until gradients, groups, memory or epilogues change.
 
     Attributes:
         memory: what the operands of each shard are parts of, by identity: gradients, what is
@@ -59,7 +59,7 @@ class _Plan:
         self, present: Mapping[Pack, Sequence[bool]], rules: Sequence[Rule],
         epilogues: tuple[Epilogue, ...],
     ) -> bool:  # fmt: skip
-        """Whether it is that of this step too; takes gradients in other memory."""
+        """Return whether this step has it too; takes gradients in other memory."""
         if not self.is_steady or epilogues != self.epilogues or rules != self.rules:
             return False
         if present is not self.present and present != self.present:
@@ -89,14 +89,14 @@ class _Plan:
 
 
 def _transfers(config: ShardcastConfig, device: torch.device) -> Callable[..., None] | None:
-    """How windows travel beside each other, if an option has them do so on this device."""
+    """Return how windows travel together, if an option has them do so on this device."""
     options = config.extensions().values()
     asked = (it.transfers(device) for it in options if it.transfers is not None)
     return next(filter(None, asked), None)
 
 
 class FusedUpdate(Update):
-    """One kernel per pack, or for several packs.
+    """An update by one kernel per pack, or for several packs.
 
     The state is allocated when the first gradient comes. How many steps a fragment has taken is
     counted on the device, for a skipped one does not count. The host knows which fragments had
@@ -192,7 +192,7 @@ class FusedUpdate(Update):
             numbers.run(factors, behind, skip)
 
     def _rules(self) -> list[Rule]:
-        """Of each group that shards have."""
+        """Return the rule of each group that shards have."""
         groups, on_host = self._optimizer.param_groups, self._execute.on_host
         options = [groups[of.position] for of in self._groups]
         return [
@@ -201,7 +201,7 @@ class FusedUpdate(Update):
         ]
 
     def _scalars(self, plan: _Plan, behind: Any) -> list[UpdateScalars]:
-        """The numbers of this step of each key; those of batches are in their tables then."""
+        """Return this step's numbers of each key; those of batches are in their tables then."""
         groups = self._optimizer.param_groups
         for numbers in plan.numbers:
             numbers.compute(groups, self._steps)
@@ -217,7 +217,7 @@ class FusedUpdate(Update):
         return found
 
     def _arranged(self, present: Mapping[Pack, Sequence[bool]], rules: Sequence[Rule]) -> _Plan:
-        """What is to be done in a step with these gradients."""
+        """Arrange what is to be done in a step with these gradients."""
         here = {shard: shard.present(present[shard.pack]) for shard in self._states}
         counting, is_steady = self._count(here)
         keys: dict[Any, int] = {}
@@ -266,7 +266,7 @@ class FusedUpdate(Update):
     def _runs(
         self, state: ShardState, present: Sequence[bool]
     ) -> Sequence[tuple[slice, int, bool]]:
-        """Maximal ranges of the own span with one history, all present or all absent.
+        """Find maximal ranges of the own span with one history, all present or all absent.
 
         Each with the place of a fragment in it among those of all shards.
 
@@ -287,7 +287,7 @@ class FusedUpdate(Update):
         return runs
 
     def _by_torch(self, group: Mapping[str, Any]) -> bool:
-        """Whether torch's fused CPU kernel runs: as the group says, else as ``fuse`` does."""
+        """Return whether torch's fused CPU kernel runs: by the group, else by ``fuse``."""
         if group.get("fused") is not None or group.get("foreach"):
             return bool(group.get("fused"))
         return self._config.fuse == "auto"
@@ -324,7 +324,7 @@ class FusedUpdate(Update):
         return sum(state.nbytes(averages=False) for state in self._states.values())
 
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
-        """See :meth:`Update.fragment_state`: 1-d fp32 and a 0-dim ``step``; empty before use."""
+        """Return state (:meth:`Update.fragment_state`): 1-d fp32, ``step``; empty before use."""
         averages = super().fragment_state(shard, number, decode)
         state = self._states.get(shard)
         if state is None or self._histories[state.first + number] is None:
@@ -361,7 +361,7 @@ class FusedUpdate(Update):
 
 
 def _grown(histories: Sequence[Hashable], counted: Sequence[bool]) -> list[Hashable]:
-    """Histories after one more step; those that are equal before and after it stay so."""
+    """Return histories after one more step; equal ones stay so."""
     numbers: dict[Hashable, int] = {}
     return [
         numbers.setdefault((history, counts), len(numbers))
@@ -377,7 +377,7 @@ def _windows(run: slice) -> Iterator[slice]:
 
 
 def _plain(value: Any) -> Any:
-    """A learning rate or betas given as tensors, as numbers of the host."""
+    """Return a learning rate or betas that are tensors as numbers of the host."""
     if isinstance(value, tuple):
         return tuple(_plain(item) for item in value)
     return value.item() if isinstance(value, Tensor) else value

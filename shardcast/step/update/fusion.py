@@ -50,7 +50,7 @@ class UpdateScalars(NamedTuple):
 
 
 class NamedOperands(NamedTuple):
-    """Operands by what they are.
+    """The operands by what they are.
 
     Attributes:
         grad: any floating dtype, read only.
@@ -71,7 +71,7 @@ class NamedOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class Fusion:
-    """What is fused into one kernel; constants for a compiler.
+    """The parts of one kernel; constants for a compiler.
 
     Operands are a flat list of tensors, in the order of :class:`NamedOperands`. They are 1-d, or in
     the shape of :func:`update_`.
@@ -94,7 +94,7 @@ class Fusion:
 
     @property
     def counts(self) -> list[int]:
-        """Elements per row of each operand: ``row`` or 1."""
+        """The elements per row of each operand: ``row`` or 1."""
         codecs = (self.master, *self.state)
         pieces = [count for codec in codecs for _, count in codec.pieces(self.row)]
         sums = sum(len(epilogue.sums) for epilogue in self.epilogues)
@@ -216,7 +216,7 @@ def _write_(memory: Tensor, values: Tensor, skip: Tensor | None) -> None:
 
 
 class Operands(list[Tensor]):
-    """Those of one range, 1-d.
+    """The operands of one range, 1-d.
 
     Attributes:
         in_rows: the same memory in the shape of :func:`update_`, once it was needed.
@@ -243,7 +243,7 @@ class Executor:
         self, fusion: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars,
         factor: Tensor | None, skip: Tensor | None,
     ) -> None:  # fmt: skip
-        """See :func:`.fusion.update_`; operands are 1-d, begin with a row, may end within one."""
+        """Run :func:`.fusion.update_`; operands are 1-d, begin with a row, may end within one."""
         in_rows: list[Tensor] | None = getattr(operands, "in_rows", None)
         if in_rows is not None:
             self._run(fusion, in_rows, numbers, factor, skip)
@@ -278,7 +278,7 @@ class Executor:
             end.copy_(copy[: end.numel()])
 
     def _in_rows(self, fusion: Fusion, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The same memory as rows.
+        """View the same memory as rows.
 
         Their fixed length lets a compiler see that addresses are multiples of 16 bytes, which it
         then moves at a time.
@@ -292,7 +292,7 @@ class Executor:
 
 
 def in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> None:
-    """The eager form allocates several times its operands: never for more than one piece."""
+    """Run the eager form, which allocates several times its operands, a piece at a time."""
     on_cpu = _compat.is_host(operands[0].device)
     rows = max(1, (CHUNK * torch.get_num_threads() if on_cpu else PIECE) // in_kernel.row)
     for piece in zip(*(tensor.split(rows) for tensor in operands), strict=True):
@@ -300,7 +300,7 @@ def in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> No
 
 
 def _compiled(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> None:
-    """One kernel for all operands of these dtypes, with or without a factor and a skip."""
+    """Compile one kernel for operands of these dtypes, with or without a factor and a skip."""
     dtypes = tuple(tensor.dtype for tensor in operands)
     absent = tuple(other is None for other in others)
     _kernel(in_kernel, dtypes, absent)(in_kernel, operands, *others)
@@ -313,6 +313,6 @@ def _kernel(in_kernel: Fusion, dtypes: tuple[torch.dtype, ...], *_: Any) -> Call
 
 
 def choose_executor(config: ShardcastConfig, device: torch.device) -> Executor:
-    """How to run the update on ``device``; raises as :func:`compiles` does."""
+    """Choose how to run the update on ``device``; raises as :func:`compiles` does."""
     compiled, is_host = compiles(config, device), _compat.is_host(device)
     return Executor(compiled, on_host=is_host and not compiled, in_batches=not is_host)

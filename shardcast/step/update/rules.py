@@ -65,7 +65,7 @@ class StepNumbers:
         self.table = torch.zeros(len(groups), count, device=device)
 
     def __call__(self, terms: Sequence[Sequence[Term]], step: Tensor) -> None:
-        """Compute them.
+        """Compute the numbers of a step.
 
         Args:
             terms: of each parameter group.
@@ -92,7 +92,7 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class AdamRule:
-    """Flags of an Adam or AdamW group; only another combination triggers recompilation."""
+    """The flags of an Adam or AdamW group; only another combination triggers recompilation."""
 
     coupled: bool = False  # weight decay is added to the gradient (L2), not taken off the weights
     decays: bool = False
@@ -105,11 +105,11 @@ class AdamRule:
 
     @property
     def edits(self) -> bool:
-        """Whether :meth:`apply_` overwrites its gradient."""
+        """Return whether :meth:`apply_` overwrites its gradient."""
         return self.maximize or (self.coupled and self.decays)
 
     def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
-        """The numbers of one step; ``step`` is a float, or a 0-dim fp64 tensor."""
+        """Return the numbers of one step; ``step`` is a float, or a 0-dim fp64 tensor."""
         lr, decay = group["lr"], group["weight_decay"]
         beta1, beta2 = group["betas"]
         step_size = -(lr / (1 - beta1**step))
@@ -118,7 +118,7 @@ class AdamRule:
         return step_size, 1 - beta1, beta2, 1 - beta2, root, group["eps"], decay
 
     def terms(self, group: Mapping[str, Any]) -> tuple[Term, ...]:
-        """:meth:`numbers` for :class:`StepNumbers`."""
+        """Return :meth:`numbers` for :class:`StepNumbers`."""
         step_size, weight1, beta2, weight2, _, eps, decay = self.numbers(group, math.inf)
         return (
             Term(step_size, group["betas"][0], -1.0), Term(weight1), Term(beta2), Term(weight2),
@@ -145,7 +145,7 @@ class AdamRule:
 
 @dataclass(frozen=True)
 class SGDRule:
-    """Flags of an SGD group."""
+    """The flags of an SGD group."""
 
     momentum: bool = False
     decays: bool = False
@@ -158,18 +158,18 @@ class SGDRule:
 
     @property
     def edits(self) -> bool:
-        """Whether :meth:`apply_` overwrites its gradient."""
+        """Return whether :meth:`apply_` overwrites its gradient."""
         return self.maximize or self.decays or self.nesterov
 
     def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
-        """The numbers of one step; ``step`` is a float, or a 0-dim fp64 tensor."""
+        """Return the numbers of one step; ``step`` is a float, or a 0-dim fp64 tensor."""
         return (
             -group["lr"], group["weight_decay"], group["momentum"], 1 - group["dampening"],
             step <= 1,
         )  # fmt: skip
 
     def terms(self, group: Mapping[str, Any]) -> tuple[Term, ...]:
-        """:meth:`numbers` for :class:`StepNumbers`."""
+        """Return :meth:`numbers` for :class:`StepNumbers`."""
         *constants, _ = self.numbers(group, math.inf)
         # Whether it is the first step: (-1)**-1022 is 1, (-3)**-1022 is 0.
         return (*map(Term, constants), Term(1.0, 2.0, -1022.0))
@@ -199,36 +199,36 @@ class SGDRule:
 
 @dataclass(frozen=True)
 class NoRule:
-    """Changes nothing: a pass for epilogues alone."""
+    """A rule that changes nothing: a pass for epilogues alone."""
 
     state: ClassVar[tuple[str, ...]] = ()
     edits: ClassVar[bool] = False
 
     def numbers(self, _group: Mapping[str, Any], _step: Any) -> tuple[Any, ...]:
-        """None."""
+        """Return none."""
         return ()
 
     def terms(self, _group: Mapping[str, Any]) -> tuple[Term, ...]:
-        """None."""
+        """Return none."""
         return ()
 
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
-        """See :meth:`AdamRule.apply_`."""
+        """Update as :meth:`AdamRule.apply_`."""
 
 
 @dataclass(frozen=True)
 class AssignRule(NoRule):
-    """Takes new masters that are there already: a class made them by itself. For epilogues."""
+    """A rule that takes new masters which a class made by itself; for epilogues."""
 
     state: ClassVar[tuple[str, ...]] = ("new",)
 
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
-        """See :meth:`AdamRule.apply_`."""
+        """Update as :meth:`AdamRule.apply_`."""
         master.copy_(state[0])
 
 
 class TorchAdamRule(AdamRule):
-    """Adam or AdamW by the fused CPU kernel of torch, for groups with ``fused=True``."""
+    """The rule of Adam or AdamW by torch's fused CPU kernel, for groups with ``fused=True``."""
 
     edits = False
 
@@ -248,7 +248,7 @@ class TorchAdamRule(AdamRule):
 
 
 class TorchSGDRule(SGDRule):
-    """SGD by the fused CPU kernel of torch, for groups with ``fused=True``."""
+    """The rule of SGD by torch's fused CPU kernel, for groups with ``fused=True``."""
 
     edits = False
 
@@ -270,7 +270,7 @@ Rule = AdamRule | SGDRule | NoRule
 def rule_of(
     kind: type[torch.optim.Optimizer], group: Mapping[str, Any], fused: bool = False
 ) -> AdamRule | SGDRule:
-    """What one parameter group of an Adam, AdamW or SGD optimizer does.
+    """Return the rule of a parameter group of an Adam, AdamW or SGD optimizer.
 
     Args:
         fused: by torch's fused CPU kernel.
@@ -290,7 +290,7 @@ def _rule(kind: type[AdamRule] | type[SGDRule], *flags: bool) -> AdamRule | SGDR
 
 
 def as_tensors(numbers: Sequence[Any], like: Tensor) -> tuple[Tensor, ...]:
-    """Numbers of a step as 0-dim fp32 tensors on the device of ``like``, without waiting for it."""
+    """Return numbers as 0-dim fp32 tensors on the device of ``like``, without waiting for it."""
     zero = torch.zeros_like(like, dtype=torch.float64)
     return tuple((zero + number).float() for number in numbers)
 

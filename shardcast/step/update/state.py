@@ -1,4 +1,4 @@
-"""What an update keeps for each shard: torch's state of its parameters, and that of epilogues."""
+"""The state that an update keeps for each shard: torch's of its parameters, and epilogues'."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUM_ROW = 512  # most elements of a row of fp32 sums: longer ones are less exact
 
 
 class RowSums(NamedTuple):
-    """Sums of epilogues over rows of an own span, of the last update that was measured.
+    """The sums of epilogues over rows of an own span, of the last update that was measured.
 
     Attributes:
         values: ``(sums, rows)``.
@@ -69,7 +69,7 @@ class ShardState:
         self._prepared: tuple[Rule, tuple[Epilogue, ...], Fusion] | None = None
 
     def encoded(self, name: str) -> Encoded:
-        """One state tensor."""
+        """Return one state tensor."""
         if name not in self.stored:
             codec = self._codecs.get(name) or moment_codec(self._config, name)
             pack = self.shard.pack
@@ -89,12 +89,12 @@ class ShardState:
             numbers.clear()
 
     def part(self, number: int) -> slice:
-        """One fragment, as a slice of the own span."""
+        """Return one fragment as a slice of the own span."""
         fragment = self.shard.fragments[number]
         return self.shard.local(fragment.start, fragment.stop)
 
     def prepare(self, rule: Rule, epilogues: tuple[Epilogue, ...]) -> Fusion:
-        """What is fused for ``rule``; allocates what it needs."""
+        """Return the fusion of ``rule``; allocates what it needs."""
         if self._prepared is not None and self._prepared[:2] == (rule, epilogues):
             return self._prepared[2]
         names = (*rule.state, *self._codecs)
@@ -117,7 +117,7 @@ class ShardState:
         return fusion
 
     def _longest_row(self) -> int:
-        """Elements of a row where rows are summed up.
+        """Return the elements of a row where rows are summed up.
 
         Eagerly on a CPU long ones take less time. They may be so where all is stored as it is, and
         where fragments begin at multiples of them.
@@ -132,7 +132,7 @@ class ShardState:
         return math.gcd(SUM_ROW, *begins)
 
     def fetch(self, part: slice, fusion: Fusion, old: Encoded | None = None) -> Operands:
-        """The operands of the update of ``part`` of the own span; see :class:`.Fusion`.
+        """Fetch the operands of the update of ``part`` of the own span; see :class:`.Fusion`.
 
         Args:
             old: in place of the masters.
@@ -160,13 +160,13 @@ class ShardState:
             encoded.send(part, pieces)
 
     def _all(self, fusion: Fusion, old: Encoded | None = None) -> Iterator[Encoded]:
-        """Masters and state in the order of operands."""
+        """Return masters and state in the order of operands."""
         yield old or self.shard.master
         for name in (*fusion.rule.state, *self._codecs):
             yield self.stored[name]
 
     def read(self, number: int, names: Sequence[str], decode: bool) -> dict[str, Tensor]:
-        """Stored tensors of one fragment, 1-d fp32, those that have begun.
+        """Return stored tensors of one fragment, 1-d fp32, those that have begun.
 
         Values that are not the memory itself are inference tensors: torch refuses to edit them in
         place, which would change nothing.
@@ -200,7 +200,7 @@ class ShardState:
                 (self._unbegun[name].add if value is None else self._unbegun[name].discard)(number)
 
     def memory(self) -> Iterator[Tensor]:
-        """What is kept for elements, the very tensors."""
+        """Give the very tensors that are kept for elements."""
         for stored in self.stored.values():
             yield from stored.pieces
         if self._keys is not None:
@@ -208,7 +208,7 @@ class ShardState:
         yield self.sums.values
 
     def nbytes(self, averages: bool) -> int:
-        """Bytes of the averages, or of all else."""
+        """Return the bytes of the averages, or of all else."""
         names = [name for name in self.stored if (name in self._codecs) == averages]
         if self.shard.record is not None:  # its bytes are counted with the masters
             names = [name for name in names if name not in self.shard.record.state]
@@ -221,7 +221,7 @@ class ShardState:
 
 
 class Key(NamedTuple):
-    """What ranges with the same numbers have in common.
+    """The key of ranges with the same numbers.
 
     Attributes:
         place: of a fragment among those of all shards, whose count of steps they have.
@@ -251,12 +251,12 @@ class Range:
     operands: Operands | None = None
 
     def fetch(self) -> Operands:
-        """The operands, anew."""
+        """Fetch the operands anew."""
         self.operands = self.state.fetch(self.part, self.fusion)
         return self.operands
 
     def fetch_in_rows(self) -> list[Tensor]:
-        """The operands of whole rows in the shape of :func:`.fusion.update_`."""
+        """Fetch the operands of whole rows in the shape of :func:`.fusion.update_`."""
         row, operands = self.fusion.row, self.fetch()
         operands.in_rows = [
             _compat.rows_of(tensor, 0 if count < row else row)
@@ -280,12 +280,12 @@ class Range:
 
     @property
     def rows(self) -> int:
-        """Whole rows."""
+        """The whole rows."""
         rows: int = (self.part.stop - self.part.start) // self.fusion.row
         return rows
 
     def cut(self, stop: int) -> tuple[Range, Range]:
-        """What is before an element of the own span, and the rest."""
+        """Cut the range in two at an element of the own span."""
         first, rest = slice(self.part.start, stop), slice(stop, self.part.stop)
         return replace(self, part=first, operands=None), replace(self, part=rest, operands=None)
 
@@ -335,11 +335,11 @@ class Update(ABC):
         """Unscale, clip, update and cast the own spans; leave absent gradients untouched."""
 
     def own_method(self, _name: str) -> OwnMethod | None:
-        """The method of that name which the optimizer's class adds, if masters can do it."""
+        """Return the method of that name that the optimizer's class adds, if masters can do it."""
         return None
 
     def switch(self, _mode: str) -> bool:
-        """``train`` or ``eval``; whether masters may have changed and were published."""
+        """Switch to ``train`` or ``eval``; return whether masters changed and were published."""
         return False
 
     @abstractmethod
@@ -348,19 +348,19 @@ class Update(ABC):
 
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of the state, 0-dim tensors and averages aside."""
+        """Return the bytes of the state, without 0-dim tensors and averages."""
 
     def memory(self) -> Iterator[Tensor]:
-        """What is kept for elements, the very tensors: state, and views of masters."""
+        """Give the very tensors that are kept for elements: state, and views of masters."""
         for state in self._states.values():
             yield from state.memory()
 
     def averages_nbytes(self) -> int:
-        """Bytes of all averages."""
+        """Return the bytes of all averages."""
         return sum(state.nbytes(averages=True) for state in self._states.values())
 
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
-        """State of one fragment as torch has it, and averages, each with its number of steps."""
+        """Return torch's state of one fragment, and averages, each with its number of steps."""
         if shard not in self._states:
             return {}
         values = self._states[shard].read(number, [*self._places], decode)
@@ -391,7 +391,7 @@ class Update(ABC):
 
     @property
     def epilogue_steps(self) -> list[float]:
-        """How many steps each epilogue has taken part in; equal on all ranks. Waits for the device.
+        """The steps that each epilogue has taken part in, as on all ranks. Waits for the device.
 
         Whoever loads sets them to zero first, and afterwards to the most that any rank has loaded:
         a state has them with each parameter, and a rank may own none of those.
@@ -408,13 +408,13 @@ class Update(ABC):
         """Overwrite torch's state of one fragment."""
 
     def average(self, shard: Shard, number: int, name: str) -> Tensor:
-        """Of one fragment, 1-d fp32; the masters before its first step, and where it is frozen."""
+        """Return an average, 1-d fp32; the masters before its first step, or where frozen."""
         state, fragment = self._states.get(shard), shard.fragments[number]
         values = {} if state is None else state.read(number, [AVERAGE + name], decode=True)
         return values.get(AVERAGE + name, shard.exact(fragment))
 
     def sums(self, shard: Shard) -> RowSums:
-        """What epilogues summed up of a shard; empty before an update that is measured."""
+        """Return the sums of epilogues for a shard; empty before an update that is measured."""
         return self._states[shard].sums
 
     def _begin_epilogues(self, taken: Tensor) -> None:
@@ -426,11 +426,11 @@ class Update(ABC):
             self._epilogue_steps = self._epilogue_steps.to(taken.device) + taken
 
     def _numbers_of(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> UpdateScalars:
-        """Those of this step, beside a rule's."""
+        """Return a rule's numbers of this step with those of epilogues."""
         return UpdateScalars(step, rule, *self._behind_rules(on_host))
 
     def _behind_rules(self, on_host: bool) -> tuple[tuple[tuple[Any, ...], ...], Tensor | None]:
-        """The numbers of the epilogues in this step, and how many steps they have taken part in."""
+        """Return the epilogues' numbers in this step, and the steps that each took part in."""
         if not self._active:
             return (), None
         steps = self._epilogue_steps[: len(self._active)]  # epilogues with sums stand last
