@@ -95,7 +95,7 @@ class FolderSender:
 
     @property
     def version(self) -> str | None:
-        """What was sent last; ``None`` before that."""
+        """The version that was sent last; ``None`` before that."""
         return self._version
 
     def send(self) -> str:
@@ -168,7 +168,7 @@ class FolderReader:
 
     @property
     def version(self) -> str | None:
-        """What the model has; ``None`` before a first full version."""
+        """The version that the model has; ``None`` before a first full version."""
         return self._version
 
     def update(self, target: nn.Module | Mapping[str, Tensor]) -> str | None:
@@ -202,7 +202,7 @@ class FolderReader:
         return self._version
 
     def _ways(self) -> list[list[Path]]:
-        """What to apply next, as files of all parts: the version behind, the newest full one."""
+        """Find what to apply next, as files of all parts: the next version, the newest full one."""
         try:
             newest = (self._directory / NEWEST).read_text()
         except FileNotFoundError:
@@ -227,7 +227,7 @@ class FolderReader:
 
 
 def _all(files: Mapping[int, _File]) -> bool:
-    """Whether all parts of a version are there."""
+    """Return whether all parts of a version are there."""
     return bool(files) and len(files) == next(iter(files.values())).parts
 
 

@@ -1,4 +1,4 @@
-"""What the own elements of all parameters have changed to, when a script asks."""
+"""The changes of the own elements of all parameters, when a script asks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ChangesOfRank(StepHook):
 
     @torch.no_grad()
     def changes(self, since: str | None = None, weights: str | None = None) -> Changes:
-        """What has changed of the elements that this rank owns, since a version.
+        """Return what has changed, since a version, of the elements that this rank owns.
 
         Every rank must call it, at the same point of the script and with the same ``since``; it
         issues no collective, and waits for the device. What scripts have written, loads, skipped
@@ -112,7 +112,7 @@ class ChangesOfRank(StepHook):
         return Changes(tuple(patches), self._last, known, comm.rank, comm.size, self._aliases())
 
     def _reports(self, shard: Shard) -> bool:
-        """Whether this rank tells of a shard of which others may have copies."""
+        """Return whether this rank tells of a shard of which others may have copies."""
         dims = self._optimizer.process_groups.parallel_dims
         is_first = not dims.replicas or dims.coordinate[dims.replicas] == 0
         return is_first and shard.pack.layout.pack_groups.is_primary

@@ -45,7 +45,7 @@ def step_of(version: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Changes(Sequence[WeightPatch]):
-    """What has changed in the parameters that one rank owns elements of: one part of a version.
+    """The changes of the elements that one rank owns: one part of a version.
 
     A sequence of :class:`WeightPatch`. All ranks' parts together are the whole model, of which no
     element is in two of them.
@@ -73,12 +73,12 @@ class Changes(Sequence[WeightPatch]):
 
     @property
     def is_full(self) -> bool:
-        """Whether they apply to whatever a reader has."""
+        """Return whether they apply to whatever a reader has."""
         return self.since is None
 
     @property
     def numel(self) -> int:
-        """How many values there are."""
+        """The number of values."""
         return sum(patch.values.numel() for patch in self.patches)
 
     @property
@@ -88,7 +88,7 @@ class Changes(Sequence[WeightPatch]):
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def computed_checksum(self) -> str:
-        """What :attr:`checksum` has to be; copies values and indices to the host."""
+        """Compute what :attr:`checksum` has to be; copies values and indices to the host."""
         facts = {
             "version": self.version, "since": self.since, "part": [self.part, self.parts],
             "aliases": dict(self.aliases),

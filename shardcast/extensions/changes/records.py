@@ -109,7 +109,7 @@ class Followed(Epilogue):
 
 
 class Changed(Record):
-    """What has changed in one own span since it was told last.
+    """The changes in one own span since they were told last.
 
     Attributes:
         is_new: nothing was told yet.
@@ -121,7 +121,7 @@ class Changed(Record):
 
     @abstractmethod
     def since(self, start: int, stop: int) -> Tensor:
-        """Which elements ``[start, stop)`` of the own span, which begin with a row, have changed.
+        """Return which of the elements ``[start, stop)``, which begin with a row, have changed.
 
         Returns:
             their places, counted from ``start``: 1-d int64, rising.

@@ -78,7 +78,7 @@ class Form(ABC):
         return self._scaled_back(self.values(codes), scales)
 
     def round(self, values: Tensor) -> Tensor:
-        """What is published of values: bf16, of their shape; ``dequantize(*quantize(values))``."""
+        """Round values to the grid: bf16, of their shape; ``dequantize(*quantize(values))``."""
         scaled, scale = self._scaled(values)
         return self._scaled_back(self._nearest(scaled).reshape(values.shape), scale)
 
@@ -97,12 +97,12 @@ class Form(ABC):
         return found
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the scales of a matrix, or of a stack of matrices."""
+        """Return the shape of the scales of a matrix, or of a stack of matrices."""
         *stack, rows, columns = shape
         return (*stack, rows // self.block_rows, columns // self.block_columns)
 
     def _blocks(self, values: Tensor) -> Tensor:
-        """As ``(..., block rows, rows of a block, block columns, columns of a block)``."""
+        """View as ``(..., block rows, rows of a block, block columns, columns of a block)``."""
         *stack, rows, columns = values.shape
         return values.view(
             *stack, rows // self.block_rows, self.block_rows,
@@ -126,7 +126,7 @@ class Form(ABC):
         return scaled.clamp_(-self.limit, self.limit), byte.to(torch.uint8)
 
     def values(self, codes: Tensor) -> Tensor:
-        """What codes stand for without a scale: fp32."""
+        """Return what codes stand for without a scale: fp32."""
         return codes.float()
 
     @abstractmethod
@@ -134,11 +134,11 @@ class Form(ABC):
         """The byte of the scale of a block, int32, maybe below zero, from its largest size."""
 
     def _is_tiny(self, largest: Tensor, byte: Tensor) -> Tensor:
-        """Whether a block is zeros, as it would be once it was rounded."""
+        """Return whether a block is zeros, as it would be once it was rounded."""
         return byte < self.lowest
 
     def _is_nan(self, largest: Tensor) -> Tensor:
-        """Whether a block is NaN, from its largest size."""
+        """Return whether a block is NaN, from its largest size."""
         return largest.isnan()
 
     def _nearest(self, scaled: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ FORMS: dict[str, Form] = {
 
 @functools.cache
 def _table(form: Form) -> Tensor:
-    """What each byte of codes stands for: fp32, two of them as one int64."""
+    """Return what each byte of codes stands for: fp32, two of them as one int64."""
     codes = torch.arange(256, dtype=torch.uint8)
     values = form.values(codes if form.bits < 8 else codes.view(torch.float8_e4m3fn))
     return values if form.bits == 8 else values.view(torch.int64)

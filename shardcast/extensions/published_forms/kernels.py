@@ -1,4 +1,4 @@
-"""What is computed of blocks: on a CPU in pieces that stay in its cache, else one kernel each."""
+"""The arithmetic of blocks: on a CPU in pieces that stay in its cache, else one kernel each."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Kernels:
         return max(1, CHUNK // (height * values.shape[-1])) * height
 
     def _compiles(self, device: torch.device) -> bool:
-        """Whether kernels are compiled; on a CPU that takes longer than it saves."""
+        """Return whether kernels are compiled; on a CPU that takes longer than it saves."""
         if self._compiled is None:
             self._compiled = not _compat.is_host(device) and compiles(self._config, device)
         return self._compiled

@@ -19,7 +19,7 @@ BLOCK = (128, 128)
 
 
 class Published(NamedTuple):
-    """What is published of one parameter.
+    """The published form of one parameter.
 
     Attributes:
         codes: float8_e4m3fn, or of ``mxfp4`` uint8 with two codes in a byte.
@@ -129,7 +129,7 @@ class Exported:
         return {key: codes, key + SCALE: scales}
 
     def config(self) -> dict[str, Any]:
-        """What ``config.json`` of the model needs, for transformers; after all tensors."""
+        """Return what ``config.json`` of the model needs, for transformers; after all tensors."""
         return {
             "quantization_config": {
                 "quant_method": "fp8",

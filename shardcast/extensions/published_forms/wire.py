@@ -115,7 +115,7 @@ class FormParcel(Parcel):
 
 
 def _fragments(layout: PackLayout) -> list[tuple[Span, list[tuple[Slot, int, int]]]]:
-    """Of each owner's span the slots in it, each with the elements ``[start, stop)`` of the pack.
+    """List the slots in each owner's span, each with the elements ``[start, stop)`` of the pack.
 
     One walk along the parts: of a thousand ranks each span's own would take long.
     """
