@@ -340,7 +340,7 @@ class ShardcastStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within it gradients accumulate locally; Trainer's accumulation uses it."""
+        """Have gradients accumulate locally inside it; Trainer's accumulation uses it."""
         plugin = self.precision_plugin
         with ExitStack() as stack:
             for sharded in plugin.sharded:
@@ -413,7 +413,7 @@ def _refuse_parallel(given: str) -> None:
 def _parts(
     module: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> list[tuple[nn.Module, list[torch.optim.Optimizer]]]:
-    """``module`` with all optimizers; or parts of it with theirs, if they train no common child.
+    """Pair ``module`` with all optimizers; or its parts with theirs, if they share no child.
 
     A part has the children under their own names. The first one has what no optimizer trains, too.
     """

@@ -14,7 +14,7 @@ Metrics = Mapping[str, Mapping[str, Tensor]]
 
 
 def flat(metrics: Metrics) -> dict[str, float]:
-    """``{"update_norm/layer.weight": 0.01, ...}`` for a logger. One copy; waits for the device."""
+    """Flatten to ``{"update_norm/layer.weight": 0.01, ...}`` for a logger; waits for the device."""
     tensors = {
         f"{metric}/{name}": value
         for name, numbers in metrics.items()

@@ -56,7 +56,7 @@ def local_tensor(tensor: Any) -> Tensor:
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """Within it, functions take tensors of any class for plain ones, on this thread."""
+    """Have functions take tensors of any class for plain ones inside it, on this thread."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -78,7 +78,7 @@ def rows_of(flat: Tensor, row: int) -> Tensor:
 
 
 def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None] | None:
-    """Gives ``group`` until ``destroy_process_group()``; None for None.
+    """Return a function that gives ``group`` until ``destroy_process_group()``; None for None.
 
     A group that torch has not made and does not keep, such as a mock, is held.
     """
@@ -176,7 +176,7 @@ def weak_hook(call: Callable[..., None], held: Any) -> Callable[[Tensor], None]:
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """``optimizer.step`` without the hooks and the profiler range that torch puts around it."""
+    """Return ``optimizer.step`` without the hooks and profiler range that torch puts around it."""
     step = type(optimizer).step
     if getattr(step, "hooked", False):  # torch's mark of its wrapper
         step = step.__wrapped__  # type: ignore[attr-defined]
@@ -262,7 +262,7 @@ def inside_ddp(module: nn.Module) -> bool:
 
 @contextmanager
 def swapped_params() -> Iterator[None]:
-    """Within it ``module.to_empty`` and ``module.to`` keep the identity of parameters.
+    """Have ``module.to_empty`` and ``module.to`` keep the identity of parameters inside it.
 
     Else one on ``meta`` is replaced by a new one that the optimizer does not know.
     """

@@ -25,7 +25,7 @@ SEVERAL: dict[str, Any] = {  # kernels of one graph become one; of these version
 
 
 def compiled(function: Callable[..., None], several: bool = False) -> Callable[..., None]:
-    """``function`` as one compiled graph for all lengths of its tensors.
+    """Compile ``function`` as one graph for all lengths of its tensors.
 
     Args:
         several: it does the same to several sets of tensors, which on a GPU become one kernel; that
@@ -222,7 +222,7 @@ def divides_exactly() -> bool:
 
 @functools.cache
 def known_settings() -> frozenset[str]:
-    """Names of Inductor's settings."""
+    """Return the names of Inductor's settings."""
     from torch._inductor import config  # slow to import
 
     return frozenset(config.get_config_copy())

@@ -26,7 +26,7 @@ class WeakStorage:
 
 
 def plain_tensors(values: Any) -> Iterator[Tensor]:
-    """Tensors with memory of their own in nested containers, and in wrappers of several tensors."""
+    """Find tensors with memory of their own in nested containers, and in wrapper tensors."""
     if isinstance(values, Tensor):
         flatten = getattr(values, "__tensor_flatten__", None)
         if flatten is None:

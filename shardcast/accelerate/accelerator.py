@@ -280,7 +280,7 @@ class ShardcastAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Within it gradients of ``model`` accumulate locally; ``accumulate`` uses it too."""
+        """Have gradients of ``model`` accumulate locally inside it; ``accumulate`` uses it too."""
         prepared = self._owners.get(_compat.unwrapped(model))
         with super().no_sync(model) if prepared is None else prepared.optimizer.no_sync():
             yield
@@ -407,7 +407,7 @@ class ShardcastAccelerator(Accelerator):
 
     @contextmanager
     def seen_by_stock(self, *, models: bool = True, optimizers: bool = False) -> Iterator[None]:
-        """Within it Accelerate's own methods see the models and optimizers, or none. Local."""
+        """Have Accelerate's own methods see models and optimizers, or none, inside it. Local."""
         before = self._models, self._optimizers
         self._models = before[0] if models else []
         self._optimizers = before[1] if optimizers else []

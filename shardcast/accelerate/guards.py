@@ -31,7 +31,7 @@ def resolve_config(mixed_precision: str, source: Any, **fields: Any) -> Shardcas
 
 
 def with_fp32_heads(config: ShardcastConfig, models: Sequence[nn.Module]) -> ShardcastConfig:
-    """``fp32_outputs`` for models of transformers, unless they are named.
+    """Return ``fp32_outputs`` for models of transformers, unless they are named.
 
     Such a model computes its loss itself, which under DDP autocast would do in fp32.
     """
@@ -83,7 +83,7 @@ def refuse_unsupported(accelerator: Any) -> None:
 
 
 def _refuse_handlers(accelerator: Any) -> None:
-    """Handlers of DDP, autocast and GradScaler, where they ask for more than the default."""
+    """Refuse handlers of DDP, autocast and GradScaler that ask for more than the default."""
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
     if hook is not None and str(getattr(hook, "value", hook)) != "no":
         raise RuntimeError(

@@ -15,7 +15,7 @@ CP = "cp"
 
 
 def options(accelerator: Any, model: nn.Module) -> dict[str, Any]:
-    """``mesh=``, ``dp=`` and ``grad_sum_over=``; empty for data parallelism alone.
+    """Return ``mesh=``, ``dp=`` and ``grad_sum_over=``; empty for data parallelism alone.
 
     Every rank must call it: tensor parallelism alone gets a mesh with a data-parallel dimension.
 

@@ -241,7 +241,7 @@ class Snapshot:
     # -- in ---------------------------------------------------------------------------------
 
     def by_name(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights under ``state_dict``'s keys by the names that are used here."""
+        """Return the weights under ``state_dict``'s keys by the names that are used here."""
         ours = [*self.inventory.shapes, *self.inventory.ties]
         names = {state_key(name): name for name in ours}
         return {names.get(key, key): value for key, value in weights.items()}

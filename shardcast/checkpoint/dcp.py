@@ -58,7 +58,7 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -150,7 +150,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 def _as_written(data: Any) -> Any:
-    """``data``; a part of a larger memory with a storage of its own, or DCP would copy it."""
+    """Give a part of a larger memory a storage of its own, or DCP would copy it."""
     plain = isinstance(data, Tensor) and data.dtype == MASTER_DTYPE and data.device.type == "cpu"
     return _compat.own_storage(data.detach()) if plain and data.is_contiguous() else data
 
@@ -206,7 +206,7 @@ class Reader(FileSystemReader):
         return metadata
 
     def names_in(self, file: str, beyond: int = 0) -> list[str]:
-        """Keys with data in ``file`` at or beyond the byte ``beyond``."""
+        """Return the keys with data in ``file`` at or beyond the byte ``beyond``."""
         return sorted(
             {
                 index.fqn

@@ -73,18 +73,18 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """The bytes of all files."""
         return sum(listed["bytes"] for listed in self.files.values())
 
     @property
     def tensors(self) -> dict[str, Stored]:
-        """Dtype and shape of each stored tensor, keyed as in the files; reads ``.metadata``."""
+        """The dtype and shape of each stored tensor, keyed as in the files; reads ``.metadata``."""
         reader = Reader(self.path)
         return {reader.paths[path]: stored for path, stored in reader.stored.items()}
 
     @property
     def trained(self) -> frozenset[str]:
-        """Names of the parameters in the optimizer's groups; reads a file."""
+        """The names of the parameters in the optimizer's groups; reads a file."""
         groups = Reader(self.path).object(("optimizer", "param_groups"))
         return frozenset(name for group in groups for name in group["params"])
 
@@ -350,7 +350,7 @@ def chosen(directory: str | os.PathLike[str]) -> Path:
 
 
 def inspect(directory: str | os.PathLike[str]) -> Manifest:
-    """Facts about the newest checkpoint of a directory, or the one that is named, verified.
+    """Verify the newest checkpoint of a directory, or the one that is named; return facts of it.
 
     Local: any process may call it.
 

@@ -149,7 +149,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _unwrapped(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Names without what DDP and ``torch.compile`` put before all of them."""
+    """Return the names without what DDP and ``torch.compile`` put before all of them."""
     for prefix in WRAPPERS:
         if weights and all(name.startswith(prefix) for name in weights):
             bare = {name.removeprefix(prefix): value for name, value in weights.items()}

@@ -145,7 +145,7 @@ def _check_tiled(name: str, replicas: Mapping[Replica, int]) -> None:
 
 
 def _in_model_order(lists: Sequence[Sequence[str]]) -> list[str]:
-    """Names of several stages in one order: each stage's own, and layers as they are numbered.
+    """List names of several stages in one order: each stage's own, and layers as they are numbered.
 
     A stage may have layers 0 and 2 and another one layers 1 and 3.
     """

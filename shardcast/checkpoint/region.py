@@ -173,7 +173,7 @@ def _overlaps(runs: Sequence[IndexRange], offset: int, size: int) -> Iterator[tu
 
 
 def boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Offsets and sizes of the boxes, in flat order, of elements ``[start, stop)`` of a tensor."""
+    """Cut elements ``[start, stop)`` of a tensor into boxes, in flat order: offsets and sizes."""
     if not shape and start < stop:
         yield (), ()
     row = math.prod(shape[1:])

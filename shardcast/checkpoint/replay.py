@@ -109,7 +109,7 @@ def replay(
 
 
 def _values(optimizer: Any) -> dict[Part, Tensor]:
-    """Copies of what this rank owns."""
+    """Copy what this rank owns."""
     packed = packed_of(optimizer)
     return {
         (fragment.slot.name, fragment.param_range[0], kind): (

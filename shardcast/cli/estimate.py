@@ -180,7 +180,7 @@ def row_of(
 
 
 def _moments(originals: OptimizerList) -> float:
-    """State tensors per parameter, in the mean over all elements."""
+    """Return the state tensors per parameter, in the mean over all elements."""
     elements = moments = 0
     for _, owner, group in originals.numbered():
         numel = sum(param.numel() for param in group["params"])

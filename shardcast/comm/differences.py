@@ -34,7 +34,7 @@ def differing(comm: Comm, lines: Sequence[str], device: torch.device) -> Runtime
 
 
 def failure_of(error: Exception | None) -> tuple[str, str] | None:
-    """Kind and message of an error."""
+    """Return the kind and message of an error."""
     if error is None:
         return None
     kinds = (kind.__name__ for kind in (ValueError, TypeError) if isinstance(error, kind))

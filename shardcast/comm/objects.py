@@ -208,7 +208,7 @@ def _bytes(value: Any, device: torch.device) -> Tensor:
 
 
 def _unpickled(pieces: Iterable[Tensor]) -> list[Any]:
-    """Values of contiguous bytes on the host."""
+    """Return the values of contiguous bytes on the host."""
     return [
         pickle.loads(ctypes.string_at(piece.data_ptr(), piece.numel()))  # needs no numpy
         for piece in pieces

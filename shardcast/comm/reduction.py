@@ -49,7 +49,7 @@ class Buffer:
         return self._memory.dtype == dtype and self._memory.device == device
 
     def pieces(self, count: int) -> list[Tensor]:
-        """``data`` in parts of ``count`` elements, the same tensors from pack to pack."""
+        """Return ``data`` in parts of ``count`` elements, the same tensors from pack to pack."""
         if not self._pieces or self._pieces[0].numel() != count:
             self._pieces = self.data.split(count)
         return [*self._pieces]

@@ -73,7 +73,7 @@ class Watch:
 
     @property
     def steps(self) -> int:
-        """Steps made so far, of the optimizer that made most."""
+        """The steps made so far, of the optimizer that made most."""
         return max((comm.steps for comm in list(self.comms)), default=0)
 
     def end(self, comm: TensorCollectives) -> None:

@@ -292,7 +292,7 @@ def _share(
 
 
 def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int) -> int:
-    """Bytes at the worst moment of making a pack, see :func:`shardcast.memory.shard.build_shard`.
+    """Count bytes at the worst moment of making a pack, see :func:`.build_shard`.
 
     Either its originals and the fp32 staging of all of it are there, or, originals freed, the
     staging, the cast pack and what becomes the masters of the own span.
@@ -315,7 +315,7 @@ def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int) -> int:
 def _sync_launches(
     packs: Sequence[PackLayout], backend: str, config: ShardcastConfig
 ) -> list[tuple[str, list[PackLayout]]]:
-    """Algorithms, and packs that are synced in one launch, or by messages at the same time.
+    """List algorithms with packs that are synced in one launch, or by messages at one time.
 
     Beside the next forward, which waits for each pack by itself, each has its own, and messages
     are broadcasts. See ``Comm.all_gather_all``, and ``Sync.begin``.
@@ -340,7 +340,7 @@ def _sent_dtype(pack: PackLayout, config: ShardcastConfig) -> torch.dtype:
 def _collectives(
     packs: Sequence[PackLayout], backend: str, config: ShardcastConfig, size: int, copies: int
 ) -> int:
-    """Launches of a step, the small all-reduce included."""
+    """Return the launches of a step, the small all-reduce included."""
     launches = int(size * copies > 1) + len(packs) * (copies > 1)
     if size == 1:
         return launches
@@ -360,7 +360,7 @@ def _over_mean(values: Sequence[float]) -> float:
 
 
 def _convert_outside(plan: Plan) -> tuple[int, int]:
-    """Bytes of all parameters and buffers: at most, while those outside are cast, and after.
+    """Count bytes of all parameters and buffers: at most, while those outside are cast, and after.
 
     The order is that of ``shard()``: parameters outside of the optimizer, then buffers.
     """

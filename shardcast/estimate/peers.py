@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def peers(numel: int, moments: float, world_size: int) -> dict[str, float]:
-    """Bytes per rank that others hold for ``numel`` parameters in mixed precision.
+    """Return the bytes per rank that others hold for ``numel`` parameters in mixed precision.
 
     Persistent tensors after a backward; activations, buckets in flight and temporary casts aside.
     """

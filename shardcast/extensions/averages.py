@@ -98,7 +98,7 @@ class Averages(StepHook):
             )
 
     def nbytes(self) -> int:
-        """Bytes of all averages."""
+        """Return the bytes of all averages."""
         return sum(update.averages_nbytes() for update in self._optimizer.updates)
 
     def state_dict(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def name_hash(name: str) -> int:
 
 
 def global_index(param: Tensor, index: Tensor) -> Tensor:
-    """Indices in the flat parameter of indices in its flat local tensor, which differs in a mesh.
+    """Find places in the flat parameter of places in its flat local tensor, other in a mesh.
 
     Of a row that goes beyond a line of a matrix cut by columns only the beginning is right, and
     its bits are those of other elements: so it is where the local columns are no whole rows.
@@ -66,7 +66,7 @@ def lanes(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def random_bits(keys: Tensor, like: Tensor, step: Tensor, number: int) -> Tensor:
-    """Numbers in [0, 65536) for the ``number``-th state tensor, int32 of shape ``(rows, row)``.
+    """Draw numbers in [0, 65536) for the ``number``-th state tensor, int32, ``(rows, row)``.
 
     One hash serves two state tensors, a half of its bits each.
 

@@ -68,7 +68,7 @@ def _digest(optimizer: PackedOptimizer) -> str:
 def values_of(
     optimizer: PackedOptimizer, shard: Shard
 ) -> Iterator[tuple[Fragment, nn.Parameter, str, Any]]:
-    """Master and state that this rank has of each parameter in ``shard``, by kind."""
+    """Return the master and state that this rank has of each parameter in ``shard``, by kind."""
     update = optimizer.update_of(shard)
     for number, fragment, param in shard.owned():
         yield fragment, param, "master", shard.exact(fragment)

@@ -95,7 +95,7 @@ class Guard(Signal):
         self.numbers = self._sigmas.new_zeros(self.noted)
 
     def nbytes(self) -> int:
-        """Bytes of the window."""
+        """Return the bytes of the window."""
         return self._history.nbytes
 
     def take_loss(self, loss: Any) -> None:

@@ -61,7 +61,7 @@ class Int8(Codec):
 
     @property
     def steps(self) -> int:
-        """Steps from zero to the scale."""
+        """The steps from zero to the scale."""
         return 126 if self.signed else 254
 
     def pieces(self, row: int) -> tuple[tuple[torch.dtype, int], ...]:

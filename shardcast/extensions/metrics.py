@@ -178,7 +178,7 @@ class Metrics(StepHook):
         }
 
     def _chosen(self, patterns: str | Mapping[str, str]) -> tuple[list[str], Tensor, Tensor]:
-        """Labels, and on the device slots with the label of each; kept for the next call."""
+        """Return labels, and on the device slots with the label of each; kept for the next call."""
         key = patterns if isinstance(patterns, str) else tuple(patterns.items())
         if key not in self._choices:
             if isinstance(patterns, str):
@@ -206,7 +206,7 @@ class Metrics(StepHook):
 
 
 def _of_fragments(row_sums: RowSums, count: int) -> Tensor:
-    """Sums per fragment, fp64 (sums, fragments), in three launches however many there are.
+    """Sum up per fragment, fp64 (sums, fragments), in three launches however many there are.
 
     Padding behind a fragment is zero. Of a shard without a step that was not skipped they are 0.
     """

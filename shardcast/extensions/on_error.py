@@ -181,7 +181,7 @@ class FailureSignal(Signal):
 
 
 def _encoded(word: str) -> float:
-    """Letters of a name as an exact double; above 0 unless there are none."""
+    """Return the letters of a name as an exact double; above 0 unless there are none."""
     places = (LETTERS.find(letter) for letter in word)
     return float(sum((place if place > 0 else 63) << BITS * n for n, place in enumerate(places)))
 

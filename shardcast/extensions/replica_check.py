@@ -117,7 +117,7 @@ class ReplicaSignal(Signal):
         return self.part
 
     def _split(self, total: Tensor) -> list[Tensor]:
-        """Rows, digests, head and packs."""
+        """Return the rows, digests, head and packs."""
         sizes = 2 * self._ranks, 4 * PARTS, 3, 2 * len(self.packs)
         return [*total.split(sizes)]
 
@@ -141,7 +141,7 @@ class ReplicaSignal(Signal):
         self.part = self._none
 
     def error(self, mistakes: Sequence[float]) -> RuntimeError:
-        """Names ranks, and the first pack that differs."""
+        """Name the ranks, and the first pack that differs."""
         rows, _, head, packs = self._split(self._seen)
         flags, names = self.masters
         differing = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
@@ -260,7 +260,7 @@ class ReplicaCheck(StepHook):
         return torch.cat([nothing, *flags]), names
 
     def _copies(self, shards: Sequence[Shard]) -> Iterator[tuple[Comm, list[tuple[Shard, Tensor]]]]:
-        """Groups of ranks with equal masters, or experts, and what this rank has of these."""
+        """List groups of ranks with equal masters, or experts, and what this rank has of these."""
         process_groups = self._optimizer.process_groups
         by_name: dict[str, list[tuple[Shard, Tensor]]] = {}
         for shard in shards:

@@ -71,13 +71,13 @@ def clusters(
 
 
 def with_buffers(config: ShardcastConfig, broadcast: bool) -> ShardcastConfig:
-    """``broadcast_buffers`` as a framework was told it for DDP, unless ``config`` names it."""
+    """Take ``broadcast_buffers`` as a framework was told it for DDP, unless ``config`` names it."""
     named = "broadcast_buffers" in config.named
     return config if named else config.replace(broadcast_buffers=broadcast)
 
 
 def check_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
-    """Optimizers that are sharded apart, in a framework that has one way to scale a loss.
+    """Check optimizers that are sharded apart, in a framework with one way to scale a loss.
 
     Raises:
         ValueError: their loss scales differ, or would in time.
@@ -96,7 +96,7 @@ def check_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
 
 
 def scale_loss(optimizers: Sequence[ShardedOptimizer], loss: Tensor) -> Tensor:
-    """``loss`` times the loss scale, which is one, see :func:`check_loss_scales`."""
+    """Return ``loss`` times the loss scale, which is one, see :func:`check_loss_scales`."""
     scaled = [optimizer.scale_loss(loss) for optimizer in optimizers]
     return scaled[0] if scaled else loss
 

@@ -141,7 +141,7 @@ class PackedOptimizer:
                 update.epilogue_steps = [max(steps) for steps in zip(*counts, strict=True)]
 
     def step_state(self) -> dict[str, Any]:
-        """Loss scale, skipped steps, and the state of signals and step hooks: plain numbers."""
+        """Return loss scale, skipped steps, state of signals and step hooks, as plain numbers."""
         hooks = {hook.name: state for hook in self.step_hooks if (state := hook.state_dict())}
         state = self.decider.state_dict()
         return {**state, "hooks": hooks} if hooks else state

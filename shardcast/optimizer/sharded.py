@@ -286,7 +286,7 @@ class ShardedOptimizer(StatefulOptimizer):
         packed.reduce.backwards = 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """``loss`` times the loss scale, if there is one; for ``backward()``. Local."""
+        """Return ``loss`` times the loss scale, if there is one; for ``backward()``. Local."""
         scale = self._packed.decider.loss_scale
         return loss if scale is None else scale.apply(loss)
 
@@ -392,7 +392,7 @@ class ShardedOptimizer(StatefulOptimizer):
         return None if self._last_norm is None else self._last_norm.float()
 
     def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:
-        """Norms of the last step that ``metrics`` measured and that was not skipped. Local.
+        """Return norms of the last step that ``metrics`` measured and that was not skipped. Local.
 
         Args:
             patterns: of parameter names, as in a shell: ``"*.attn.*"``; or from labels to such
@@ -426,12 +426,12 @@ class ShardedOptimizer(StatefulOptimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped, for what reason ever. Reading it waits for the device."""
+        """The steps that were skipped, for any reason. Reading it waits for the device."""
         return self._packed.decider.skips.skipped_steps
 
     @property
     def guarded_steps(self) -> int:
-        """Spikes that the ``guard`` skipped or clipped. Reading it waits for the device."""
+        """The spikes that the ``guard`` skipped or clipped. Reading it waits for the device."""
         guard = self._packed.decider.signal_of("guard")
         return 0 if guard is None else int(guard.numbers[0])
 

@@ -287,7 +287,7 @@ def _cut(value: Any, fragment: Fragment, name: str, elementwise: bool) -> Any:
 
 
 def copied(state: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
-    """State with tensors of its own, on ``device`` if one is given."""
+    """Return the state with tensors of its own, on ``device`` if one is given."""
     return {
         name: value.detach().to(device or value.device, copy=True)
         if isinstance(value, Tensor)

@@ -97,7 +97,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         add_group(self._packed, 0, param_group)
 
     def memory_report(self) -> MemoryReport:
-        """Bytes that this rank holds, by kind: parameters, gradients, masters, state, averages.
+        """Count the bytes of this rank by kind: parameters, gradients, masters, state, averages.
 
         A dictionary; ``print(optimizer.memory_report())`` shows a table, ``.total`` is the sum.
         """

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def called_by_script(module: nn.Module) -> list[nn.Module]:
-    """``module``, or the modules in it where it has no forward, as a list of models has not."""
+    """Return ``module``, or modules in it where it has no forward, as a list of models has none."""
     children = list(module.children())
     owns = any(True for _ in module.parameters(recurse=False))
     if type(module).forward is not nn.Module.forward or owns or not children:

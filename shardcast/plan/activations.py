@@ -304,7 +304,7 @@ def _with_callers(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | Non
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with each packable tensor inside cast; containers keep their type."""
+    """Return ``value`` with each packable tensor inside cast; containers keep their type."""
     if isinstance(value, Tensor):
         same = value.dtype == dtype or not (is_packable(value) and value.dim())
         return value if same else value.to(dtype)

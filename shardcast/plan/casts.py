@@ -46,7 +46,7 @@ class Cast(ABC):
 
     @abstractmethod
     def unit(self, shape: tuple[int, ...]) -> int:
-        """Elements of a parameter, counted from its first one, that have one owner together."""
+        """Return how many elements of a parameter, from its first one, have one owner together."""
 
     @abstractmethod
     def __call__(self, masters: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -20,7 +20,7 @@ NORMS: tuple[type[nn.Module], ...] = (
 def kept_modules(
     model: nn.Module, rules: tuple[KeepRule, ...], unmatched: list[str]
 ) -> dict[nn.Module, None]:
-    """Modules kept in fp32, as an ordered set: those of rules, and who shares parameters.
+    """Find modules kept in fp32, as an ordered set: those of rules, and who shares parameters.
 
     Appends patterns that match nothing to ``unmatched``, as messages.
     """
@@ -46,7 +46,7 @@ def kept_modules(
 
 
 def _matching(model: nn.Module, rule: KeepRule) -> list[nn.Module]:
-    """Modules of a class with all inside, or that own a parameter of a pattern or predicate."""
+    """Find modules of a class with all inside, or owners of a parameter that a rule names."""
     if rule == "norms":
         return [module for module in model.modules() if isinstance(module, NORMS)]
     if isinstance(rule, type):
@@ -73,7 +73,7 @@ def _params_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
 def named_modules(
     model: nn.Module, patterns: tuple[str, ...], unmatched: list[str]
 ) -> set[nn.Module]:
-    """Modules whose names match a pattern; what matches nothing goes to ``unmatched``."""
+    """Find modules whose names match a pattern; what matches nothing goes to ``unmatched``."""
     modules: set[nn.Module] = set()
     for pattern in patterns:
         named = model.named_modules()

@@ -190,7 +190,7 @@ class PackLayout:
         return tuple(span for span in self.spans if span.owner in owners)
 
     def parts(self) -> Iterator[tuple[int, Slot, int]]:
-        """Owner, slot and elements of each part of a parameter.
+        """Return the owner, slot and elements of each part of a parameter.
 
         One walk along spans and slots: ``fragments()`` of each of a thousand ranks takes long.
         """
@@ -231,7 +231,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of all packs, with padding."""
+        """The elements of all packs, with padding."""
         return sum(pack.numel for pack in self.packs)
 
     @property
@@ -244,7 +244,7 @@ class Layout:
         return [pack for pack in self.packs if pack.requires_grad]
 
     def owned(self, rank: int) -> int:
-        """Elements, with padding, whose masters ``rank`` holds; experts aside."""
+        """Return the elements, with padding, whose masters ``rank`` holds; experts aside."""
         every = [pack for pack in self.packs if len(pack.spans) == self.world_size]
         return sum(pack.spans[rank].numel for pack in every)
 

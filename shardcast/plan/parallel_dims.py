@@ -104,7 +104,7 @@ class ParallelDims:
         ]
 
     def unmatched(self, names: Collection[str]) -> list[str]:
-        """Patterns that match none of these parameters, as messages."""
+        """Return the patterns that match none of these parameters, as messages."""
         return [
             f"{option}: the pattern {pattern!r} of dimension {dim!r} matches no parameter of the "
             "optimizer; give a list of patterns for names as in model.named_parameters()"

@@ -129,7 +129,7 @@ def _params_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
 
 
 def _parametrized(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose weight is computed from parameters: by an SVD, say, that no bf16 has."""
+    """Find modules whose weight is computed from parameters: by an SVD, say, that no bf16 has."""
     hooks = ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm")
     for module in model.modules():
         if parametrize.is_parametrized(module):
@@ -192,7 +192,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _teachers(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator[nn.Module]:
-    """Modules that no gradient trains, of several layers, with the like of them that is trained.
+    """Pair modules of several layers that no gradient trains with the like that is trained.
 
     Teachers, target networks and averages: an update moves them by less than half a unit in the
     last place of bf16. In a list or a sequence they are layers of one network, frozen as the base

@@ -39,7 +39,7 @@ def assign_owners(params: Sequence[ParamInfo], world_size: int) -> dict[str, int
 def plan_whole(
     members: Sequence[ParamInfo], world_size: int, align: int, owners: Mapping[str, int]
 ) -> tuple[tuple[Slot, ...], tuple[Span, ...]]:
-    """Slots sorted by owner, one span each."""
+    """Return the slots sorted by owner, one span each."""
     slots: list[Slot] = []
     spans: list[Span] = []
     offset = 0

@@ -69,7 +69,7 @@ _worlds = itertools.count(1)
 
 @contextmanager
 def separate_process_groups() -> Iterator[None]:
-    """Within it :func:`own_process_groups` works, in any thread.
+    """Have :func:`own_process_groups` work inside it, in any thread.
 
     Does what torch's tests with threads do: puts another object in the place of
     ``distributed_c10d._world``. And marks each ``DeviceMesh`` with the world that it was made in:
@@ -101,7 +101,7 @@ def separate_process_groups() -> Iterator[None]:
 def own_process_groups(
     rank: int, world_size: int, make: Callable[[str, tuple[int, ...]], dist.ProcessGroup]
 ) -> Iterator[None]:
-    """Within it this thread is ``rank`` of a default process group of its own.
+    """Make this thread ``rank`` of a default process group of its own inside it.
 
     ``torch.distributed`` functions see that group and those that ``new_group`` makes here, and
     nothing of the rest of the process.

@@ -131,7 +131,7 @@ class StrictGroup(RecordedGroup):
         return MockWork(finish, ready)
 
     def _watch(self, call: Call) -> list[tuple[str, Tensor, Tensor]]:
-        """Copies of all buffers, to see in ``wait()`` whether somebody wrote into them.
+        """Return the copies of all buffers, to see in ``wait()`` whether somebody wrote into them.
 
         Version counters would not do: views of one pack share one, and writing into the next
         slot of a pack while this one is on its way is no fault.

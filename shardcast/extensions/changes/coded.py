@@ -17,7 +17,7 @@ from shardcast.extensions.published_forms.reading import SCALE, as_exported
 def coded(
     name: str, values: Tensor, param: nn.Parameter, start: int, places: Tensor, form_name: str
 ) -> Iterator[WeightPatch]:
-    """Codes, and scales, of the blocks in which something has changed.
+    """Return the codes, and scales, of the blocks in which something has changed.
 
     A block is told whole: another scale changes all of its codes, and the values of few. They have
     the names, dtypes and shapes that ``checkpoint.export(..., weights="published")`` writes.

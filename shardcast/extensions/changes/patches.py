@@ -34,7 +34,7 @@ class WeightPatch(NamedTuple):
 
 
 def in_32_bits(indices: Tensor, whole: Tensor) -> Tensor:
-    """Indices of elements of a tensor in the shorter dtype, where that has them all."""
+    """Return the indices of elements of a tensor in the shorter dtype, where that has them all."""
     return indices.to(torch.int32) if whole.numel() < 1 << 31 else indices
 
 
@@ -83,7 +83,7 @@ class Changes(Sequence[WeightPatch]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and indices."""
+        """The bytes of values and indices."""
         tensors = (t for patch in self.patches for t in (patch.values, patch.indices))
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

@@ -74,7 +74,7 @@ def word_of(row: int) -> torch.dtype:
 
 
 def words(changed: Tensor) -> Tensor:
-    """Bits of elements, contiguous bool of shape ``(rows, row)``, as words, ``(rows,)``."""
+    """Pack bits of elements, contiguous bool of shape ``(rows, row)``, as words, ``(rows,)``."""
     row = changed.shape[-1]
     word = word_of(row)
     if row % BYTE == 0 and not torch.compiler.is_compiling():

@@ -55,7 +55,7 @@ class Form(ABC):
         return self.block_rows * columns
 
     def quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a matrix.
+        """Return the codes and scales of a matrix.
 
         Args:
             values: of shape ``(..., rows, columns)``, whole blocks; fp32, or what is exact in it.
@@ -83,7 +83,7 @@ class Form(ABC):
         return self._scaled_back(self._nearest(scaled).reshape(values.shape), scale)
 
     def _scaled_back(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Codes as fp32, which may be overwritten, times their scales: bf16.
+        """Return the codes as fp32, which may be overwritten, times their scales: bf16.
 
         All NaN have the same bits, whatever a device makes of others.
         """
@@ -110,7 +110,7 @@ class Form(ABC):
         )  # fmt: skip
 
     def _scaled(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Blocks divided by their scales and saturated, which may be overwritten; and the scales.
+        """Divide blocks by their scales and saturate; return them, to be overwritten, and scales.
 
         The maximum of a block depends on no order.
         """
@@ -278,6 +278,6 @@ def _exponent_above(size: Tensor) -> Tensor:
 
 
 def _power(byte: Tensor) -> Tensor:
-    """``2**(byte - 127)`` of bytes in [1, 254], fp32; NaN of 255, and zero of 0."""
+    """Return ``2**(byte - 127)`` of bytes in [1, 254], fp32; NaN of 255, and zero of 0."""
     power = (byte.to(torch.int32).clamp(0, NAN_SCALE) << MANTISSA).view(torch.float32)
     return torch.where(byte == NAN_SCALE, torch.nan, power)

@@ -38,7 +38,7 @@ class Kernels:
         self._run(_round, (masters, *outputs), [rows] * (1 + len(outputs)))
 
     def collapse(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Codes and scales of values."""
+        """Return the codes and scales of values."""
         rows = self._rows(values)
         blocks = rows // self._form.block_rows
         self._run(_collapse, (values, codes, scales), [rows, rows, blocks])
@@ -62,7 +62,7 @@ class Kernels:
         return True
 
     def _rows(self, values: Tensor) -> int:
-        """Rows of one call on a CPU."""
+        """Return the rows of one call on a CPU."""
         height = self._form.block_rows
         return max(1, CHUNK // (height * values.shape[-1])) * height
 

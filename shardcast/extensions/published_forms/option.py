@@ -38,7 +38,7 @@ class PublishedForms(ValidatedOptions):
     wire: str = option("codes", within=one_of("codes", "bf16"))
 
     def patterns(self) -> Mapping[str, tuple[str, ...]]:
-        """Patterns by the name of their form, those that were given."""
+        """Return the patterns by the name of their form, those that were given."""
         return {name: patterns for name in FORMS if (patterns := getattr(self, name))}
 
 

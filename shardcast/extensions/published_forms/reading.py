@@ -86,7 +86,7 @@ class PublishedReader(StepHook):
 
 
 def as_exported(form: Form, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales in the dtypes that files have them in."""
+    """Return the codes and scales in the dtypes that files have them in."""
     if form.name == "fp8_block128":
         scales = scales.view(torch.float8_e8m0fnu).float()  # exact
     return codes if form.bits == 8 else codes.view(torch.int8), scales
@@ -113,7 +113,7 @@ class Exported:
         self._bare: set[str] = set()  # modules whose matrices have no form
 
     def __call__(self, key: str, name: str, values: Tensor) -> Mapping[str, Tensor]:
-        """Tensors in place of one, by their keys.
+        """Return the tensors in place of one, by their keys.
 
         Args:
             key: of ``model.state_dict()``.

@@ -92,7 +92,7 @@ class FormParcel(Parcel):
                 self._wire.kernels.expand(values, codes, scales)
 
     def _of(self, first: int, count: int) -> Iterator[tuple[Run, Tensor, Tensor]]:
-        """Runs of ``count`` owners with equal parts, their codes and scales as matrices.
+        """Return the runs of ``count`` owners with equal parts, their codes and scales as matrices.
 
         Of shapes ``(count, rows, bytes of a row)`` and ``(count, block rows, block columns)``.
         """

@@ -86,7 +86,7 @@ class MicroBatches:
         self.reset()
 
     def storage(self, pack: Pack, dtype: torch.dtype, wire: torch.dtype) -> TreeGradients:
-        """Gradients of one more pack, and what this rank has of the tree in it."""
+        """Return the gradients of one more pack, and what this rank has of the tree in it."""
         self._sums.append(PartialSums(self, wire))
         return TreeGradients(pack, dtype, wire, self._sums[-1])
 

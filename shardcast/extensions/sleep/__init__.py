@@ -273,7 +273,7 @@ class Sleep(StepHook):
         self.refuse("step, or what else reduces gradients")
 
     def nbytes(self) -> int | None:
-        """Bytes in host memory."""
+        """Return the bytes in host memory."""
         if not self._sleeps or self._file is not None:
             return None
         return sum(memory.nbytes for memory in self._memories)
