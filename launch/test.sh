@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up a virtual environment where there is none, then check style, types and behaviour; without
+# Set up a virtual environment where there is none, then check style, types and behavior; without
 # arguments also that the site builds (launch/docs.sh).
 #
 # Usage: bash launch/test.sh [arguments of pytest]

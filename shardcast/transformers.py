@@ -92,7 +92,7 @@ class ShardcastTrainerMixin:
         evaluate_average: the name of an average (``averages`` of the configuration), which is in
             the model while it evaluates and predicts.
         log_metrics: a pattern of names of parameters, ``"*"`` for all, or from labels to patterns,
-            of which ``metrics()`` of the optimizer is logged beside the loss (``metrics`` of the
+            of which ``metrics()`` of the optimizer is logged with the loss (``metrics`` of the
             configuration).
     """
 
@@ -171,7 +171,7 @@ class ShardcastTrainerMixin:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Do as Trainer does; weights of the loss, as sentence-transformers has, are sharded too.
 
-        Modules of losses beside the model are prepared as a second model. Stock DDP leaves their
+        Modules of losses, outside of the model, are prepared as another one. Stock DDP leaves their
         gradients as each rank has them.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Process groups beside the one that is given, and several collectives in one launch."""
+"""Process groups next to the one that is given, and several collectives in one launch."""
 
 from __future__ import annotations
 

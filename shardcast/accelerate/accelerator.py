@@ -84,7 +84,7 @@ class ShardcastAccelerator(Accelerator):
     _models: list[Any]  # likewise
     _optimizers: list[Any]
     loss_params: tuple[nn.Parameter, ...] = ()
-    """Weights of a loss that are trained beside a model; Trainer's clip does not name them."""
+    """Weights of a loss that are trained with a model; Trainer's clip does not name them."""
     save_masters = True
     """Whether get_state_dict and save_model give fp32, as under DDP with autocast."""
     provisional = False
@@ -184,7 +184,7 @@ class ShardcastAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> ShardcastOptimizer | ShardcastHandle:
-        """Shard ``optimizer`` over its models, which must be prepared before or beside it.
+        """Shard ``optimizer`` over its models, which must be prepared before or with it.
 
         Raises:
             ValueError: they were not.
@@ -237,7 +237,7 @@ class ShardcastAccelerator(Accelerator):
         a loop that begins while the model is in eval mode has them in turn, as metrics expect.
 
         Raises:
-            ValueError: rank 0 reads for all, beside tp with dp, or cp.
+            ValueError: rank 0 reads for all, with tp and dp, or cp.
         """
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         mesh.refuse_dispatch(self, isinstance(prepared, DataLoaderDispatcher))

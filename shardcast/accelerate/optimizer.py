@@ -22,7 +22,7 @@ from shardcast.optimizer.stateful import packed_of
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
-    """Steps and forgets gradients only where gradients are synchronised, as Accelerate's own does.
+    """Steps and forgets gradients only where gradients are synchronized, as Accelerate's own does.
 
     Args:
         optimizer: what it steps.

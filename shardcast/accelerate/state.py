@@ -1,4 +1,4 @@
-"""``save_state`` and ``load_state``: Accelerate's own files, and beside them every rank's shard."""
+"""``save_state`` and ``load_state``: Accelerate's own files, and with them every rank's shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardcast.accelerate import mesh
 from shardcast.checkpoint.directory import newest_sound, steps
 
 T = TypeVar("T")
-SHARDS = "shardcast"  # beside Accelerate's own files: the checkpoint of shardcast.checkpoint
+SHARDS = "shardcast"  # next to Accelerate's own files: the checkpoint of shardcast.checkpoint
 FURTHER = "shardcast_{}"  # of a second optimizer that is sharded apart, and so on
 FOLDER = re.compile(r"state-(\d+)")
 AUTOMATIC = re.compile(r"checkpoint_(\d+)")  # as Accelerate names them

@@ -1,6 +1,6 @@
 """``save_async``: training waits for the copy to host memory, not for the disk.
 
-The thread uses no collectives: rank 0 waits for the messages that the others leave beside their
+The thread uses no collectives: rank 0 waits for the messages that the others leave next to their
 data, and commits as ``save`` does. ``dcp.async_save`` gathers plans in collectives on its thread,
 which needs a CPU backend in the group, mixes with the collectives of training, and leaves all ranks
 waiting for one that failed. A directory being written is called ``.background-...``, so that a

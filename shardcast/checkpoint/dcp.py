@@ -1,7 +1,7 @@
 """``torch.distributed.checkpoint`` on its public planner and storage hooks.
 
 A rank plans, writes and leaves its plan to rank 0 in a file, where ``dcp.save`` would gather all
-plans in collectives: those grow with model and ranks, and a thread could not use them beside
+plans in collectives: those grow with model and ranks, and a thread could not use them during
 training. The files are ordinary DCP files. A test reads them with torch's own functions.
 """
 
@@ -46,7 +46,7 @@ from shardcast.plan.precision import MASTER_DTYPE
 METADATA = ".metadata"  # the name that DCP gives it
 ONCE = "once"  # takes the place of a rank in the name of the file with what is stored once
 PLAN = 1 << 20  # bytes of small tensors that are planned and written together
-Value = ShardView | tuple[KeyPath, Any]  # an object has its path beside it
+Value = ShardView | tuple[KeyPath, Any]  # an object has its path with it
 
 
 @dataclasses.dataclass(frozen=True)

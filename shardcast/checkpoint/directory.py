@@ -121,7 +121,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def new_name(prefix: str, target: Path) -> str:
-    """A name beside ``target`` that was never used before."""
+    """Make a name next to ``target`` that was never used before."""
     return f"{prefix}{target.name}-{uuid.uuid4().hex[:12]}"
 
 

@@ -1,7 +1,7 @@
 """``save``: check together, write apart, acknowledge together, commit on rank 0.
 
 What rank 0 has to know of the others' files, and what is theirs in the part that is stored once,
-goes through files beside the data, which ``save_async`` can use as well: sent in collectives it
+goes through files next to the data, which ``save_async`` can use as well: sent in collectives it
 would be on every rank, and grow with their number.
 """
 

@@ -26,8 +26,8 @@ CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 _told = set[int]()  # devices of which a warning was given
 BUFFER = 1 << 16  # bytes; torch.save makes some 40 writes for a small tensor
 PIECE = 1 << 23  # bytes that are written and hashed at a time
-LARGE = 1 << 20  # bytes from which a piece is hashed beside its writing: a thread costs 0.1 ms
-BESIDE = 1 << 26  # bytes after which a file is flushed beside its writing
+LARGE = 1 << 20  # bytes from which a piece is hashed while it is written: a thread costs 0.1 ms
+BESIDE = 1 << 26  # bytes after which a file is flushed while it is written
 
 
 class Files(FileSystem):
@@ -157,7 +157,7 @@ class HashingFile(io.FileIO):
 
 
 class Beside(threading.Thread):
-    """Runs ``act`` beside the thread that goes on."""
+    """Runs ``act`` while the thread goes on."""
 
     def __init__(self, name: str, act: Callable[[], Any]) -> None:
         super().__init__(name=name, daemon=True)

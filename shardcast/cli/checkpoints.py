@@ -43,7 +43,7 @@ def _located(directory: str) -> str:
 
 
 def _table(info: checkpoint.Manifest) -> list[str]:
-    """The optimizer's state of a parameter stands beside the parameter."""
+    """Print the optimizer's state of a parameter next to the parameter."""
     prefix, state = "model.", "optimizer.state."
     states: dict[str, list[str]] = {}  # names of state tensors, by parameter
     for key in info.tensors:

@@ -209,7 +209,7 @@ def test(arguments: list[str]) -> int:
 
 
 def _try(group: Any, device_type: str) -> str:
-    """Train beside plain torch; every rank calls it. Raises what is wrong."""
+    """Train next to plain torch; every rank calls it. Raises what is wrong."""
     rank = dist.get_rank(group)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":

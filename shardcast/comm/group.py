@@ -2,8 +2,8 @@
 
 Tensor collectives run on the current stream: with ``async_op=False`` the process group launches
 on the stream that computes (torch >= 2.8, PyTorch PR 148590), so no event, no ``record_stream``
-and no side stream is needed, and whatever runs next sees the result. The work of others runs beside
-it until it is waited for.
+and no side stream is needed, and whatever runs next sees the result. The work of others runs at
+the same time until it is waited for.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class TensorCollectives:
     def broadcast_all(
         self, pieces: Sequence[tuple[int, Tensor]], about: object = "", async_op: bool = False
     ) -> Work:
-        """Overwrite each contiguous float tensor by that of the rank beside it.
+        """Overwrite each contiguous float tensor by that of the rank next to it.
 
         One launch where the backend groups calls (NCCL), else one for each piece.
         """

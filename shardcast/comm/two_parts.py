@@ -30,7 +30,7 @@ class TwoLevelReduction(Reduction):
         self._node, self._nodes = node, comm.size // node
         self._count = self._own.numel()
         self._home, self._number = divmod(comm.rank, node)  # which node, and which of its ranks
-        # In the order of those they go to: a pass over the pack, little beside what it saves.
+        # In the order of those they go to: a pass over the pack, little next to what it saves.
         by_number = sent.view(self._nodes, node, self._count).transpose(0, 1).contiguous()
         self._sent = by_number.view(node, self._nodes * self._count)
         self.received = buffer(sent.numel())
@@ -68,7 +68,7 @@ class TwoLevelReduction(Reduction):
 class ReplicaSumReduction(Reduction):
     """The sum of another reduction's result over the ranks that hold the same span, in fp32.
 
-    The all-reduce runs beside the backward as well: it is launched with the next pack.
+    The all-reduce runs during the backward as well: it is launched with the next pack.
 
     Args:
         add: gives the fp32 sum of what the ``first`` reduction brings, 1-d.

@@ -51,7 +51,7 @@ class Buffers(StepHook):
     """Broadcasts the buffers of the stages: all of them in each step, before the sync.
 
     Before a forward of a root, in training mode and with gradients enabled, those of the root are
-    sent if the forward before it was synchronised, or there was none: once in each accumulation, as
+    sent if the forward before it was synchronized, or there was none: once in each accumulation, as
     under DDP. Unlike DDP, a forward in evaluation mode or without gradients sends nothing, so that
     rank 0 alone may evaluate. Nothing is sent where there is one data-parallel rank.
     """

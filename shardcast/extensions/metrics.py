@@ -43,7 +43,7 @@ class SquareSums(Epilogue):
         if updated.published is None:  # none is swallowed, or see Before
             return (*norms, torch.zeros_like(norms[0]))
         # Where the published value changes the master has moved. As numbers of the same dtype: a
-        # comparison that gives a bool is not vectorised on a CPU.
+        # comparison that gives a bool is not vectorized on a CPU.
         old, new = updated.old_published, updated.published
         changed = torch.ne(new, old, out=torch.empty_like(new)).sum(-1, dtype=new.dtype)
         return (*norms, updated.decrease.ne_(0).sum(-1).sub_(changed))
@@ -208,7 +208,7 @@ class Metrics(StepHook):
 def _of_fragments(row_sums: RowSums, count: int) -> Tensor:
     """Sum up per fragment, fp64 (sums, fragments), in three launches however many there are.
 
-    Padding behind a fragment is zero. Of a shard without a step that was not skipped they are 0.
+    Padding behind a fragment is zero. They are 0 for a shard all of whose steps were skipped.
     """
     segments = row_sums.segments
     if not segments.numel():

@@ -1,6 +1,6 @@
 """``offload``: windows of host memory through an accelerator: one comes while another is updated.
 
-Three lanes work beside each other::
+Three lanes work at the same time::
 
     fetch      n+1 ...              host to device
     current        n ...            the update, in the order of everything else
@@ -35,7 +35,7 @@ BEHIND = 2  # sends that may be under way when a fetch begins
 
 
 class StreamLanes:
-    """Queues of work: the current stream of a CUDA device, which updates, and two beside it.
+    """Queues of work: the current stream of a CUDA device, which updates, and two more.
 
     An event is reached when all work before it in its queue is done.
     """

@@ -2,7 +2,7 @@
 
 Inside an attempt backwards send nothing, as in ``no_sync``, and the one reduction runs in
 ``step()``. There a rank that failed sends zeros, so that all ranks call the same collectives, and
-says so in the all-reduce that is there anyway. Were gradients sent beside the backward, an owner
+says so in the all-reduce that is there anyway. Were gradients sent during the backward, an owner
 would have added up those of a rank that fails later, and nobody could take them away again.
 """
 

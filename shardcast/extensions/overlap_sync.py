@@ -1,4 +1,4 @@
-"""``overlap_sync``: sync beside the next forward; who waits for which pack, and when.
+"""``overlap_sync``: sync during the next forward; who waits for which pack, and when.
 
 Life of a pack with ``overlap_sync``::
 

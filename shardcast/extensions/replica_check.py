@@ -71,7 +71,7 @@ class Hasher:
             part = words[start : start + self._rows * COLUMNS]
             rows = part.numel() // COLUMNS
             if rows:
-                # Of int32 by int64: no two differences of words cancel by their highest bits.
+                # int32 times int64: no two differences of words cancel by their highest bits.
                 sums = (part[: rows * COLUMNS].view(rows, COLUMNS) * self._columns).sum(1)
                 total = total * ODD + (sums * self._of_rows[:rows]).sum()
             if tail := part[rows * COLUMNS :].numel():

@@ -13,13 +13,13 @@ from shardcast.memory.codecs import Codec, Pieces
 from shardcast.option_values import Option, one_of
 from shardcast.plan.precision import MASTER_DTYPE
 
-TIE = 1 << 15  # half of the distance between neighbours in bf16, in steps of fp32
+TIE = 1 << 15  # half of the distance between neighbors in bf16, in steps of fp32
 UPPER = -1 << 16  # mask of the half of the bits of an fp32 value that bf16 has
 
 
 @dataclass(frozen=True)
 class Split16(Codec):
-    """The exact values in 2 1/8 bytes beside the published bf16 parameter, their upper half.
+    """The exact values in 2 1/8 bytes next to the published bf16 parameter, their upper half.
 
     The idea of keeping the 16 bits that the cast drops is that of "Revisiting BFloat16 Training"
     (arXiv:2010.06192). A value is its bf16 cast (nearest, ties to even) plus a signed distance

@@ -160,8 +160,8 @@ def _allowed(
     """Return what ``func`` returns, unless it reads a value.
 
     torch's names say which function writes to its first argument (``_`` at the end), and which one
-    makes a new tensor of the same shape. Of any other one a run on tensors without values tells:
-    it reads nothing where it answers without them, or by a view of them.
+    makes a new tensor of the same shape. Any other one is run on tensors without values: it
+    reads nothing where it answers without them, or by a view of them.
 
     Raises:
         RuntimeError: it reads, or may read.

@@ -60,15 +60,15 @@ def shard(
 
     Converts ``model`` in place: its parameters become views of packs in ``param_dtype``, equal on
     all ranks (rank 0's values), and this rank keeps fp32 masters of its spans. Use neither DDP
-    nor autocast beside it. Every rank of the group must call it, with the same model and options.
+    nor autocast with it. Every rank of the group must call it, with the same model and options.
 
     Peak memory: the fp32 model, one pack and this rank's shard.
 
     Args:
-        model: on its device, materialised; usually fp32. Several models that one optimizer trains
-            are one, ``nn.ModuleDict({"unet": unet, "text": text})``, and are called as before. Of a
-            pipeline, a list of the stages that this rank holds, whose parameters have the names
-            that they have in the whole model; then backwards send nothing, and the one reduction
+        model: on its device, materialized; usually fp32. Several models that one optimizer trains
+            are one, ``nn.ModuleDict({"unet": unet, "text": text})``, and are called as before. In a
+            pipeline it is the list of the stages on this rank, whose parameters have the names that
+            they have in the whole model; then backwards send nothing, and the one reduction
             of a step runs in ``step()``.
         optimizer: a torch optimizer over parameters of ``model``, or a sequence of them, such as
             ``[muon, adamw]``, that hold every trained parameter once. Elementwise ones are cut
@@ -78,7 +78,7 @@ def shard(
         config: a config, a mapping, a YAML file, or the name of a preset, ``"lean"``; ``None``
             reads the environment, see :meth:`ShardcastConfig.load`.
         process_group: the ranks to shard over; default: the default group, or this process alone
-            where ``torch.distributed`` is not initialised.
+            where ``torch.distributed`` is not initialized.
         mesh: of a job that is more than data-parallel, instead of ``process_group``. Dimensions
             other than ``dp`` are model-parallel; along them norms, skips and clips are agreed on,
             and parameters are DTensors (``Shard`` or ``Replicate``), or plain copies.
@@ -93,7 +93,7 @@ def shard(
             share: ``{"edp": ["*.experts.*"]}``. Like all they are divided by ``divisor``.
         divisor: what sums over ranks are divided by, see :attr:`ShardedOptimizer.divisor`.
         materialize: gives a model built on ``meta`` its storage and values, for example
-            ``lambda model: model.to_empty(device="cuda").apply(initialise)``; parameters keep
+            ``lambda model: model.to_empty(device="cuda").apply(initialize)``; parameters keep
             their identity. Only rank 0's values count.
         fields: single options, which win over ``config``.
 

@@ -21,7 +21,7 @@ PATIENCE = timedelta(seconds=60)  # for other ranks that may be in a call, too
 def following(
     config: ShardcastConfig, option: str, value: str, dtype: torch.dtype, *, mixed: bool | None
 ) -> ShardcastConfig:
-    """The configuration beside a framework whose own ``option`` asks for ``dtype``.
+    """The configuration under a framework whose own ``option`` asks for ``dtype``.
 
     A ``param_dtype`` that was not named is ``dtype``. One that was named wins over fp32, which
     is the default of every framework, and must equal any other. Likewise ``autocast`` is

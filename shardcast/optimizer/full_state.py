@@ -214,7 +214,7 @@ class FullState:
         everyone.together(partial(_raise, failure), device, call)
 
     def _check_gathers(self, call: str) -> None:
-        """Raise RuntimeError beside model parallelism, or with experts: no rank has them all."""
+        """Raise RuntimeError with model parallelism, or with experts: no rank has them all."""
         self._optimizer.need_masters(call)
         process_groups = self._optimizer.process_groups
         parallel_dims = process_groups.parallel_dims

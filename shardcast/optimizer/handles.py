@@ -26,8 +26,8 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     Schedulers take it, and a loop over handles steps as one over the optimizers did: ``step()`` of
     the last handle makes the one step of all. ``zero_grad()`` between, which would clear gradients
-    before they are used, waits until then. Of the state there is one, that of the sharded
-    optimizer: ``state_dict`` and ``load_state_dict`` are refused.
+    before they are used, waits until then. ``state_dict`` and ``load_state_dict`` are
+    refused: there is one state, that of the sharded optimizer.
 
     Attributes:
         name: the class of the optimizer.

@@ -282,7 +282,7 @@ def dtypes_of(stages: Sequence[nn.Module]) -> list[dict[str, torch.dtype]]:
 
 
 def _broadcast(name: str, buffer: Tensor, comm: Comm) -> Tensor:
-    """Rank 0's buffer; a sparse or quantised one is another object then, on the other ranks."""
+    """Return rank 0's buffer; on other ranks a sparse or quantized one is another object then."""
     local = _compat.local_tensor(buffer)
     if is_dense(local):
         comm.broadcast(local, 0)

@@ -373,7 +373,7 @@ class ShardedOptimizer(StatefulOptimizer):
         """The number that divides the sum of gradients over data-parallel ranks; by default theirs.
 
         Assign another one, or a 0-dim tensor on the device, such as the tokens of all ranks, before
-        the first synchronised backward of a step, on every rank; ``None`` for the usual.
+        the first synchronized backward of a step, on every rank; ``None`` for the usual.
         """
         return self._packed.reduce.divisor.value
 

@@ -251,7 +251,7 @@ def state_by_param(loaded: Mapping[str, Any], groups: Groups) -> dict[Any, Any]:
     Raises:
         ValueError: another number of groups, or of parameters in one of them.
     """
-    # Of DCP the keys are names in place of numbers.
+    # DCP's keys are names in place of numbers.
     keys, params = (
         [list(group["params"]) for group in groups_of_one]
         for groups_of_one in (loaded["param_groups"], groups)

@@ -156,7 +156,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         unless one was loaded.
 
         Raises:
-            RuntimeError: on every rank, beside model parallelism, or inside :meth:`averaged`; of
+            RuntimeError: on every rank, with model parallelism, or inside :meth:`averaged`; of
                 :meth:`step` inside it.
         """
         self._packed.refuse_averaged("as_plain")

@@ -3,7 +3,7 @@
 Every module computes in one of three ways (:class:`ComputeMode`). With ``autocast`` a
 :class:`CastForward` replaces the ``forward`` of each module that has low-precision weights, since a
 script may call any of them: it turns autocast on where it is not on yet, and embeddings return
-fp32, as they do beside DDP. Without it one replaces that of a layer that takes low-precision
+fp32, as they do under DDP. Without it one replaces that of a layer that takes low-precision
 activations, and of a module whose caller computes in another way. Counts, labels, positions and
 time steps reach the user's code as they are: only layers of torch have their inputs cast. Tensors
 without dimensions are never cast.
@@ -44,7 +44,7 @@ class ComputeMode(Enum):
     """The dtypes that a module's own code computes in.
 
     ``AUTOCAST`` is that of a whole model with ``autocast``, of modules in fp32 that would be under
-    autocast beside DDP (teachers, parametrized layers), and of a user's class that holds a matrix
+    autocast under DDP (teachers, parametrized layers), and of a user's class that holds a matrix
     itself: what it multiplies may be fp32, and only autocast knows which of its inputs that is.
     """
 
@@ -163,7 +163,7 @@ class CastForward:
         )
 
     def _in_fp32(self, args: tuple[Any, ...]) -> Any:
-        """Compute as beside DDP, whose weights are fp32; the only place where weights are cast."""
+        """Compute as under DDP, whose weights are fp32; the only place where weights are cast."""
         params = self._module._parameters
         exact: Any = {n: None if p is None else p.to(MASTER_DTYPE) for n, p in params.items()}
         self._module._parameters = exact

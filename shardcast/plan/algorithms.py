@@ -17,7 +17,7 @@ that fits:
 Algorithms that sync it, likewise:
 
 * ``messages``: from rank to rank, on gloo, which copies what it gathers; of host memory only. They
-  must be waited for in the step that sends them, so beside a forward they are broadcasts. Not for
+  must be waited for in the step that sends them, so during a forward they are broadcasts. Not for
   equal spans on several nodes of several ranks: a ring leaves a node once, messages once per rank.
 * ``all_gather``: one call, in place; needs spans of equal length.
 * ``broadcast``: from each owner, all of them in one group of calls where the backend has groups.

@@ -62,7 +62,7 @@ class Precision:
     Attributes:
         unmatched: patterns of ``keep_fp32`` and ``fp32_outputs`` that match nothing, as messages.
         fp32_modules: they compute in fp32.
-        autocast_modules: modules in fp32 that compute under autocast, as they would beside DDP.
+        autocast_modules: modules in fp32 that compute under autocast, as they would under DDP.
         fp32_outputs: modules that return fp32.
     """
 

@@ -99,8 +99,8 @@ def check_groups(
 
     Raises:
         TypeError, ValueError: a parameter is not among ``names``, or in two groups; a bound of the
-            gradient norm is none. Of all groups: there is no parameter; with several optimizers a
-            trained one is in none of them.
+            gradient norm is none; the groups hold no parameter, or with several optimizers not
+            every trained one.
     """
     groups: dict[str, GroupId] = {}
     for number, optimizer, group in originals.numbered():

@@ -15,9 +15,9 @@ def assign_owners(params: Sequence[ParamInfo], world_size: int) -> dict[str, int
     """The rank that updates each of ``params``, by name: the costliest first, to the least loaded.
 
     Longest processing time first (Graham, 1969): at most 4/3 of the best balance. Ranks of equal
-    cost are told apart by the elements that they hold, so that memory is balanced too. Of what
-    other model-parallel ranks hold as well the owners are found from that alone, since these
-    ranks must find the same and have other parameters beside it; the rest evens the loads out.
+    cost are told apart by the elements that they hold, so that memory is balanced too. Owners of
+    what other model-parallel ranks hold as well are found from that alone, since these ranks must
+    find the same and have other parameters too; the rest evens the loads out.
     """
     costs = {p.name: ELEMENT * p.numel if p.cost is None else p.cost for p in params}
     classes: dict[tuple[str, ...], list[ParamInfo]] = {}

@@ -1,4 +1,4 @@
-"""Step hooks: what an option does in every step beside the step's own stages."""
+"""Step hooks: what an option does in every step besides the step's own stages."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Drop:
 
     Its tensors stay as they are and its next collective meets the one that it skipped on the
     other ranks: a :class:`CollectiveMismatchError`, or a :class:`RankLeftError` if it was the last.
-    Where neighbours in the sequence look the same, the error comes at the first that differs.
+    Where neighbors in the sequence look the same, the error comes at the first that differs.
     """
 
     rank: int

@@ -99,8 +99,8 @@ class RecordedGroup(dist.ProcessGroup):
     """A process group that needs no ``init_process_group`` and logs every collective.
 
     Pass it as ``group=`` to ``torch.distributed`` functions, with group ranks (``group_src``,
-    ``group_dst``). Tensors must be contiguous. Of coalesced operations those are supported that
-    torch hands to the backend one by one (broadcasts). Messages between two ranks are no
+    ``group_dst``). Tensors must be contiguous. Coalesced operations are supported where torch
+    hands them to the backend one by one (broadcasts). Messages between two ranks are no
     collectives: they are in no log.
     """
 

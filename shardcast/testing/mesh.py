@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from . import _compat
 
 Shape = int | Mapping[str, int]
-"""Of a world: its number of ranks, or the sizes of a mesh's dimensions by name, outer first."""
+"""The number of ranks of a world, or the sizes of a mesh's dimensions by name, outer first."""
 
 
 def ranks_of(shape: Shape) -> int:

@@ -50,7 +50,7 @@ class StrictGroup(RecordedGroup):
         """Take part in a new run, with an empty log.
 
         Args:
-            rank_log: of this rank of a mesh, beside that of the group.
+            rank_log: of this rank of a mesh, next to that of the group.
         """
         run.join(self.key, self.ranks)
         self.run, self._pending, self.log = run, {}, []

@@ -33,7 +33,7 @@ from shardcast.plan.traits import OptimizerTraits, is_known
 SCALES = ((1.0, 1e-3, 1.0, 30.0) * 2, (1e4, 1.0, 1e-4, 1.0) * 2)
 # Rows, columns and further lengths of parameters. Some classes factor only from 128 columns on.
 SMALL, LARGE = (6, 4, 3), (160, 128, 1)
-# Of an update: how much that of a parameter alone may differ, and if several matrices may be
+# How much the update of a parameter alone may differ, and if several matrices may be
 # multiplied at once, in bf16.
 ALONE, BATCHED = 1e-6, 0.05
 ROUNDED = 4 * torch.finfo(torch.float32).eps  # of a parameter: sums may be in another order

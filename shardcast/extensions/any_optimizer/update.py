@@ -37,7 +37,7 @@ class AnyOptimizerUpdate(Update):
     in place of model parameters. Under the ``whole`` partition masters have their parameter's
     shape, under ``even`` they are 1-d.
 
-    Muon updates its packs in turns, so that those that are done are synced beside the others. A
+    Muon updates its packs in turns, so that those that are done are synced meanwhile. A
     turn is as large as the batches that Muon makes anyway: more kernels are not launched for it.
     """
 

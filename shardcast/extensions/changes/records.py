@@ -8,7 +8,7 @@ the master: the published value is not the cast that it was. A value that change
 stays marked.
 
 **A copy.** Where the published value *is* the master, in fp32 parameters, or a half of it
-(``master: split16``), a value that a script has written leaves no trace beside itself. There the
+(``master: split16``), a value that a script has written leaves no other trace. There the
 values that were told last are kept, and compared when somebody asks.
 """
 

@@ -71,7 +71,7 @@ class Form(ABC):
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The bf16 values that codes and scales of :meth:`quantize` stand for."""
         if _compat.is_host(codes.device) and not torch.compiler.is_compiling():
-            # Of torch's own conversions those from fp8 take the longest on a CPU.
+            # torch's own conversions from fp8 take the longest on a CPU.
             index = codes.view(torch.uint8).reshape(-1).int()
             values = _table(self).index_select(0, index).view(torch.float32)
             return self._scaled_back(values.view(*codes.shape[:-1], -1), scales)

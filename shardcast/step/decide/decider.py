@@ -177,7 +177,7 @@ class Decider:
                 differ in options of groups. On an accelerator the step is skipped for it, and
                 :meth:`SkipReport.poll` raises.
         """
-        # Of the groups that were sharded: with others this rank has an error that all must know.
+        # For the groups that were sharded: with others this rank has an error that all must know.
         limits: dict[GroupId, Any] = dict.fromkeys(self._originals.sharded)
         for number, owner, group in self._originals.numbered():
             # Some classes have an option of that name.

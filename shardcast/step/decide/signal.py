@@ -48,7 +48,7 @@ class Signal:
         arguments()        compared over all ranks
         local()            summed over the data-parallel ranks, in one all-reduce with the norm
         read(total)        the mistakes that all see in the sum, and what else the signal needs
-        merge(readings)    beside model parallelism: of the readings of its ranks
+        merge(readings)    with model parallelism: of the readings of its ranks
         scale(reading)
         judge(reading, norm)
         conclude(decision), note(decision): in the step that was decided

@@ -43,7 +43,7 @@ class HostCopy:
             self._numbers = torch.zeros_like(numbers, device="cpu", pin_memory=pinned)
         self._numbers.copy_(numbers, non_blocking=True)
         if self._device.type == "cuda" and not capturing:
-            # Of the model's device: another one may be the current one.
+            # On the model's device: another one may be the current one.
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(self._device))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
 ROW = 16  # elements: two or four loads of 16 bytes
 PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel launch
-# Of how many ranks it is compiled: each one's piece is an operand of the kernel, and division by
+# For how many ranks it is compiled: each one's piece is an operand of the kernel, and division by
 # a power of two is exact in whatever way a compiler divides.
 POWERS = (2, 4, 8, 16, 32)
 OTHERS = (3, 5, 6, 7)

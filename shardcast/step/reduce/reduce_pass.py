@@ -1,6 +1,6 @@
 """Reduce: one pass, in which every pack is sent to its owners exactly once.
 
-Life of a pack in one synchronised backward::
+Life of a pack in one synchronized backward::
 
     gradients accumulated -> counted                            (hook before accumulation)
     all of them there     -> collected and launched with the next gradient, packs in a fixed
@@ -9,7 +9,7 @@ Life of a pack in one synchronised backward::
                              divided by their number, written over the own span
     end of backward       -> packs still incomplete are launched, absent gradients as zeros
 
-so each synchronised backward launches every pack exactly once, in the same order, on every rank,
+so each synchronized backward launches every pack exactly once, in the same order, on every rank,
 whatever gradients are absent.
 """
 
@@ -35,7 +35,7 @@ _PASSES: weakref.WeakKeyDictionary[Any, weakref.WeakSet[ReducePass]] = weakref.W
 
 
 class ReducePass:
-    """Sends the packs once, beside a backward or (see :meth:`flush`) without one.
+    """Sends the packs once, during a backward or (see :meth:`flush`) without one.
 
     Only the engine's callback holds the pass of a backward. The engine drops it when the backward
     ends or fails, and with it all that is known of that backward; what is still in flight then is
@@ -119,7 +119,7 @@ class ReducePass:
             )
         bucket.arrived.add(position)
         announced = bucket.grads.expect(position)
-        # Of the next bucket: the first gradient of another pack will launch it.
+        # For the next bucket: the first gradient of another pack will launch it.
         is_next = self._buckets[self._next : self._next + 1] == [bucket]
         if outer and not announced and (not advances or is_next):
             bucket.counting = running

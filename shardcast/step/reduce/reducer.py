@@ -33,7 +33,7 @@ from shardcast.step.reduce.user_edits import GradientEdits, ZeroGrad
 class Reducer:
     """Reduces the gradients of the packs given to :meth:`add` to their owners.
 
-    All ranks must run the same number of synchronised backwards; inside :meth:`no_sync` none.
+    All ranks must run the same number of synchronized backwards; inside :meth:`no_sync` none.
 
     Attributes:
         grads: the gradients of the packs, in the order of :meth:`add`; it grows.
@@ -46,7 +46,7 @@ class Reducer:
         spent: the means were used by a step, or cleared: new gradients are not added to them.
         at_end: packs are launched at the end of a backward for good: one backward inside another
             was seen, or two models in one.
-        has_ended: a synchronised backward did, without another one inside it unless one was seen.
+        has_ended: a synchronized backward did, without another one inside it unless one was seen.
         history: what was done to means since the last step, which all ranks must do alike.
         buckets: of each pack, in the order of :meth:`add`.
         micro_batches: those of a step, where a tree says in which order they are added.
@@ -187,7 +187,7 @@ class Reducer:
     def finish(self) -> None:
         """Have all gradients of the own spans here; the last call of this stage before a step.
 
-        Every rank must call it. Runs the pass itself for gradients that no synchronised
+        Every rank must call it. Runs the pass itself for gradients that no synchronized
         backward brought (set by hand, or accumulated under :meth:`no_sync`).
 
         Raises:

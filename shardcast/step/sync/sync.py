@@ -1,6 +1,6 @@
 """Sync: the owners' updated spans to everybody, each pack by its algorithm.
 
-A call runs in the compute stream's order (PaddlePaddle PR 35878: then no further synchronisation is
+A call runs in the compute stream's order (PaddlePaddle PR 35878: then no further synchronization is
 needed), so evaluation and saving always see coherent weights. Nothing overlaps there, so packs that
 share ranks and algorithm make one launch, as the buckets of a bucket group do in Megatron-LM.
 
@@ -44,7 +44,7 @@ class Sync:
         wanted = set(packs)
         for pack in self.packs:
             if pack in wanted:
-                # Messages must be waited for at once, so none are left under way beside a forward:
+                # Messages must be waited for at once, so none are left under way during a forward:
                 # see Comm.send_to_all.
                 gathers = pack.layout.algorithms.sync == "all_gather"
                 work = _launch(gathers, [pack], True)

@@ -1,6 +1,6 @@
 """Ranges of an update, and batches of them: one compiled call updates all ranges of a batch.
 
-A call of a compiled function costs the host as much as 40 or 100 microseconds, beside 10 for each
+A call of a compiled function costs the host as much as 40 or 100 microseconds, and 10 for each
 range, whatever is in it, and for a GPU a batch is one kernel (Inductor's combo kernels). A batch
 has :data:`BATCH` ranges: with a number of its own for each model, the graph would be compiled again
 whenever a gradient is absent, and the more ranges it has, the longer that takes. Where ranges do

@@ -78,7 +78,7 @@ class Fusion:
 
     Attributes:
         state: codecs of the rule's state, then of the epilogues'.
-        casts: whether there is a published parameter beside the masters' pieces.
+        casts: whether there is a published parameter next to the masters' pieces.
     """
 
     rule: Rule
