@@ -12,7 +12,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,6 +58,14 @@ def local_tensor(tensor: Any) -> Tensor:
 def without_torch_function() -> AbstractContextManager[Any]:
     """Have functions take tensors of any class for plain ones inside it, on this thread."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+_NOTHING = nullcontext()
+
+
+def without_grad() -> AbstractContextManager[Any]:
+    """``torch.no_grad()``, which takes two microseconds, where gradients are on."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def is_alias(tensor: Tensor, other: Tensor) -> bool:

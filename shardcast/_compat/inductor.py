@@ -20,7 +20,6 @@ SEVERAL: dict[str, Any] = {  # kernels of one graph become one; of these version
     "combo_kernel_max_num_nodes": 64,
     "combo_kernel_max_num_args": 1000,
     "combo_kernel_peak_memory_pct_threshold": None,
-    "size_asserts": False,  # guards have looked already, and it takes 2 microseconds per range
 }
 
 
@@ -57,30 +56,36 @@ def _apart(graph: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def compiled_for_lengths(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile as :func:`compiled`; Dynamo looks at the tensors once for each length.
+class GraphForLengths:
+    """As :func:`compiled`, of tensors that Dynamo looks at once for each length.
 
     What it finds out in each call, more than half of its time on the host, follows from length and
     device here: all operands (tensors, or ``None`` in some places always) are contiguous, of one
     shape, and have storages of their own. Further ones of a length go to the graph at once.
     """
-    graph = torch.compile(_with_own_code(function), dynamic=True, fullgraph=True, backend=_noting())
-    calls: dict[Any, Call] = {}
 
-    def run(*operands: Tensor | None) -> None:
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        self._graph = torch.compile(
+            _with_own_code(function), dynamic=True, fullgraph=True, backend=_noting()
+        )
+        self._calls: dict[Any, Call] = {}
+
+    def __call__(self, *operands: Tensor | None) -> None:
         first = next(operand for operand in operands if operand is not None)
-        kind = first.shape, first.device
-        call = calls.get(kind)
+        call = self.call_for(first)
         if call is not None and call.fits:
             call(operands)
         elif _get_current_dispatch_mode() is not None:
-            function(*operands)
+            self._function(*operands)
         else:
-            graph(*operands)
+            self._graph(*operands)
             if (call := last_call(operands)) is not None:
-                calls[kind] = call
+                self._calls[first.shape, first.device] = call
 
-    return run
+    def call_for(self, first: Tensor) -> Call | None:
+        """That for operands like ``first``; ``None`` before there were any."""
+        return self._calls.get((first.shape, first.device))
 
 
 class Call:
@@ -148,11 +153,13 @@ def last_call(operands: Sequence[Any]) -> Call | None:
     """The last call of a graph on this thread, if it was with ``operands``, some unused perhaps.
 
     To be asked after each call. ``None`` too where arguments were made of operands, or where the
-    function itself ran. An operand that is there twice is there in later calls.
+    function itself ran. An operand that is there twice is looked for in the first of its places.
     """
     graph, arguments = _seen.graph, _seen.arguments
     _seen.forget()
-    by_id = {id(operand): place for place, operand in enumerate(operands)}
+    by_id: dict[int, int] = {}
+    for place, operand in enumerate(operands):
+        by_id.setdefault(id(operand), place)
     places = {at: by_id.get(id(it)) for at, it in enumerate(arguments) if not isinstance(it, int)}
     known = {at: place for at, place in places.items() if place is not None}
     return Call(graph, arguments, known) if graph and len(known) == len(places) else None
@@ -201,6 +208,8 @@ def _settings(several: bool = False) -> dict[str, Any]:
     # Triton would else try two block sizes in the first step, on copies of all that the kernel
     # overwrites: memory that no estimate has. The one that is left suits what memory bounds.
     settings: dict[str, Any] = {"triton.autotune_pointwise": False}
+    if "size_asserts" in known_settings():  # guards have looked already
+        settings["size_asserts"] = False
     if divides_exactly():
         settings[EXACT_DIVISION] = True
     if several:

@@ -208,7 +208,7 @@ class Gradients:
                 self.has_graph = self.has_graph or grad.requires_grad
                 grads[position] = grad
             if grads:
-                with torch.no_grad():  # a backward with create_graph runs hooks with gradients on
+                with _compat.without_grad():  # a backward with create_graph runs hooks with it on
                     views = [self._view(position) for position in grads]
                     torch._foreach_copy_(views, list(grads.values()))  # one kernel on a GPU
                 for position, view in zip(grads, views, strict=True):

@@ -137,7 +137,7 @@ class ReducePass:
             self._next += 1
             bucket.counting = None
             if self._sends:
-                with torch.no_grad():  # a backward with create_graph runs hooks with gradients on
+                with _compat.without_grad():  # a backward with create_graph runs hooks with it on
                     self._launch(bucket)
             else:
                 bucket.grads.adopt()
