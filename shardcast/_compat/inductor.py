@@ -105,7 +105,8 @@ class Call:
     def __init__(
         self, graph: Callable[..., Any], arguments: Sequence[Any], places: Mapping[int, int]
     ) -> None:
-        self._graph = graph
+        # Without what keeps Dynamo out of it, which is not at work where a call fits.
+        self._graph = getattr(graph, "_torchdynamo_orig_callable", graph)
         self._arguments = [None if at in places else it for at, it in enumerate(arguments)]
         self._places = [*places.items()]
         self._state: Any = torch._C._dynamo.guards.GlobalStateGuard()
@@ -119,6 +120,7 @@ class Call:
         """
         return (
             self._state.check()
+            and not _at_work()
             and _get_current_dispatch_mode() is None
             and not torch._C._len_torch_function_stack()
         )
@@ -141,6 +143,10 @@ class Call:
         for at, place in self._places:
             arguments[at] = operands[place]
         self._graph(*arguments)
+
+
+# What Dynamo does with functions that are called on this thread: nothing, or a function does it.
+_at_work: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def kinds(tensors: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -156,10 +156,11 @@ class Gradients:
 
     def take_back(self) -> None:
         """Show no more what was lent."""
-        for position in self.lent:
-            if self.holds(position):
-                self.pack.params[position].grad = None
-        self.lent.clear()
+        if self.lent:
+            for position in self.lent:
+                if self.holds(position):
+                    self.pack.params[position].grad = None
+            self.lent.clear()
 
     def holds(self, position: int) -> bool:
         """Return whether the gradient is ours, not one that a script put in its place."""

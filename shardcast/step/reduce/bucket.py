@@ -167,16 +167,18 @@ class Bucket:
         """
         if self.state is State.LOCAL:
             return
-        grads, every = self.grads, set(range(len(self.grads.pack.params)))
-        grads.gone = set()
+        grads = self.grads
+        grads.gone = ()
         kept: set[int] = set()
         if cleared:
             grads.take_back()
         else:
             presence = grads.presence()
             kept = {position for position in self.absent if not presence[position]}
-        with _compat.without_torch_function():
-            kept.update(position for position in every if grads.holds(position))
+        present = [n for n, param in enumerate(grads.pack.params) if param.grad is not None]
+        if present:
+            with _compat.without_torch_function():
+                kept.update(position for position in present if grads.holds(position))
         grads.take_back()  # or whoever has none in the next backward would seem to have one
         # Usually none: all gradients were set to None, all are overwritten.
         grads.carry, self.state = grads.reopen(kept), State.LOCAL

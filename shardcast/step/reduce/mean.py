@@ -187,7 +187,12 @@ class _LastMean:
         piece, row = pieces[-1 if own[0] else 0], self._row
         if self._kind != (size, own, piece.dtype, piece.numel()) or not self._call.fits:
             return False
-        self._call([None, *[_rows_of(it, row) for it in pieces]])  # no carry
+        of: Sequence[Any] = pieces
+        try:
+            rows = [it.in_rows for it in of]
+        except AttributeError:  # a new buffer
+            rows = [_rows_of(it, row) for it in of]
+        self._call([None, *rows])  # no carry
         return True
 
 

@@ -147,3 +147,39 @@ def test_a_mean_of_equal_values_is_that_value_whatever_their_number():
             out = torch.empty_like(value)
             mean_in_chunks_([value] * size, size, None, out)
             assert torch.equal(out, value)
+
+
+@pytest.mark.parametrize("own", [None, 0, 1])
+def test_a_mean_in_the_memory_of_the_last_one_has_its_own_bits(
+    own: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    """What differs from the last backward: pieces, their dtype and number, a carry, own ones."""
+    from torch._inductor import compile_fx
+
+    calls: list[int] = []
+    call = inductor.Call.__call__
+    monkeypatch.setattr(
+        inductor.Call, "__call__", lambda self, it: (calls.append(len(it)), call(self, it))[0]
+    )
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda module, *_, **__: module.forward)
+    mean._graph.cache_clear()
+    mean._kernel.cache_clear()
+    out = torch.empty(64, dtype=BF16)
+    for number, (size, dtype, carries, is_own) in enumerate(
+        [(2, BF16, False, True)] * 3
+        + [(2, BF16, True, True), (2, BF16, False, True), (2, BF16, False, False)]
+        + [(2, torch.float32, False, False), (4, BF16, False, True), (2, BF16, False, True)] * 2
+    ):
+        generator = torch.Generator().manual_seed(number)
+        pieces = [torch.randn(64, generator=generator).to(dtype) for _ in range(size)]
+        carry = torch.randn(64, generator=generator) if carries else None
+        expected = torch.empty_like(out)
+        mean_(pieces, size, carry, expected)
+        if own is not None and is_own:
+            out.copy_(pieces[own])
+            pieces[own] = out
+        mean.compiled_mean_(pieces, size, carry, out)
+        assert torch.equal(out, expected), number
+    assert len(calls) > 5
+    mean._graph.cache_clear()
+    mean._kernel.cache_clear()
