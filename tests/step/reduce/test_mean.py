@@ -156,30 +156,39 @@ def test_a_mean_in_the_memory_of_the_last_one_has_its_own_bits(
     """What differs from the last backward: pieces, their dtype and number, a carry, own ones."""
     from torch._inductor import compile_fx
 
-    calls: list[int] = []
-    call = inductor.Call.__call__
-    monkeypatch.setattr(
-        inductor.Call, "__call__", lambda self, it: (calls.append(len(it)), call(self, it))[0]
-    )
+    served: list[bool] = []
+    serves = mean._LastMean.serves
+
+    def noted(*arguments: Any) -> bool:
+        served.append(serves(*arguments))
+        return served[-1]
+
+    monkeypatch.setattr(mean._LastMean, "serves", noted)
     monkeypatch.setattr(compile_fx, "compile_fx", lambda module, *_, **__: module.forward)
     mean._graph.cache_clear()
     mean._kernel.cache_clear()
-    out = torch.empty(64, dtype=BF16)
-    for number, (size, dtype, carries, is_own) in enumerate(
-        [(2, BF16, False, True)] * 3
-        + [(2, BF16, True, True), (2, BF16, False, True), (2, BF16, False, False)]
-        + [(2, torch.float32, False, False), (4, BF16, False, True), (2, BF16, False, True)] * 2
-    ):
+    out, last = torch.empty(64, dtype=BF16), None
+    plain = 2, 2, BF16, False, True
+    others = [
+        (2, 2, BF16, True, True), (2, 2, BF16, False, False), (2, 4, BF16, False, True),
+        (4, 4, BF16, False, True), (2, 2, torch.float32, False, False),
+    ]  # fmt: skip
+    cases = [plain, plain, *(case for other in others for case in (other, other, plain))]
+    for number, case in enumerate(cases):
+        count, size, dtype, carries, is_own = case
         generator = torch.Generator().manual_seed(number)
-        pieces = [torch.randn(64, generator=generator).to(dtype) for _ in range(size)]
+        pieces = [torch.randn(64, generator=generator).to(dtype) for _ in range(count)]
         carry = torch.randn(64, generator=generator) if carries else None
         expected = torch.empty_like(out)
         mean_(pieces, size, carry, expected)
         if own is not None and is_own:
             out.copy_(pieces[own])
             pieces[own] = out
+        served.append(False)
         mean.compiled_mean_(pieces, size, carry, out)
-        assert torch.equal(out, expected), number
-    assert len(calls) > 5
+        assert torch.equal(out, expected), case
+        is_like = case[:4] == (last or case)[:4] and (own is None or case == last)
+        assert served[-1] == (is_like and last is not None and not carries), case
+        last = case
     mean._graph.cache_clear()
     mean._kernel.cache_clear()
