@@ -220,10 +220,11 @@ class Decider:
             powers = self._norm.multiplied(powers, list(factors.values()), scale)
             bounded = self._norm.root(powers, scale)
         declined = _declined(verdicts)
+        skip = skip if declined is None else skip | declined
         clips = clip_factors(self._norm, powers, scale, max_norm, list(limits.values()), bounded)
         return Decision(
             norm=norm if pending is None else bounded,
-            skip=skip if declined is None else skip | declined,
+            skip=skip,
             factors={
                 number: _product(factor, clip)
                 for (number, factor), clip in zip(factors.items(), clips, strict=True)
@@ -233,6 +234,7 @@ class Decider:
             declined=declined,
             present=self._presence.anywhere(totals[0]),
             report=report[1:],
+            weights=self.skips.weights(skip),
         )
 
     def _judged(self, readings: Sequence[Tensor], norm: Tensor) -> dict[Signal, Verdict]:

@@ -38,6 +38,7 @@ class Decision:
         report: 1-d fp64, what :class:`.SkipReport` counts: 1, 1, per data-parallel rank its first
             pack that is not finite (see :meth:`.SkipReport.first_nonfinite`), and the mistakes of
             all signals.
+        weights: see :meth:`.SkipReport.weights`.
     """
 
     norm: Tensor
@@ -48,6 +49,12 @@ class Decision:
     declined: Tensor | None
     present: Mapping[Pack, tuple[bool, ...]]
     report: Tensor
+    weights: Tensor
+
+    @property
+    def taken(self) -> Tensor:
+        """0-dim fp64: 1 where the step is made, 0 where it is skipped."""
+        return self.weights[0, -1]
 
 
 class Presence(Signal):

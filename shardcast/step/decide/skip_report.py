@@ -96,9 +96,8 @@ class SkipReport:
         for signal, numbers in zip(self._noting, noted, strict=True):
             signal.numbers = numbers
         self._skipped, self._in_row, _, self._mistakes = self._totals.split(sizes)
-        # By what totals, and by what a report, are multiplied in a step that is made, and skipped.
-        made = [[1, 0, *[1] * (ranks + mistakes)], [0, 0, *[0] * ranks, *[1] * mistakes]]
-        skipped = [[1, 1, *[0] * ranks, *[1] * mistakes], [1] * self._counted]
+        made = [[1, 0, *[1] * (ranks + mistakes), 1], [0, 0, *[0] * ranks, *[1] * mistakes, 1]]
+        skipped = [[1, 1, *[0] * ranks, *[1] * mistakes, 0], [*[1] * self._counted, 0]]
         self._if_made = to_device(made, torch.float64, device)
         self._if_skipped = to_device(skipped, torch.float64, device)
         self._none = torch.zeros((), dtype=torch.float64, device=device)
@@ -129,9 +128,16 @@ class SkipReport:
         torch.amax(torch.where(powers < math.inf, self._none, self._from_last), 0, out=self._first)
         return self._first_by_rank
 
+    def weights(self, skip: Tensor) -> Tensor:
+        """By what totals, and by what a report, are multiplied in a step; a row for each.
+
+        Each ends with 1, or 0 for a skipped step: one launch for all that follows from it.
+        """
+        return torch.where(skip, self._if_skipped, self._if_made)
+
     def count(self, decision: Decision) -> None:
         """Note whether the step is skipped; some later :meth:`poll` reports it."""
-        of_totals, of_report = torch.where(decision.skip, self._if_skipped, self._if_made)
+        of_totals, of_report = decision.weights[:, :-1]
         self._totals.mul_(of_totals).addcmul_(decision.report, of_report)
         for signal in self._noting:
             signal.note(decision)

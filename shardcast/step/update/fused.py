@@ -139,7 +139,7 @@ class FusedUpdate(Update):
     def __call__(self, decision: Decision) -> None:
         on_host = self._execute.on_host
         if not self._states:  # yet: this rank counts as the others do
-            self._begin_epilogues(~decision.skip)
+            self._begin_epilogues(decision.taken)
             return
         if on_host and bool(decision.skip):
             for shard in self._states:
@@ -148,7 +148,7 @@ class FusedUpdate(Update):
         behind = [shard for shard in self._states if shard.pack.cast is not None]
         for shard in behind:
             shard.absorb(publishes=True)
-        taken = ~decision.skip
+        taken = decision.taken
         self._begin_epilogues(taken)
         rules, plan = self._rules(), self._plan
         if plan is None or not plan.serves(decision.present, rules, self._active):

@@ -418,7 +418,7 @@ class Update(ABC):
         return self._states[shard].sums
 
     def _begin_epilogues(self, taken: Tensor) -> None:
-        """Count a step; ``taken`` is 0-dim bool, whether it is not skipped."""
+        """Count a step; ``taken`` is 0-dim: 1, or 0 for a skipped one."""
         self._active = tuple(e for e in self.epilogues if self.measured or not e.sums)
         if self.epilogues:
             for state in self._states.values():
