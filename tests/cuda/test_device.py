@@ -112,7 +112,11 @@ def test_steps_take_no_memory_from_the_device_once_it_is_warm(fields: dict[str, 
         assert after.get(key) == before.get(key), key
 
 
-@pytest.mark.parametrize("fields", [{}, {"fuse": "eager"}, {"moments": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"fuse": "eager"}, {"moments": "bf16"}, {"pack_params": 1}, {"averages": {"ema": 0.9}}],
+    ids=str,  # a pack for each parameter: the ranges are a batch
+)
 def test_a_captured_step_replays_as_so_many_steps(fields: dict[str, Any]) -> None:
     """Numbers of the step are on the device: the count, so the bias corrections, goes on."""
     plain, captured = network(), network()

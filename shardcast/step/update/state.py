@@ -364,7 +364,8 @@ class Update(ABC):
         if shard not in self._states:
             return {}
         values = self._states[shard].read(number, [*self._places], decode)
-        return values | {name + STEPS: self._epilogue_steps[self._places[name]] for name in values}
+        counts = self._epilogue_steps.clone()  # which later steps do not change
+        return values | {name + STEPS: counts[self._places[name]] for name in values}
 
     def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment; a frozen one has none."""
@@ -423,7 +424,8 @@ class Update(ABC):
         if self.epilogues:
             for state in self._states.values():
                 state.begin()
-            self._epilogue_steps = self._epilogue_steps.to(taken.device) + taken
+            # In place, so that a captured step goes on where the last one ended.
+            self._epilogue_steps = self._epilogue_steps.to(taken.device).add_(taken)
 
     def _numbers_of(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> UpdateScalars:
         """Return a rule's numbers of this step with those of epilogues."""
