@@ -10,6 +10,7 @@ becomes a list of the cases' tensors after the call, in the same order.
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -73,17 +74,25 @@ class Launcher:
         path = self.folder / f"{name}.py"
         path.write_text(HEADER + source[source.index("@triton.jit") :])
         self.kernel = getattr(load(path), name)
+        block = re.search(r"XBLOCK: tl\.constexpr = (\d+)", source)  # of several ranges
+        self.block = None if block is None else int(block.group(1))
         return self
 
     def run(self, *args: Any, stream: Any) -> None:
-        """Launch over the whole range; ``xnumel`` is the last, before it the row of a reduction."""
+        """Launch over the whole range; ``xnumel`` is the last, before it the row of a reduction.
+
+        A kernel of several ranges has one for each, ``xnumel_0`` and so on.
+        """
         names = self.kernel.arg_names
         values = dict(zip(names, args, strict=False))
         row = values.get("r0_numel", 1)
-        blocks = {"XBLOCK": max(1, LARGEST // triton.next_power_of_2(row))}
+        block = self.block or max(1, LARGEST // triton.next_power_of_2(row))
+        blocks = {} if self.block else {"XBLOCK": block}
         if "R0_BLOCK" in names:
             blocks["R0_BLOCK"] = triton.next_power_of_2(row)
-        self.kernel[(triton.cdiv(values["xnumel"], blocks["XBLOCK"]),)](*args, **blocks)
+        lengths = [value for name, value in values.items() if name.startswith("xnumel")]
+        programs = sum(triton.cdiv(length, block) for length in lengths)
+        self.kernel[(programs,)](*args, **blocks)
 
     def wait(self, _names: Any) -> None:
         """Nothing is compiled."""

@@ -183,6 +183,8 @@ def fake_gpu(compiler: Compiler, waits: list[str]) -> Iterator[None]:
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         # DLPack knows no fake tensors; a view has the same address.
         enter(mock.patch.object(_compat, "own_storage", Tensor.detach))
+        # A fake tensor cannot be of another class too.
+        enter(mock.patch("shardcast.memory.gradients.hide", lambda *_, **__: None))
         enter(mock.patch.object(inductor, "_get_current_dispatch_mode", lambda: None))
         enter(mock.patch("torch.compile", compiler))
         enter(mock.patch("torch.tensor", unpinned))  # memory is pinned by the driver
@@ -223,14 +225,14 @@ def forget_graphs() -> None:
 
 def trace(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], ranks: int = 1,
-    epilogues: Sequence[Epilogue] = (), **fields: Any,
+    epilogues: Sequence[Epilogue] = (), shapes: Sequence[tuple[int, ...]] = SHAPES, **fields: Any,
 ) -> Step:  # fmt: skip
     """The third step of an optimizer on one rank of so many; its state is there by then."""
     compiler, waits = Compiler(), list[str]()
     step = Step(0)
     given = mock.patch("shardcast.step.update.epilogues_of", lambda _: tuple(epilogues))
     with given, fake_world(ranks, rank=ranks // 2) as group, fake_gpu(compiler, waits):
-        model = nn.ParameterList(torch.empty(shape, device=CUDA) for shape in SHAPES)
+        model = nn.ParameterList(torch.empty(shape, device=CUDA) for shape in shapes)
         step.elements = sum(param.numel() for param in model.parameters()) // ranks
         optimizer = shardcast.shard(
             model, kind(model.parameters(), **options),

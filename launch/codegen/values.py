@@ -27,6 +27,7 @@ from codegen.trace import forget_graphs
 from torch import Tensor, nn
 
 import shardcast
+from shardcast import _compat
 from shardcast.step.update.fusion import Epilogue, Fusion
 from shardcast.testing import fake_world
 
@@ -35,7 +36,7 @@ SUMMED = 8  # of 64 summands in another order, and of changes, which are rounded
 ULPS = 4  # products and sums may be fused or not, and roots of the host's libraries miss by one
 ROUNDED = 1e-3  # so that so many values of low precision may fall to the next one
 LOAD = re.compile(
-    r"^    (?P<name>tmp\d+) = tl\.load\(in_ptr\d+ \+ \(.*[xr].*\), .*mask.*\)"
+    r"^(?P<indent> +)(?P<name>tmp\d+) = tl\.load\(in_ptr\d+ \+ \(.*[xr].*\), .*mask.*\)"
     r"(?P<cast>\.to\(tl\.float32\))?\n",
     re.M,
 )  # of a value per element
@@ -66,7 +67,8 @@ class Recorder:
             if stage_of(function) == self.stage:
                 operands = copy.deepcopy(args)
                 if self.stage == "reduce":  # mock ranks send what this one has: the mean of equals
-                    for number, piece in enumerate(operands[0]):
+                    pieces = {id(it): it for it in operands if it is not None}.values()
+                    for number, piece in enumerate(pieces):
                         piece.normal_(generator=torch.Generator().manual_seed(number))
                 eager = copy.deepcopy(operands)
                 function(*eager)
@@ -78,15 +80,18 @@ class Recorder:
 
 def record(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], ranks: int, stage: str,
-    epilogues: Sequence[Epilogue], nan: bool, **fields: Any,
+    epilogues: Sequence[Epilogue], nan: bool, shapes: Sequence[tuple[int, ...]] = SHAPES,
+    **fields: Any,
 ) -> list[Recorded]:  # fmt: skip
     """What the third step of an optimizer compiles in ``stage``; with ``nan`` it is skipped."""
     recorder = Recorder(stage)
     forget_graphs()
     torch.manual_seed(0)
     chosen = mock.patch("shardcast.step.update.epilogues_of", lambda _: tuple(epilogues))
-    with chosen, mock.patch("torch.compile", recorder), fake_world(ranks, rank=ranks // 2) as group:
-        model = nn.ParameterList(torch.randn(shape) for shape in SHAPES)
+    path = mock.patch.object(_compat, "is_host", lambda _device: False)  # that of a GPU
+    compiles = mock.patch("torch.compile", recorder)
+    with chosen, compiles, path, fake_world(ranks, rank=ranks // 2) as group:
+        model = nn.ParameterList(torch.randn(shape) for shape in shapes)
         optimizer = shardcast.shard(
             model, kind(model.parameters(), **options),
             {"param_dtype": "bf16", "fuse": "compile", "max_grad_norm": 1.0, **fields},
@@ -135,7 +140,7 @@ def slip(source: str) -> str:
     """The same kernel with one operand, in low precision if there is one, off by 0.1 %."""
     loads = list(LOAD.finditer(source))
     load = next((load for load in loads if load["cast"]), loads[0])
-    line = f"    {load['name']} = {load['name']} * 1.001\n"
+    line = f"{load['indent']}{load['name']} = {load['name']} * 1.001\n"
     return source[: load.end()] + line + source[load.end() :]
 
 
@@ -169,18 +174,29 @@ def compare(calls: Sequence[Recorded]) -> Difference:
     for recorded in calls:
         function = recorded.call.args[0]
         if not isinstance(function, Fusion):  # a mean: the divisor is a power of two, or 3, 5, 6, 7
-            total |= low(recorded.call.args[-1], recorded.eager[-1])
+            total |= low(recorded.call.args[0], recorded.eager[0])
             continue
-        ours, eagers = (function.parts(args[1]) for args in (recorded.call.args, recorded.eager))
-        for codec, pieces, eager in zip(
-            (function.master, *function.state), ours.stored, eagers.stored, strict=True
-        ):
-            measure = low if codec.by_chance else exact
-            total |= measure(codec.decode(pieces), codec.decode(eager))
-        if ours.published is not None and eagers.published is not None:
-            total |= low(ours.published, eagers.published)
-        for sums, eager_sums in zip(ours.sums, eagers.sums, strict=True):
-            total |= Difference(ulps=exact(sums, eager_sums).ulps / SUMMED)
+        operands, eager = recorded.call.args[1], recorded.eager[1]
+        several = isinstance(operands[0], list)  # ranges in a batch
+        for pair in zip(operands, eager, strict=True) if several else [(operands, eager)]:
+            total |= compare_range(function, *pair)
+    return total
+
+
+def compare_range(
+    fusion: Fusion, operands: Sequence[Tensor], eager_operands: Sequence[Tensor]
+) -> Difference:
+    """The greatest differences over all that was written of one range."""
+    total, ours, eagers = Difference(), fusion.parts(operands), fusion.parts(eager_operands)
+    for codec, pieces, eager in zip(
+        (fusion.master, *fusion.state), ours.stored, eagers.stored, strict=True
+    ):
+        measure = low if codec.by_chance else exact
+        total |= measure(codec.decode(pieces), codec.decode(eager))
+    if ours.published is not None and eagers.published is not None:
+        total |= low(ours.published, eagers.published)
+    for sums, eager_sums in zip(ours.sums, eagers.sums, strict=True):
+        total |= Difference(ulps=exact(sums, eager_sums).ulps / SUMMED)
     return total
 
 

@@ -185,12 +185,13 @@ _seen = _Seen()
 
 
 def _noting(several: bool = False) -> Callable[..., Any]:
-    """Inductor as a backend of Dynamo that notes each call of its graphs."""
+    """Inductor as a backend of Dynamo that notes each call of its graphs, and what it is set to."""
+    settings = _settings(several)
 
     def backend(module: Any, inputs: Any) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx  # slow to import
 
-        graph: Any = compile_fx(module, inputs, config_patches=_settings(several))
+        graph: Any = compile_fx(module, inputs, config_patches=settings)
 
         def noted(*arguments: Any) -> Any:
             results = graph(*arguments)
@@ -199,6 +200,7 @@ def _noting(several: bool = False) -> Callable[..., Any]:
 
         return noted
 
+    backend.settings = settings  # type: ignore[attr-defined]
     return backend
 
 
