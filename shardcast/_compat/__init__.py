@@ -64,7 +64,7 @@ _NOTHING = nullcontext()
 
 
 def without_grad() -> AbstractContextManager[Any]:
-    """``torch.no_grad()``, which takes two microseconds, where gradients are on."""
+    """Return ``torch.no_grad()``, which takes two microseconds, where gradients are on."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 

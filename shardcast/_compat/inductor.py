@@ -44,7 +44,7 @@ def compiled(function: Callable[..., None], several: bool = False) -> Callable[.
 
 
 def _apart(graph: Callable[..., None]) -> Callable[..., None]:
-    """``graph`` compiled without taking equal lengths for one, whenever that is."""
+    """Have ``graph`` compiled without taking equal lengths for one, whenever that is."""
     from torch.fx.experimental import _config  # where torch looks when it begins a graph
 
     settings: Any = _config
@@ -57,7 +57,7 @@ def _apart(graph: Callable[..., None]) -> Callable[..., None]:
 
 
 class GraphForLengths:
-    """As :func:`compiled`, of tensors that Dynamo looks at once for each length.
+    """A function as of :func:`compiled`, whose tensors Dynamo looks at once for each length.
 
     What it finds out in each call, more than half of its time on the host, follows from length and
     device here: all operands (tensors, or ``None`` in some places always) are contiguous, of one
@@ -84,7 +84,7 @@ class GraphForLengths:
                 self._calls[first.shape, first.device] = call
 
     def call_for(self, first: Tensor) -> Call | None:
-        """That for operands like ``first``; ``None`` before there were any."""
+        """Return the call for operands like ``first``; ``None`` before there were any."""
         return self._calls.get((first.shape, first.device))
 
 
@@ -156,7 +156,7 @@ def kinds(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def last_call(operands: Sequence[Any]) -> Call | None:
-    """The last call of a graph on this thread, if it was with ``operands``, some unused perhaps.
+    """Return the last call of a graph on this thread, if it had ``operands``, or some of them.
 
     To be asked after each call. ``None`` too where arguments were made of operands, or where the
     function itself ran. An operand that is there twice is looked for in the first of its places.
@@ -172,7 +172,7 @@ def last_call(operands: Sequence[Any]) -> Call | None:
 
 
 class _Seen(threading.local):
-    """The last call of a graph by Dynamo on this thread: which one, and with what."""
+    """The last call of a graph by Dynamo on this thread: which graph, and with what."""
 
     graph: Callable[..., Any] | None = None
     arguments: Sequence[Any] = ()
@@ -185,7 +185,7 @@ _seen = _Seen()
 
 
 def _noting(several: bool = False) -> Callable[..., Any]:
-    """Inductor as a backend of Dynamo that notes each call of its graphs, and what it is set to."""
+    """Return Inductor as a backend of Dynamo that notes its settings and each call of a graph."""
     settings = _settings(several)
 
     def backend(module: Any, inputs: Any) -> Callable[..., Any]:

@@ -53,7 +53,7 @@ class Decision:
 
     @property
     def taken(self) -> Tensor:
-        """0-dim fp64: 1 where the step is made, 0 where it is skipped."""
+        """Return 1 where the step is made, 0 where it is skipped; 0-dim fp64."""
         return self.weights[0, -1]
 
 

@@ -129,7 +129,7 @@ class SkipReport:
         return self._first_by_rank
 
     def weights(self, skip: Tensor) -> Tensor:
-        """By what totals, and by what a report, are multiplied in a step; a row for each.
+        """Return by what totals and a report are multiplied in a step; a row for each.
 
         Each ends with 1, or 0 for a skipped step: one launch for all that follows from it.
         """

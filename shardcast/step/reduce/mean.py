@@ -149,7 +149,7 @@ def chunks(tensor: Tensor) -> Iterator[slice]:
 
 
 def compiled_mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
-    """:func:`mean_` as one kernel."""
+    """Run :func:`mean_` as one kernel."""
     if not out.numel():
         return
     own = [piece is out for piece in pieces]
@@ -169,7 +169,7 @@ def compiled_mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, ou
 
 
 class _LastMean:
-    """How a mean was written to some memory, with which this goes: as in each backward.
+    """The call by which a mean was written to some memory, and is in each backward.
 
     Args:
         piece: one of what was added up.
