@@ -86,9 +86,9 @@ class GPT(nn.Module):
         self.head: nn.Linear | None = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tie_head:
             self.head.weight = self.tokens.weight
-        self._initialise()
+        self._initialize()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         """N(0, 0.02) weights, zero biases; what writes to the residual stream / sqrt(2 depth)."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):

@@ -56,12 +56,12 @@ class Comm(TensorCollectives):
         if announced > 1 and group is None:
             raise RuntimeError(
                 f"process_group: WORLD_SIZE is {announced} but torch.distributed is not "
-                f"initialised; {REMEDY_INIT}"
+                f"initialized; {REMEDY_INIT}"
             )
         if announced > 1 and group is not None and group.size() == 1:
             raise RuntimeError(
                 f"process_group: WORLD_SIZE is {announced} but the default process group has "
-                "one rank: each process would train alone; initialise the group with all "
+                "one rank: each process would train alone; initialize the group with all "
                 "ranks (for Accelerate on CPU: ACCELERATE_USE_CPU=true accelerate launch "
                 "--multi_gpu --num_processes N)"
             )

@@ -45,8 +45,8 @@ def check_memory(
     for name, tensor in (*named.items(), *outside):
         if tensor.is_meta:
             raise ValueError(
-                f"model: {name!r} is on the meta device and was never materialised; call "
-                "model.to_empty(device=...) and initialise it first, or let materialize= give "
+                f"model: {name!r} is on the meta device and was never materialized; call "
+                "model.to_empty(device=...) and initialize it first, or let materialize= give "
                 "every parameter and buffer its storage, frozen ones too"
             )
     owners: dict[int, str] = {}
