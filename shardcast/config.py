@@ -84,7 +84,7 @@ class ShardcastConfig(ValidatedOptions):
         False, "cast floating-point buffers to param_dtype too (those of kept modules stay)"
     )
     broadcast_buffers: bool | tuple[str, ...] = extension(
-        False, "buffers", default=True, needs=lambda stages: any([*it.buffers()] for it in stages)
+        False, "buffers", default=True, needs=lambda stages: any([*m.buffers()] for m in stages)
     )
     grad_dtype: torch.dtype | None = option(
         None,

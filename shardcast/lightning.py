@@ -89,7 +89,8 @@ class ShardcastPrecision(Precision):
             for buffer in child.buffers(recurse=False):
                 dtypes[buffer] = rules.buffer_dtype(child, buffer)
         # A later fit must not begin from rounded weights.
-        self._exact = [(it, it.data) for it, dtype in dtypes.items() if it.dtype != dtype]
+        changed = (tensor for tensor, dtype in dtypes.items() if tensor.dtype != dtype)
+        self._exact = [(tensor, tensor.data) for tensor in changed]
         for tensor, exact in self._exact:
             tensor.data = exact.to(dtypes[tensor])
         self._casts = install_casts(module, rules)

@@ -57,7 +57,7 @@ class StepObserver(TorchDispatchMode):
         if not (torch.Tag.pointwise in func.tags or func.is_view or POINTWISE(name)):
             for value in (*args, *kwargs.values()):
                 tensors = value if isinstance(value, (list, tuple)) else [value]
-                if any(isinstance(it, Tensor) and it.numel() > 1 for it in tensors):
+                if any(isinstance(value, Tensor) and value.numel() > 1 for value in tensors):
                     self.mixing.add(name)
         return func(*args, **kwargs)
 

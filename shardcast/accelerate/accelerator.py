@@ -145,7 +145,7 @@ class ShardcastAccelerator(Accelerator):
                 self.prepare_model(item, wanted) if isinstance(item, nn.Module) else item
                 for item, wanted in zip(args, placement, strict=True)
             )
-        args = tuple(self._shard(it) if _is_list(it) else it for it in args)
+        args = tuple(self._shard(given) if _is_list(given) else given for given in args)
         handles: dict[int, ShardcastHandle] = {}
         for optimizers, _ in clusters(filter(_is_plain, args), self.bare_models):
             if len(optimizers) > 1:
@@ -193,7 +193,7 @@ class ShardcastAccelerator(Accelerator):
         if isinstance(optimizer, ShardcastHandle):
             self.prepare_optimizer(optimizer.prepared)
             super().prepare_optimizer(optimizer)
-            self._optimizers = [it for it in self._optimizers if it is not optimizer.prepared]
+            self._optimizers = [kept for kept in self._optimizers if kept is not optimizer.prepared]
             return optimizer
         if isinstance(optimizer, ShardcastOptimizer):  # prepared, perhaps before free_memory()
             models = models_of(optimizer.optimizer, self.bare_models)
@@ -209,7 +209,7 @@ class ShardcastAccelerator(Accelerator):
         first = optimizers[0]
         for optimizer in optimizers:
             guards.check_prepared(optimizer, self.bare_models)
-        models = [*dict.fromkeys(m for it in optimizers for m in models_of(it, self.bare_models))]
+        models = [*dict.fromkeys(m for opt in optimizers for m in models_of(opt, self.bare_models))]
         guards.refuse_second(self._owners, models, first)
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         if isinstance(first, ShardedOptimizer):  # by hand, with shardcast.shard
@@ -217,7 +217,7 @@ class ShardcastAccelerator(Accelerator):
         else:
             guards.refuse_sharded(models)
             config = guards.with_fp32_heads(self.shardcast_config, models)
-            check_loss_scales([config, *(it.optimizer.config for it in self.sharded)])
+            check_loss_scales([config, *(sharded.optimizer.config for sharded in self.sharded)])
             sharded = shard(model, optimizers, config, **mesh.options(self, model))
         for each in models:
             watch = self._unsharded.pop(each, None)
@@ -325,7 +325,7 @@ class ShardcastAccelerator(Accelerator):
     def _clip(self, call: str, parameters: Any, *bounds: float) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         params += [param for param in self.loss_params if param not in set(params)]
-        clipped = [it.optimizer for it in self.sharded if not it.params.isdisjoint(params)]
+        clipped = [one.optimizer for one in self.sharded if not one.params.isdisjoint(params)]
         if not clipped:
             return getattr(super(), call)(params, *bounds)  # of a model that is not sharded
         if len(clipped) > 1:

@@ -76,7 +76,7 @@ class ShardcastOptimizer(PreparedOptimizer):
         self._name = broadcast_object_list([uuid.uuid4().hex])[0]
         handles = []
         if sharded.config.param_dtype != torch.float32:
-            handles = [it.register_forward_hook(_outputs_to_fp32) for it in models]
+            handles = [model.register_forward_hook(_outputs_to_fp32) for model in models]
         self.close: Callable[[], Any] = weakref.finalize(self, _close, sharded, handles)
         """Close the sharded optimizer without restoring fp32, and remove the hooks."""
 

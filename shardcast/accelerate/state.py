@@ -107,7 +107,7 @@ def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
 def _shards_of(accelerator: Any, folder: Path) -> list[tuple[Path, Any]]:
     """Each sharded optimizer with the folder of its checkpoint."""
     names = [SHARDS, *(FURTHER.format(number) for number in range(1, len(accelerator.sharded)))]
-    return [(folder / name, it) for name, it in zip(names, accelerator.sharded, strict=True)]
+    return [(folder / name, own) for name, own in zip(names, accelerator.sharded, strict=True)]
 
 
 def _agreed(accelerator: Any, find: Callable[[], T]) -> T:
@@ -127,7 +127,7 @@ def _agreed(accelerator: Any, find: Callable[[], T]) -> T:
 def _folders(root: Path, names: re.Pattern[str] = FOLDER) -> dict[int, Path]:
     """The numbered folders of ``root``, newest first."""
     paths = root.iterdir() if root.is_dir() else ()
-    numbered = {int(match[1]): it for it in paths if (match := names.fullmatch(it.name))}
+    numbered = {int(match[1]): path for path in paths if (match := names.fullmatch(path.name))}
     return dict(sorted(numbered.items(), reverse=True))
 
 

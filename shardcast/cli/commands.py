@@ -125,7 +125,8 @@ def annotated_config() -> str:
 def env(arguments: list[str]) -> int:
     """Print what a bug report needs: versions, devices, variables, resolved configuration."""
     _parser("env").parse_args(arguments)
-    variables = [it for it in sorted(os.environ) if it.startswith(PREFIXES) or it in LAUNCHER]
+    names = sorted(os.environ)
+    variables = [name for name in names if name.startswith(PREFIXES) or name in LAUNCHER]
     sections: dict[str, Mapping[str, str]] = {
         "versions": {
             "shardcast": f"{shardcast.__version__} ({namesake() or 'shardcast-optim'})",

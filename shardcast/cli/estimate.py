@@ -137,9 +137,9 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, OptimizerList]:
     model, *optimizers = built if isinstance(built, tuple) else (built,)
     if len(optimizers) == 1 and isinstance(optimizers[0], (list, tuple)):
         optimizers = list(optimizers[0])
-    unknown = [it for it in optimizers if not isinstance(it, torch.optim.Optimizer)]
+    unknown = [value for value in optimizers if not isinstance(value, torch.optim.Optimizer)]
     if not isinstance(model, nn.Module) or unknown:
-        got = ", ".join(type(it).__name__ for it in (model, *optimizers))
+        got = ", ".join(type(value).__name__ for value in (model, *optimizers))
         raise ValueError(
             f"model: expected that {name} returns a torch.nn.Module, or one and its "
             f"torch.optim.Optimizer or a list of them, got {got}"

@@ -101,7 +101,7 @@ class Buffers(StepHook):
 
     def sent(self) -> list[Tensor] | None:
         """Return what all ranks have of rank 0 after a step; ``None``: this one has not."""
-        dense = [buffer.data for it in self._places if (buffer := it.buffer()) is not None]
+        dense = [buffer.data for place in self._places if (buffer := place.buffer()) is not None]
         return dense if len(dense) == len(self._places) else None
 
     def before(self, root: nn.Module) -> None:

@@ -120,7 +120,7 @@ def shard(
         return _Given(options, stages, originals, restores)
 
     given = _attempted(prepare)  # what fails here is raised on all ranks, where they meet first
-    roots = [it for it in _listed(model) if isinstance(it, nn.Module)]
+    roots = [stage for stage in _listed(model) if isinstance(stage, nn.Module)]
     device = _device(roots)
     if mesh is None:
         process_groups = ProcessGroups.flat(Comm.resolve(process_group))

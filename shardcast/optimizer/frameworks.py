@@ -62,7 +62,7 @@ def clusters(
     groups: list[Cluster] = []
     for optimizer in optimizers:
         joined = Cluster([optimizer], models_of(optimizer, models))
-        for cluster in [it for it in groups if not set(joined.models).isdisjoint(it.models)]:
+        for cluster in [c for c in groups if not set(joined.models).isdisjoint(c.models)]:
             groups.remove(cluster)
             models_once = dict.fromkeys(cluster.models + joined.models)
             joined = Cluster(cluster.optimizers + joined.optimizers, list(models_once))
@@ -83,8 +83,8 @@ def check_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
         ValueError: their loss scales differ, or would in time.
     """
     scales = {
-        "dynamic" if it.loss_scale is None and it.param_dtype == torch.float16 else it.loss_scale
-        for it in configs
+        "dynamic" if c.loss_scale is None and c.param_dtype == torch.float16 else c.loss_scale
+        for c in configs
     }
     if len(configs) > 1 and (len(scales) > 1 or "dynamic" in scales):
         raise ValueError(

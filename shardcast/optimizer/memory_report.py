@@ -31,5 +31,5 @@ def report_of(packed: PackedOptimizer) -> MemoryReport:
         report["masters"] += shard.nbytes
     report["state"] = sum(update.nbytes() for update in packed.updates)
     kept: list[StepHook | Signal] = [*packed.step_hooks, *packed.decider.signals]
-    report.update({it.name: nbytes for it in kept if (nbytes := it.nbytes()) is not None})
+    report.update({hook.name: nbytes for hook in kept if (nbytes := hook.nbytes()) is not None})
     return report

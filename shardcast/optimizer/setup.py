@@ -120,7 +120,7 @@ def plan_for(
     precision = Precision(inner, config, {param for param in optimized if param.requires_grad})
     traits = _traits(originals, config, parallel_dims)
     declared = config.elementwise
-    elementwise = [it.elementwise if declared is None else declared for it in traits]
+    elementwise = [each.elementwise if declared is None else declared for each in traits]
     partitions = {
         number: partition_of(owner, elementwise[number.optimizer], config)
         for number, owner, _ in originals.numbered()
@@ -166,8 +166,8 @@ def _traits(
         ValueError: an option does not go with the optimizers, or with the ranks.
     """
     traits = [
-        known_traits(it) or load_extension("any_optimizer").traits_of(it)
-        for it in originals.optimizers
+        known_traits(optimizer) or load_extension("any_optimizer").traits_of(optimizer)
+        for optimizer in originals.optimizers
     ]
     ranks = max(parallel_dims.world_size, *parallel_dims.sizes.values(), 1)
     for trait in traits:

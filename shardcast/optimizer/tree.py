@@ -27,10 +27,10 @@ class Tree:
     def __init__(self, stages: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
         self._stages, self._names = stages, names
         self._places: list[tuple[Callable[[str], Any], str, Any]] = [
-            (held.get, key, it)
+            (held.get, key, value)
             for module in _modules(stages)
             for held in (module._modules, module._parameters)
-            for key, it in held.items()
+            for key, value in held.items()
         ]
 
     def left(self) -> str:
@@ -38,10 +38,10 @@ class Tree:
 
         A look at each place, of a tenth of a microsecond, as long as nothing was replaced.
         """
-        if all(get(key) is it for get, key, it in self._places):
+        if all(get(key) is value for get, key, value in self._places):
             return ""
-        here = {param for stage in self._stages for param in stage.parameters()}
-        return ", ".join(repr(name) for param, name in self._names.items() if param not in here)
+        present = {param for stage in self._stages for param in stage.parameters()}
+        return ", ".join(repr(name) for param, name in self._names.items() if param not in present)
 
 
 def _modules(stages: Sequence[nn.Module]) -> Iterable[nn.Module]:

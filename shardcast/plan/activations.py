@@ -244,7 +244,7 @@ def _compute(
         bare = config.cast_forward_inputs and not is_layer(module) and _holds_matrix(module)
         return ComputeMode.AUTOCAST if config.autocast or bare else ComputeMode.LOW
     if config.autocast:
-        owners = [it for it in module.modules() if any(True for _ in it.parameters(recurse=False))]
+        owners = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
         if owners and precision.fp32_modules.keys() >= {*owners}:
             return ComputeMode.FP32
         return outside or ComputeMode.AUTOCAST

@@ -149,7 +149,7 @@ class Casts(ABC):
 
 def casts_of(config: ShardcastConfig) -> Casts | None:
     """The casts that an option asks for; ``None`` where all are the usual one."""
-    asked = (it.casts for it in config.extensions().values() if it.casts is not None)
+    asked = (option.casts for option in config.extensions().values() if option.casts is not None)
     return next((casts(config) for casts in asked), None)
 
 

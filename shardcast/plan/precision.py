@@ -92,7 +92,7 @@ class Precision:
                 trained = {param for param in model.parameters() if param.requires_grad}
             unasked += (_teachers if config.convert_rest is None else _untrained)(model, trained)
         self.autocast_modules = {
-            it: None for it in unasked if it not in self.fp32_modules and _params_of([it])
+            m: None for m in unasked if m not in self.fp32_modules and _params_of([m])
         }
         self._fp32 = self.fp32_modules | self.autocast_modules
         low = config.param_dtype != MASTER_DTYPE
@@ -135,7 +135,7 @@ def _parametrized(model: nn.Module) -> Iterator[nn.Module]:
         if parametrize.is_parametrized(module):
             yield module
             yield from module.parametrizations.modules()  # type: ignore[union-attr]
-        elif any(type(it).__module__ in hooks for it in module._forward_pre_hooks.values()):
+        elif any(type(hook).__module__ in hooks for hook in module._forward_pre_hooks.values()):
             yield module
 
 
