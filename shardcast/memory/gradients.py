@@ -35,16 +35,16 @@ class Gradients:
     at least one element in every ``MARKED`` is NaN.
 
     Attributes:
-        stays: ``own`` is the same memory in each step.
-        cannot_gather: why :meth:`gather` cannot be, for an error; empty: it can.
+        stays: whether ``own`` is the same memory in each step.
+        cannot_gather: why :meth:`gather` cannot be called, for an error; empty: it can.
         owned: per slot, whether part of it lies in the own span.
-        has_graph: some gradient had a graph of its own, which the mean has not.
+        has_graph: whether a gradient had a graph of its own, which the mean has not.
         culprits: ranks whose own gradients made the mean non-finite, where that is known.
         lent: slots that :meth:`lend` shows, without a gradient of this rank.
         carry: fp32 means of the own span from earlier reductions of this step.
         joint: of copies whose gradients are added up, on how many ranks of one data-parallel
             coordinate each slot had one when it was last sent, fp32; ``None`` after a clear.
-        is_ungathered: ``data`` has means in the own span alone, and some rank owns another one.
+        is_ungathered: whether ``data`` has means in the own span alone, with other spans elsewhere.
         gone: slots whose gradient a script cleared after it was reduced.
         zeroed: slots that were zeroed after they landed, not set to ``None``.
     """

@@ -42,12 +42,13 @@ class ReducePass:
     in the buckets, and lands when the next pass begins.
 
     Args:
-        sends: else complete packs are only taken in: with one rank, or inside ``no_sync()``.
+        sends: whether complete packs are sent; with one rank, or inside ``no_sync()``, they are
+            only taken in.
 
     Attributes:
-        backward: which one it is.
-        started: a gradient came; without any nothing is sent.
-        over: it ended, or one of our own errors ended it, whose traceback keeps the pass.
+        backward: the engine's number of the backward.
+        started: whether a gradient came; without any nothing is sent.
+        over: whether it ended, maybe by one of our own errors, whose traceback keeps the pass.
     """
 
     def __init__(self, reducer: Reducer, sends: bool) -> None:

@@ -38,18 +38,19 @@ class Reducer:
     Attributes:
         grads: the gradients of the packs, in the order of :meth:`add`; it grows.
         cannot_gather: as of :class:`.Gradients`, of the kind that an option asks for.
-        divisor: of the sums over ranks.
-        at_step: backwards send nothing, as in a pipeline, where a step has many; finish() does.
-        touched: a gradient arrived since :meth:`finish`.
-        backwards: how many brought gradients since the last step or ``zero_grad``.
-        due: gradients are here that were not reduced; a step needs a pass before it.
-        spent: the means were used by a step, or cleared: new gradients are not added to them.
-        at_end: packs are launched at the end of a backward for good: one backward inside another
-            was seen, or two models in one.
-        has_ended: a synchronized backward did, without another one inside it unless one was seen.
-        history: what was done to means since the last step, which all ranks must do alike.
-        buckets: of each pack, in the order of :meth:`add`.
-        micro_batches: those of a step, where a tree says in which order they are added.
+        divisor: the number that divides sums over ranks.
+        at_step: whether :meth:`finish` sends, not backwards: a pipeline has many in a step.
+        touched: whether a gradient arrived since :meth:`finish`.
+        backwards: how many of them brought gradients since the last step or ``zero_grad``.
+        due: whether gradients are here that were not reduced; a step needs a pass before it.
+        spent: whether a step used the means, or they were cleared: new gradients replace them.
+        at_end: whether packs are launched at the end of a backward from now on: one backward ran
+            inside another, or through two models.
+        has_ended: whether a synchronized backward has ended: later ones launch packs while they
+            run, unless ``at_end``.
+        history: the acts on means since the last step, which all ranks must do alike.
+        buckets: the bucket of each pack, in the order of :meth:`add`.
+        micro_batches: the micro-batches of a step, where a tree says in which order they are added.
     """
 
     def __init__(
