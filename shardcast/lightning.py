@@ -89,8 +89,7 @@ class ShardcastPrecision(Precision):
             for buffer in child.buffers(recurse=False):
                 dtypes[buffer] = rules.buffer_dtype(child, buffer)
         # A later fit must not begin from rounded weights.
-        changed = (tensor for tensor, dtype in dtypes.items() if tensor.dtype != dtype)
-        self._exact = [(tensor, tensor.data) for tensor in changed]
+        self._exact = [(t, t.data) for t, dtype in dtypes.items() if t.dtype != dtype]
         for tensor, exact in self._exact:
             tensor.data = exact.to(dtypes[tensor])
         self._casts = install_casts(module, rules)
