@@ -193,6 +193,27 @@ class Flushing(Beside):
         super().__init__(f"flush {path.name}", partial(flush, path))
 
 
+@contextlib.contextmanager
+def appearing(path: Path, prefix: str) -> Iterator[Path]:
+    """A file that is there whole or not at all: write to the path that this gives.
+
+    Then it is flushed and renamed to ``path``, which may exist; after an error it is removed.
+
+    Args:
+        prefix: of its name until then.
+    """
+    writing = path.with_name(prefix + path.name)
+    try:
+        yield writing
+        flush(writing)
+        os.replace(writing, path)
+        flush(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            writing.unlink()
+        raise
+
+
 def make_directory(path: Path) -> None:
     """Make a directory that must not exist yet; parents are made, existing ones kept."""
     missing = [parent for parent in path.parents if not parent.exists()]

@@ -14,7 +14,6 @@ version is complete when all its parts are there. Nobody locks, and no rank wait
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -132,7 +131,8 @@ class FolderSender:
         run, number = _run_of(full.version)
         self._fulls = [*self._fulls[-1:], number]
         if full.part == 0 and len(self._fulls) == 1:
-            self._write_newest(run)
+            with storage.appearing(self._directory / NEWEST, WRITING) as path:
+                path.write_text(run)
         for file in _files(self._directory, (WRITING, "")):
             if file.run == run:
                 old = file.part == full.part and file.number < self._fulls[0]
@@ -140,13 +140,6 @@ class FolderSender:
                 old = full.part == 0 and len(self._fulls) > 1
             if old:
                 file.path.unlink(missing_ok=True)
-
-    def _write_newest(self, run: str) -> None:
-        path = self._directory / f"{WRITING}{NEWEST}"
-        path.write_text(run)
-        storage.flush(path)
-        os.replace(path, self._directory / NEWEST)
-        storage.flush(self._directory)
 
     def _write(self, changes: Changes) -> None:
         kind = "full" if changes.is_full else "next"
@@ -257,16 +250,8 @@ def write_changes(path: Path, changes: Changes) -> None:
         "parts": changes.parts, "aliases": dict(changes.aliases), "checksum": changes.checksum,
         "patches": patches,
     }  # fmt: skip
-    writing = path.with_name(WRITING + path.name)
-    try:
+    with storage.appearing(path, WRITING) as writing:
         save_file(tensors, writing, metadata={HEAD: json.dumps(head)})
-        storage.flush(writing)
-        os.replace(writing, path)
-        storage.flush(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            writing.unlink()
-        raise
 
 
 def read_changes(path: str | os.PathLike[str]) -> Changes:
