@@ -25,7 +25,7 @@ from shardcast.plan.traits import ELEMENTWISE
 
 BYTES = (
     "parameters", "gradients", "masters", "state", "averages", "outside", "total", "host",
-    "setup_peak", "sent",
+    "parcels", "setup_peak", "sent",
 )  # fmt: skip
 COUNTS = ("sender", "packs", "collectives", "imbalance", "cost_imbalance")
 Row = dict[str, Any]  # the figures of one world size
@@ -34,6 +34,7 @@ LEGEND = {
     "world_size": "data-parallel ranks; below GB, then counts",
     "outside": "parameters that the optimizer does not hold, and buffers",
     "host": "how much of total is in host memory (offload)",
+    "parcels": "codes and scales while a sync is under way (published); not in total",
     "setup_peak": "the worst moment of shard(): the model as built, one pack, the masters so far",
     "sent": "what leaves the rank that sends most, number sender, in a step",
     "collectives": "launches of a step, the small all-reduce by which all ranks decide included",

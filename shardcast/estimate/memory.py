@@ -49,6 +49,8 @@ class Estimate:
             parameters and buffers of the model as they are built, the pack that is being made,
             and the masters that are there already. Host memory of ``offload`` is counted too.
         host: how much of ``total`` is in host memory by ``offload``.
+        parcels: what travels in place of values while a sync is under way (``published``), of all
+            ranks; not in ``total``.
         sent: bytes that leave a rank in a step, of the one that sends most, ``sender``.
         collectives: launches per step, the small all-reduce included.
         imbalance: what the fullest rank holds of masters, state and sharded gradients, over the
@@ -66,6 +68,7 @@ class Estimate:
     averages: int
     outside: int
     host: int
+    parcels: int
     setup_peak: int
     sent: int
     sender: int
@@ -142,7 +145,7 @@ def estimate(
         micro_batches > 1 if sharded else exact_sums(micro_batches, config)
     )
     costs = dict[str, float]()
-    masters, marks = [0] * size, [0] * size
+    masters, marks, parcels = [0] * size, [0] * size, 0
     shares: list[list[_Share]] = [[] for _ in range(size)]
     for pack in layout.packs:
         trained = [0] * size
@@ -153,6 +156,7 @@ def estimate(
         grad = MASTER_DTYPE if adds_up else grad_dtype(pack.dtype, config)
         share_of = cache(partial(_share, plan, copies, allocated, pack, grad))
         wire = wire_of(config, pack)
+        parcels += wire.size if wire is not None and pack.requires_grad and size > 1 else 0
         for owner, start, stop in pack.spans:
             values = (stop - start) * pack.dtype.itemsize if wire is None else wire.nbytes[owner]
             share = share_of(stop - start, trained[owner], values)
@@ -181,6 +185,7 @@ def estimate(
         averages=fullest.averages,
         outside=live - parameters,
         host=fullest.masters + fullest.state + fullest.averages if config.offload else 0,
+        parcels=parcels,
         setup_peak=peak,
         sent=max(sent),
         sender=sent.index(max(sent)),

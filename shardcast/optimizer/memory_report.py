@@ -30,6 +30,8 @@ def report_of(packed: PackedOptimizer) -> MemoryReport:
             report["gradients"] += packed.reduce.nbytes(shard.pack)
         report["masters"] += shard.nbytes
     report["state"] = sum(update.nbytes() for update in packed.updates)
+    if under_way := packed.sync.nbytes:
+        report["parcels"] = under_way
     kept: list[StepHook | Signal] = [*packed.step_hooks, *packed.decider.signals]
     report.update({hook.name: nbytes for hook in kept if (nbytes := hook.nbytes()) is not None})
     return report

@@ -106,9 +106,11 @@ class Wire(ABC):
 
     Attributes:
         nbytes: of the part of each owner; equal where the pack is gathered.
+        size: bytes of a parcel.
     """
 
     nbytes: Sequence[int]
+    size: int
 
     @abstractmethod
     def parcel(self, data: Tensor, rank: int) -> Parcel:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from models import adamw, install, sharded
+from quantizers import batch, gpt, loss_of
 from storages import live, peak_of
 from torch import Tensor, nn
 
 import shardcast
 from shardcast.estimate import estimate
 from shardcast.optimizer.stateful import packed_of
+from shardcast.step.sync.sync import Delivery
 from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -85,6 +87,44 @@ def test_a_forgotten_copy_is_noticed():
     before = sum(live().values())
     copy = packed_of(optimizer).shards[0].data.clone()
     assert sum(live().values()) - before == copy.nbytes > 0
+
+
+@pytest.mark.parametrize(
+    ("form", "fields"),
+    [
+        ("mxfp8", {}), ("mxfp4", {"overlap_sync": True}), ("mxfp4_rceil", {"sync": "all_gather"}),
+        ("fp8_block128", {}), ("fp8_block128", {"overlap_sync": True}),
+    ],
+)  # fmt: skip
+def test_parcels_of_a_sync_are_those_of_the_estimate(
+    form: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """All are there before the first one is unpacked; none is afterwards."""
+    fields = {"published": {form: "blocks.*[!12].weight"}, "param_dtype": BF16, **fields}
+    seen: list[int] = []
+    unpack = Delivery.wait
+
+    def wait(self: Delivery) -> None:
+        seen.append(sum(live().values()))
+        unpack(self)
+
+    monkeypatch.setattr(Delivery, "wait", wait)
+    for rank in (0, 2):
+        seen.clear()
+        with fake_world(3, rank) as group:
+            model = gpt()
+            promised = estimate(model, adamw(model), 3, fields, "gloo").parcels
+            optimizer = sharded(model, group, **fields)
+            inputs, targets = batch(0, rank, 0)
+            loss_of(model(inputs), targets).backward()
+            del inputs, targets
+            optimizer.step()
+            assert optimizer.memory_report().get("parcels", 0) == (
+                promised if "overlap_sync" in fields else 0
+            )
+            optimizer.wait_sync()
+            assert "parcels" not in optimizer.memory_report()
+            assert seen[0] - sum(live().values()) == promised > 0
 
 
 # -- peak at set-up -------------------------------------------------------------------------------

@@ -36,6 +36,12 @@ class Sync:
         if pack.comm.size > 1:
             self.packs.append(pack)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parcels that are under way."""
+        works = [work for pack in self.started for work in pack.pending]
+        return sum(work.nbytes for work in works if isinstance(work, Delivery))
+
     def begin(self, packs: Iterable[Pack]) -> None:
         """Start those of ``packs`` alone, while others are updated; a call syncs the rest.
 
@@ -92,6 +98,11 @@ class Delivery:
 
     def __init__(self, work: Work, parcels: Sequence[Parcel]) -> None:
         self._work, self._parcels = work, parcels
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parcels."""
+        return sum(parcel.data.nbytes for parcel in self._parcels)
 
     def wait(self) -> None:
         """Wait for the work, then unpack."""
