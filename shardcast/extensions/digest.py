@@ -55,12 +55,10 @@ def _digest(optimizer: PackedOptimizer) -> str:
     """See :meth:`Digest.digest`. Collective."""
     process_groups = optimizer.process_groups
     total = torch.zeros((), dtype=torch.int64, device=optimizer.device)
-    replicas = process_groups.parallel_dims.replicas
-    if not replicas or process_groups.parallel_dims.coordinate[replicas] == 0:
-        for shard in optimizer.shards:
-            if shard.pack.layout.pack_groups.is_primary:  # copies count once
-                for part in _hashes(optimizer, shard):
-                    total += part.to(total.device)
+    for shard in optimizer.shards:
+        if shard.pack.layout.pack_groups.is_primary:  # copies count once
+            for part in _hashes(optimizer, shard):
+                total += part.to(total.device)
     process_groups.everyone.all_reduce(total, "the digest")
     return f"{int(total) % (1 << 64):016x}"
 

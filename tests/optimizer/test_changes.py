@@ -12,6 +12,7 @@ import torch
 from models import assert_same_bits, run_world
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 import shardcast
 from shardcast import checkpoint, publish
@@ -343,6 +344,34 @@ def test_on_a_mesh_places_are_those_of_whole_parameters():
     reader = follow(stories)
     told = [changes for story in stories for changes, _ in story.told[:1]]
     assert sum(changes.numel for changes in told) == sum(value.numel() for value in reader.values())
+
+
+@pytest.mark.parametrize("as_dtensor", [False, True])
+def test_experts_of_one_name_are_refused_unless_they_have_places_in_one_parameter(as_dtensor: bool):
+    """Each rank of ``ep`` has other experts; only a DTensor says where they are in the whole."""
+
+    def run(mesh: Any) -> tuple[Changes, Values] | None:
+        generator = torch.Generator().manual_seed(mesh.get_local_rank("ep"))
+        experts = torch.randn(2, 8, 8, generator=generator)
+        placed = DTensor.from_local(experts, mesh["ep"], [Shard(0)]) if as_dtensor else experts
+        model = nn.ParameterDict(
+            {"experts": nn.Parameter(placed), "router": nn.Parameter(torch.zeros(8))}
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        options: dict[str, Any] = {"mesh": mesh, "dp": ("ep", "edp"), "changes": True, **BF16}
+        if not as_dtensor:
+            with pytest.raises(ValueError, match="'experts'"):
+                shardcast.shard(model, optimizer, experts={"edp": ["experts"]}, **options)
+            return None
+        sharded: Any = shardcast.shard(model, optimizer, experts={"edp": ["experts"]}, **options)
+        return sharded.changes(), weights(model)
+
+    results = ThreadedWorld({"ep": 2, "edp": 2}).run(run)
+    if as_dtensor:
+        reader: Values = {}
+        publish.apply(reader, [changes for changes, _ in results])
+        for _, values in results:
+            assert_same_bits(reader, values)
 
 
 def test_of_runs_of_ranks_with_equal_masters_one_tells():

@@ -101,7 +101,7 @@ class ChangesOfRank(StepHook):
         known = since if since and since == self._last else None
         patches: list[WeightPatch] = []
         for shard in optimizer.shards:
-            if self._reports(shard):
+            if shard.pack.layout.pack_groups.is_primary:  # others may have copies
                 for _, fragment, param in shard.owned():
                     patches += _patches(shard, fragment, param, known is None, bool(weights))
         for shard in optimizer.shards:
@@ -110,12 +110,6 @@ class ChangesOfRank(StepHook):
         comm = optimizer.process_groups.everyone
         self._last = f"{self._run}-{self._number:08d}-{optimizer.comm.steps}"
         return Changes(tuple(patches), self._last, known, comm.rank, comm.size, self._aliases())
-
-    def _reports(self, shard: Shard) -> bool:
-        """Return whether this rank tells of a shard of which others may have copies."""
-        dims = self._optimizer.process_groups.parallel_dims
-        is_first = not dims.replicas or dims.coordinate[dims.replicas] == 0
-        return is_first and shard.pack.layout.pack_groups.is_primary
 
     def _aliases(self) -> dict[str, str]:
         first: dict[nn.Parameter, str] = {}

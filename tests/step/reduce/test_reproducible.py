@@ -23,6 +23,7 @@ from shardcast.estimate import estimate
 from shardcast.extensions.reproducible.exact_norm import ExactNorm
 from shardcast.extensions.reproducible.tree import nodes_of
 from shardcast.optimizer.stateful import packed_of
+from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(120)
 TOTAL = 8
@@ -412,6 +413,22 @@ def test_a_digest_sees_one_bit_of_a_master_and_of_a_moment_and_two_that_change_p
     for ranks in (run_world(1, run)[0], run_world(3, run)[0]):
         for first, again, flipped, swapped in ranks:
             assert first == again and len({first, flipped, swapped}) == 3
+
+
+def test_a_digest_sees_the_experts_of_every_rank():
+    def run(mesh: Any, seeds: tuple[int, int]) -> str:
+        generator = torch.Generator().manual_seed(seeds[mesh.get_local_rank("ep")])
+        model = nn.ParameterDict({"expert": nn.Parameter(torch.randn(8, 8, generator=generator))})
+        optimizer = shardcast.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, dp=("ep", "edp"),
+            experts={"edp": ["expert"]},
+        )  # fmt: skip
+        return optimizer.digest()
+
+    seeds = [(0, 1), (0, 2), (3, 1)]
+    digests = [set(threaded_world({"ep": 2, "edp": 2}, run, it)) for it in seeds]
+    assert all(len(of_ranks) == 1 for of_ranks in digests)
+    assert len(set.union(*digests)) == 3
 
 
 # -- across a resume -------------------------------------------------------------------------------
