@@ -14,7 +14,7 @@ the library on fake CUDA tensors (``trace``), compiled for sm_90 as Inductor wou
 * and the values are those of the eager update, in a step that is skipped for a NaN too: Triton's
   interpreter runs the kernel on the host. ``ulps`` is the greatest difference in fp32, ``rounded``
   the share of other values that differ. A kernel that is off by one part in a thousand is tried
-  last, which must be noticed.
+  last, which must be noticed. Those of published forms have equal bits.
 
 ``small`` counts operations on scalars and other small tensors, of the whole step.
 """
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from benchmarks.report import table
+from codegen import forms
 from codegen.kernels import Kernel, examine
 from codegen.trace import SMALL, Pass, Step, trace
 from codegen.values import Difference, compare, interpret, record, slip
@@ -63,6 +64,7 @@ class Variant:
     ranks: int = 1
     stage: str = "update"
     epilogues: tuple[Epilogue, ...] = ()
+    form: str = ""
     packs: int = 0  # of one parameter each, alike, whose ranges are updated in batches
 
     @property
@@ -103,7 +105,16 @@ def variants() -> list[Variant]:
         Variant("AdamW, metrics", 30.6, epilogues=(SquareSums(),), fields=(("metrics", 1),)),
     ]
     rows += [Variant(f"mean of {n} ranks", 2 * n + 2, ranks=n, stage="reduce") for n in range(2, 9)]
-    return [*rows, Variant("norm", 2, stage="decide")]
+    rows.append(Variant("norm", 2, stage="decide"))
+    # fp32 to two copies of bf16; fp32, or bf16, to codes and scales; codes and scales to bf16.
+    for name in ("mxfp8", "mxfp4", "mxfp8_rceil", "mxfp4_rceil"):
+        code = forms.FORMS[name].bits / 8
+        traffic = 8, 4.04 + code, 2.04 + code, 3.04
+        rows += [
+            Variant(name, goal, stage=stage, form=name)
+            for stage, goal in zip(forms.STAGES, traffic, strict=True)
+        ]
+    return rows
 
 
 @dataclass(frozen=True)
@@ -176,6 +187,8 @@ class Row:
 
 def measure(variant: Variant, source: bool = False) -> Row:
     """Trace one variant, and compile what it compiles."""
+    if variant.form:
+        return measure_form(variant, source)
     step = trace(variant.kind, dict(variant.options), variant.ranks, variant.epilogues,
                  **dict(variant.fields), **variant.shapes(1 << 20))  # fmt: skip
     # Gradients go into their packs in one pass of their own, before the mean; marks are few.
@@ -193,8 +206,22 @@ def measure(variant: Variant, source: bool = False) -> Row:
     return Row(variant, step, launches, passes, small, values(variant))
 
 
+def measure_form(variant: Variant, source: bool) -> Row:
+    """What is launched of a kernel of a published form; no step is around it."""
+    graphs = forms.graphs(forms.FORMS[variant.form], variant.stage)
+    elements = forms.ROWS * forms.COLUMNS
+    launches = []
+    for graph in graphs:
+        for name, text in graph.kernels.items():
+            print(text if source else "", end="")
+            launches.append((examine(name, text), 1.0))
+    return Row(variant, Step(elements, graphs), launches, [], 0, values(variant))
+
+
 def values(variant: Variant, edit: Callable[[str], str] = str) -> Difference:
     """How far the values of a variant's kernels are from eager ones; ``edit`` may break them."""
+    if variant.form:
+        return forms.values(forms.FORMS[variant.form], variant.stage, slips=edit is slip)
     calls = [
         call
         for nan in ((False, True) if variant.stage == "update" else (False,))

@@ -51,7 +51,9 @@ class Case(TypedDict):
 class Libdevice:
     """Stands for the functions of CUDA's library, which have no body here."""
 
-    NUMPY: ClassVar = {"nearbyint": np.rint, "copysign": np.copysign, "sqrt": np.sqrt}
+    NUMPY: ClassVar = {
+        "nearbyint": np.rint, "copysign": np.copysign, "sqrt": np.sqrt, "isnan": np.isnan,
+    }  # fmt: skip
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = self.NUMPY[name]
@@ -59,7 +61,11 @@ class Libdevice:
         def call(*values: Any) -> Any:
             (first, *_) = values
             data = function(*(value.handle.data for value in values))
-            return tl.tensor(interpreter.TensorHandle(data, first.dtype.scalar), first.type)
+            kind = first.dtype.scalar
+            if data.dtype == bool:
+                data, kind = data.astype(np.int32), tl.int32
+            shape = tl.block_type(kind, first.shape) if first.shape else kind
+            return tl.tensor(interpreter.TensorHandle(data, kind), shape)
 
         return call
 

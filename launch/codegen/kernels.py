@@ -15,7 +15,7 @@ from codegen.pretend import SM90, gpu
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from triton.backends.nvidia.compiler import get_ptxas
 
-SIZES = {"i1": 1, "u1": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+SIZES = {"i1": 1, "u1": 1, "fp8e4nv": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 ACCESS = re.compile(r"tl\.(load|store)\((\w+) \+ \(((?:[^()]|\([^()]*\))*)\)")
 GLOBAL = re.compile(r"(ld|st)\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)[^;\[]*\[([^\]]+)\]")
 CAST = re.compile(r"\bcvt\.(\w+)\.(?:satfinite\.)?(?:bf16|f16)(?:x2)?\.f32")

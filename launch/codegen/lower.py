@@ -140,7 +140,9 @@ def on_host(args: Any) -> Any:
 
 
 def stage_of(function: Callable[..., None]) -> str:
-    """The stage of a step in whose folder a function is."""
+    """The stage of a step in whose folder a function is; of an option's, what it is called."""
+    if function.__module__.startswith("shardcast.extensions."):
+        return function.__name__
     return function.__module__.removeprefix("shardcast.step.").partition(".")[0]
 
 

@@ -36,7 +36,8 @@ SUMMED = 8  # of 64 summands in another order, and of changes, which are rounded
 ULPS = 4  # products and sums may be fused or not, and roots of the host's libraries miss by one
 ROUNDED = 1e-3  # so that so many values of low precision may fall to the next one
 LOAD = re.compile(
-    r"^(?P<indent> +)(?P<name>tmp\d+) = tl\.load\(in_ptr\d+ \+ \(.*[xr].*\), .*mask.*\)"
+    r"^(?P<indent> +)(?P<name>tmp\d+) = tl\.load\((?P<pointer>in_ptr\d+) \+ "
+    r"\(.*[xr].*\), .*mask.*\)"
     r"(?P<cast>\.to\(tl\.float32\))?\n",
     re.M,
 )  # of a value per element
@@ -136,11 +137,15 @@ def interpret(calls: Sequence[Recorded], edit: Callable[[str], str] = str) -> No
             tensor.copy_(value)
 
 
-def slip(source: str) -> str:
-    """The same kernel with one operand, in low precision if there is one, off by 0.1 %."""
+def slip(source: str, factor: float = 1.001) -> str:
+    """The same kernel with one operand, in low precision if there is one, off by 0.1 %.
+
+    A byte has another last bit.
+    """
     loads = list(LOAD.finditer(source))
     load = next((load for load in loads if load["cast"]), loads[0])
-    line = f"{load['indent']}{load['name']} = {load['name']} * 1.001\n"
+    wrong = "^ 1" if f"'{load['pointer']}': '*u8'" in source else f"* {factor}"
+    line = f"{load['indent']}{load['name']} = {load['name']} {wrong}\n"
     return source[: load.end()] + line + source[load.end() :]
 
 

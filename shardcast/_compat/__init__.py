@@ -73,15 +73,19 @@ def is_alias(tensor: Tensor, other: Tensor) -> bool:
     return bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]
 
 
-def rows_of(flat: Tensor, row: int) -> Tensor:
+def rows_of(tensor: Tensor, row: int, stack: int = 1) -> Tensor:
     """Return the same memory as rows of ``row`` elements (0: 1-d), with an :func:`own_storage`.
 
     For one graph of :func:`compiled` ``row`` is a constant, and the number of rows may be any.
+
+    Args:
+        stack: of so many equal parts, which may lie apart; not 1: the first dimension of both.
     """
     if not row:
-        return own_storage(flat.view(-1))  # what keeps both as one would never be freed else
-    rows = own_storage(flat.view(-1, row))
-    torch._dynamo.mark_static(rows, 1)
+        return own_storage(tensor.view(-1))  # what keeps both as one would never be freed else
+    shape = (-1, row) if stack == 1 else (stack, -1, row)
+    rows = own_storage(tensor.view(shape))
+    torch._dynamo.mark_static(rows, len(shape) - 1)
     return rows
 
 

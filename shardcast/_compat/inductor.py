@@ -208,7 +208,7 @@ def _with_own_code(function: Callable[..., None]) -> Callable[..., None]:
     """Another function of its own code: Dynamo limits the graphs of a code object."""
     code = function.__code__.replace()
     return types.FunctionType(
-        code, function.__globals__, None, function.__defaults__, function.__closure__
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
 
 

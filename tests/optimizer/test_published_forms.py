@@ -12,11 +12,13 @@ import torch
 from models import run_world
 from quantizers import batch, by_table, gpt, loss_of, train_plain, train_published, vectors
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardcast
 from shardcast import checkpoint
 from shardcast.estimate import estimate
 from shardcast.extensions.published_forms.forms import FORMS, Form
+from shardcast.extensions.published_forms.kernels import Kernels
 from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import ThreadedWorld
 
@@ -150,6 +152,28 @@ def test_any_bits_at_all_are_rounded_once(form: str):
     assert same(once, again)
     assert same(FORMS[form].dequantize(*FORMS[form].quantize(values)), once)
     assert (bits(once[once.isnan()]) == 0x7FC0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.needs_compiler
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("form", ["mxfp8"])
+def test_compiled_kernels_have_the_bits_of_eager_ones(form: str, monkeypatch: pytest.MonkeyPatch):
+    """Of NaN too; the host is taken for an accelerator. Codes of NaN say nothing."""
+    kernels = Kernels(FORMS[form], shardcast.ShardcastConfig(fuse="compile"))
+    monkeypatch.setattr("shardcast._compat.is_host", lambda _device: False)
+    pattern = torch.randint(-(2**31), 2**31, (128, 256), generator=torch.Generator().manual_seed(0))
+    for values in (*vectors().values(), pattern.to(torch.int32).view(torch.float32)):
+        codes, scales = FORMS[form].quantize(values)
+        published = FORMS[form].round(values)[None]
+        rounded, again = torch.zeros(2, *published.shape, dtype=torch.bfloat16).unbind()
+        new_codes, new_scales = bits(codes[None]).clone(), scales[None].clone()
+        kernels.round(values[None], [rounded])
+        kernels.collapse(rounded, new_codes.zero_(), new_scales.zero_())
+        kernels.expand(again, new_codes, new_scales)
+        assert same(rounded, published) and same(again, published) and same(new_scales[0], scales)
+        finite = scales.repeat_interleave(codes.shape[1] // scales.shape[1], 1) != 255
+        assert torch.equal(new_codes[0][finite], bits(codes)[finite])
 
 
 @of_each_form
@@ -297,7 +321,7 @@ def test_a_weight_is_quantized_once_per_step_whatever_the_micro_batches(
 ):
     """Of all ranks together, counted in elements; beside a fake quantizer in every forward."""
     rounded, ranks, micro_batches, steps = [0], 2, 3, 2
-    inner = Form.round
+    inner = Form.round_bits
 
     def counted(self: Form, values: Tensor) -> Tensor:
         rounded[0] += values.numel()
@@ -316,7 +340,7 @@ def test_a_weight_is_quantized_once_per_step_whatever_the_micro_batches(
             optimizer.step()
             optimizer.zero_grad()
 
-    monkeypatch.setattr(Form, "round", counted)
+    monkeypatch.setattr(Form, "round_bits", counted)
     run_world(ranks, run)
     weights = matrices(gpt())
     assert rounded[0] == steps * sum(weight.numel() for weight in weights.values())
@@ -548,6 +572,89 @@ def test_an_accelerator_expands_codes_in_the_same_way(form: str, monkeypatch: py
     monkeypatch.setattr("shardcast._compat.is_host", lambda _device: False)
     found = run_world(4, run)[0][0]
     assert all(same(found[name], values) for name, values in expected.items())
+
+
+def tensor_parallel(mesh: Any) -> nn.Module:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import parallelize_module as parallelize
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 256))
+    return parallelize(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def local(param: Tensor) -> Tensor:
+    return (param.to_local() if isinstance(param, DTensor) else param).detach()
+
+
+def with_experts(mesh: Any) -> nn.Module:
+    """A stack of two of the four experts, as in a mixture's layer; all have the router."""
+    torch.manual_seed(mesh.get_local_rank("ep"))
+    model = nn.ParameterDict({"experts": nn.Parameter(torch.randn(2, 128, 256) / 16)})
+    torch.manual_seed(0)
+    model["router"] = nn.Parameter(torch.randn(128, 256) / 16)
+    return model
+
+
+MESHES: dict[str, tuple[dict[str, int], Callable[[Any], nn.Module], dict[str, Any]]] = {
+    "tensor parallel": ({"dp": 2, "tp": 2}, tensor_parallel, {}),
+    "copies of tensor parallel shards": (
+        {"replicas": 2, "shards": 2, "tp": 2}, tensor_parallel, {"dp": ("replicas", "shards")},
+    ),
+    "shard_ranks": (
+        {"dp": 4}, lambda _: nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128)),
+        {"shard_ranks": 2},
+    ),
+    "experts": (
+        {"ep": 2, "edp": 2}, with_experts, {"dp": ("ep", "edp"), "experts": {"edp": ["experts"]}}
+    ),
+}  # fmt: skip
+OF_MESHES = [("mxfp4", name) for name in MESHES] + [
+    ("fp8_block128", "tensor parallel"), ("fp8_block128", "experts"), ("mxfp8", "shard_ranks"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "where"), OF_MESHES)
+def test_codes_on_the_wire_of_a_mesh_give_the_bits_of_bf16_on_it(form: str, where: str):
+    """Of what a script wrote too; ranks with parts of one parameter have equal gradients."""
+    axes, build, options = MESHES[where]
+
+    def run(mesh: Any, wire: str) -> list[dict[str, Tensor]]:
+        model = build(mesh)
+        matrices = [name for name, param in model.named_parameters() if param.dim() > 1]
+        optimizer = shardcast.shard(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), autocast=False,
+            published={form: matrices, "wire": wire}, **options,
+            **({} if where == "shard_ranks" else {"mesh": mesh}),
+        )  # fmt: skip
+        formed = [shard.pack for shard in packed_of(optimizer).shards if shard.pack.cast]
+        assert all((pack.wire is None) == (wire == "bf16") for pack in formed) and formed
+        seen = []
+        for step in range(3):
+            for number, param in enumerate(model.parameters()):
+                seed = torch.Generator().manual_seed(100 * step + 10 * number)
+                grad = torch.randn(local(param).shape, generator=seed).to(param.dtype)
+                if isinstance(param, DTensor):
+                    grad = DTensor.from_local(grad, param.device_mesh, param.placements)
+                param.grad = grad
+                if step == 1:
+                    local(param).view(-1)[::257] = 0.7
+            optimizer.step()
+            optimizer.check_copies()
+            values = {name: local(param).clone() for name, param in model.named_parameters()}
+            assert all(same(FORMS[form].round(values[n].float()), values[n]) for n in matrices)
+            seen.append(values)
+        return seen
+
+    codes, bf16 = (
+        ThreadedWorld(axes).run(lambda mesh, wire=wire: run(mesh, wire))
+        for wire in ("codes", "bf16")
+    )
+    for ours, expected in zip(codes, bf16, strict=True):
+        for one, other in zip(ours, expected, strict=True):
+            assert all(same(one[name], values) for name, values in other.items())
+    first, *_, last = codes[0]
+    assert not any(same(first[name], values) for name, values in last.items())
 
 
 def test_ranks_that_differ_in_what_they_send_are_refused():

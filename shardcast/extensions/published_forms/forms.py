@@ -24,6 +24,7 @@ from shardcast import _compat
 BIAS = 127  # of an exponent in fp32, bf16 and E8M0
 MANTISSA = 23  # bits in fp32
 EXPONENT = 0x7F800000  # its bits there
+NAN_BITS = 0x7FC0  # of bf16, as torch has them
 NAN_SCALE = 255  # the E8M0 byte of a block with a NaN
 E4M3_MAX = 448.0
 E4M3_INFINITE = 248.0 * 2.0**120  # rounds to 2**128
@@ -69,7 +70,11 @@ class Form(ABC):
         return self._codes(scaled.reshape(values.shape)), scale
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The bf16 values that codes and scales of :meth:`quantize` stand for."""
+        """Return the bf16 values that codes, maybe as bytes, and scales stand for."""
+        return self.dequantize_bits(codes, scales).view(torch.bfloat16)
+
+    def dequantize_bits(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return the same as int16: a compiler would choose other bits of a NaN."""
         if _compat.is_host(codes.device) and not torch.compiler.is_compiling():
             # torch's own conversions from fp8 take the longest on a CPU.
             index = codes.view(torch.uint8).reshape(-1).int()
@@ -79,22 +84,26 @@ class Form(ABC):
 
     def round(self, values: Tensor) -> Tensor:
         """Round values to the grid: bf16, of their shape; ``dequantize(*quantize(values))``."""
+        return self.round_bits(values).view(torch.bfloat16)
+
+    def round_bits(self, values: Tensor) -> Tensor:
+        """Return the same as int16."""
         scaled, scale = self._scaled(values)
         return self._scaled_back(self._nearest(scaled).reshape(values.shape), scale)
 
     def _scaled_back(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Return the codes as fp32, which may be overwritten, times their scales: bf16.
+        """Return the codes as fp32, which may be overwritten, times their scales: bits of bf16.
 
         All NaN have the same bits, whatever a device makes of others.
         """
         blocks = self._blocks(values)
         blocks = blocks.mul_(_power(scales)[..., :, None, :, None])
-        found = blocks.reshape(values.shape).to(torch.bfloat16)
+        bits = blocks.to(torch.bfloat16).view(torch.int16)
         is_nan = scales == NAN_SCALE
         looks = _compat.is_host(values.device) and not torch.compiler.is_compiling()
         if not looks or is_nan.any():
-            self._blocks(found).masked_fill_(is_nan[..., :, None, :, None], torch.nan)
-        return found
+            bits = bits.masked_fill(is_nan[..., :, None, :, None], NAN_BITS)
+        return bits.reshape(values.shape)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix, or of a stack of matrices."""
@@ -127,7 +136,7 @@ class Form(ABC):
 
     def values(self, codes: Tensor) -> Tensor:
         """Return what codes stand for without a scale: fp32."""
-        return codes.float()
+        return codes.view(torch.float8_e4m3fn).float()
 
     @abstractmethod
     def _scale_of(self, largest: Tensor) -> Tensor:
@@ -146,7 +155,15 @@ class Form(ABC):
         return _to_bits(scaled, 3, -6)
 
     def _codes(self, scaled: Tensor) -> Tensor:
-        return scaled.to(torch.float8_e4m3fn)
+        if not torch.compiler.is_compiling():
+            return scaled.to(torch.float8_e4m3fn)
+        # In integers, which any accelerator has: a sign, four bits of exponent, three of mantissa.
+        nearest = self._nearest(scaled)
+        bits, size = nearest.view(torch.int32), nearest.abs()
+        usual = (size.view(torch.int32) >> (MANTISSA - 3)) - ((BIAS - 7) << 3)
+        tiny = (size * 2.0**9).to(torch.int32)  # below 2**-6, multiples of 2**-9
+        code = torch.where(size < 2.0**-6, tiny, usual) | ((bits >> 24) & 0x80)
+        return code.to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 class MXFP8(Form):
@@ -252,7 +269,7 @@ FORMS: dict[str, Form] = {
 def _table(form: Form) -> Tensor:
     """Return what each byte of codes stands for: fp32, two of them as one int64."""
     codes = torch.arange(256, dtype=torch.uint8)
-    values = form.values(codes if form.bits < 8 else codes.view(torch.float8_e4m3fn))
+    values = form.values(codes)
     return values if form.bits == 8 else values.view(torch.int64)
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast._compat import inductor
 from shardcast.config import ShardcastConfig
-from shardcast.extensions.published_forms.forms import Form
+from shardcast.extensions.published_forms.forms import FORMS, Form
 from shardcast.memory.codecs import shown, take_shown_
 from shardcast.step.compiling import compiles, or_eager
 
+BITS = torch.int16  # what bf16 values are written as, see Form.dequantize_bits
 CHUNK = 1 << 17  # elements per eager call on a CPU: all temporaries stay in its cache
 
 Kernel = Callable[..., None]
@@ -24,8 +25,8 @@ Kernel = Callable[..., None]
 class Kernels:
     """The kernels of one form.
 
-    Tensors of values are of shape ``(stack, rows, columns)``, whole blocks; those of codes and
-    scales of as many rows and block rows.
+    Tensors of values are of shape ``(stack, rows, columns)``, whole blocks; those of codes, as
+    bytes, and of scales of as many rows and block rows.
     """
 
     def __init__(self, form: Form, config: ShardcastConfig) -> None:
@@ -34,20 +35,23 @@ class Kernels:
 
     def round(self, masters: Tensor, outputs: Sequence[Tensor]) -> None:
         """Write what is published of masters into each of the outputs."""
+        count, columns = 1 + len(outputs), self._form.block_columns
         rows = self._rows(masters)
-        self._run(_round, (masters, *outputs), [rows] * (1 + len(outputs)))
+        bits = [output.view(BITS) for output in outputs]
+        self._run(_round, (masters, *bits), [rows] * count, [columns] * count)
 
     def collapse(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Return the codes and scales of values."""
         rows = self._rows(values)
         blocks = rows // self._form.block_rows
-        self._run(_collapse, (values, codes, scales), [rows, rows, blocks])
+        self._run(_collapse, (values, codes, scales), [rows, rows, blocks], self._block)
 
     def expand(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """The inverse of :meth:`collapse`, to the bit."""
         rows = self._rows(values)
         blocks = rows // self._form.block_rows
-        self._run(_expand, (values, codes, scales), [rows, rows, blocks])
+        given = values.view(BITS), codes, scales
+        self._run(_expand, given, [rows, rows, blocks], self._block)
 
     def take_written(self, masters: Tensor, published: Tensor, last: Tensor) -> bool:
         """See :meth:`.Cast.take_written_`."""
@@ -57,9 +61,20 @@ class Kernels:
                 return False
             take_shown_(masters, published, last)
             return True
-        call = _kernel(_take, self._form) if self._compiles(masters.device) else _take
-        call(self._form, masters, published, last)
+        if not self._compiles(masters.device):
+            _take(self._form, masters, published, last)
+            return True
+        width = self._form.block_columns
+        width = 0 if masters.numel() % width else width
+        given = [_compat.rows_of(it, width) for it in (masters, published, last)]
+        _kernel(_take, self._form)(self._form, *given)
         return True
+
+    @property
+    def _block(self) -> Sequence[int]:
+        """Values, bytes of codes and scales of a row of a block."""
+        columns = self._form.block_columns
+        return columns, columns * self._form.bits // 8, 1
 
     def _rows(self, values: Tensor) -> int:
         """Return the rows of one call on a CPU."""
@@ -72,10 +87,20 @@ class Kernels:
             self._compiled = not _compat.is_host(device) and compiles(self._config, device)
         return self._compiled
 
-    def _run(self, call: Kernel, tensors: Sequence[Tensor], rows: Sequence[int]) -> None:
+    def _run(
+        self, call: Kernel, tensors: Sequence[Tensor], rows: Sequence[int], block: Sequence[int]
+    ) -> None:
+        """Call a function of the form.
+
+        Args:
+            rows: of each tensor, in one call on a CPU.
+            block: elements that each tensor has of one row of a block.
+        """
         device = tensors[0].device
         if self._compiles(device):
-            _kernel(call, self._form)(self._form, *tensors)
+            widths = block if self._form.block_rows == 1 else [0] * len(block)
+            given = [_in_blocks(it, width) for it, width in zip(tensors, widths, strict=True)]
+            _kernel(call, self._form)(self._form, *given)
         elif not _compat.is_host(device):
             call(self._form, *tensors)
         else:
@@ -85,33 +110,47 @@ class Kernels:
 
 
 def _round(form: Form, masters: Tensor, *outputs: Tensor) -> None:
-    values = form.round(masters)
+    bits = form.round_bits(masters)
     for output in outputs:
-        output.copy_(values)
+        output.copy_(bits)
 
 
 def _collapse(form: Form, values: Tensor, codes: Tensor, scales: Tensor) -> None:
     its_codes, its_scales = form.quantize(values)
-    codes.copy_(its_codes)
+    codes.copy_(its_codes.view(torch.uint8))
     scales.copy_(its_scales)
 
 
 def _expand(form: Form, values: Tensor, codes: Tensor, scales: Tensor) -> None:
-    values.copy_(form.dequantize(codes, scales))
+    values.copy_(form.dequantize_bits(codes, scales))
 
 
 def _take(_form: Form, masters: Tensor, published: Tensor, last: Tensor) -> None:
     masters.copy_(shown(masters, published, last))
 
 
+def _in_blocks(tensor: Tensor, width: int) -> Tensor:
+    """The same memory with a block of ``width`` elements in each row, if that is not 0.
+
+    To a compiler that knows their length a block is a row to be summed up, and what is made of it
+    belongs to the same kernel. In a matrix of any width it sees neither.
+    """
+    if width:
+        return _compat.rows_of(tensor, width, len(tensor))
+    return _compat.own_storage(tensor)
+
+
 @functools.cache  # one compiled function for all packs of a form
 def _kernel(call: Kernel, form: Form) -> Kernel:
-    def as_graph(*tensors: Any) -> None:
-        call(form, *tensors)
+    what, name = call.__name__.strip("_"), form.name
 
+    def as_graph(*tensors: Any) -> None:
+        call(FORMS[name], *tensors)  # whose numbers a compiler takes for constants: it is global
+
+    as_graph.__name__ = what
     compiled = inductor.compiled(as_graph)
 
     def run(_form: Form, *tensors: Tensor) -> None:
         compiled(*tensors)
 
-    return or_eager(run, call, f"{call.__name__.strip('_')} of {form.name}")
+    return or_eager(run, call, f"{what} of {name}")

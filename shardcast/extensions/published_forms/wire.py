@@ -105,8 +105,6 @@ class FormParcel(Parcel):
             codes = parts[:, code : (code := code + wire.code_bytes(run.numel))]
             scales = parts[:, scale : (scale := scale + wire.scales(run.numel))]
             width = wire.code_bytes(run.width)
-            if form.bits == 8:  # not before it is cut: a parcel may have an odd length
-                codes = codes.view(torch.float8_e4m3fn)
             yield (
                 run,
                 codes.unflatten(-1, (-1, width)),
