@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import platform
 import threading
 import zipfile
@@ -528,3 +529,15 @@ def test_tensors_inside_of_others_are_found():
     nested = {"a": [one, (two, "text")], "b": 3, "c": torch.nested.nested_tensor([one])}
     found = [*storages.plain_tensors(nested)]
     assert found[0] is one and found[1] is two
+
+
+def test_bits_of_the_host_are_compared_exactly():
+    values = torch.tensor([[1.0, -0.0, math.nan], [2.0, 3.0, math.inf]], dtype=torch.bfloat16)
+    assert _compat.has_bits_of(values, values.clone())
+    assert _compat.has_bits_of(values.t(), values.clone().t())
+    assert _compat.has_bits_of(values[:0], values[:0].clone())
+    for at, value in (((0, 1), 0.0), ((0, 2), 1.0), ((1, 2), 1e3)):
+        other = values.clone()
+        other[at] = value
+        assert not _compat.has_bits_of(values, other)
+        assert not _compat.has_bits_of(values.t(), other.t())
