@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from benchmarks.report import table
-from codegen import forms
+from codegen import blocks, forms
 from codegen.kernels import Kernel, examine
 from codegen.trace import SMALL, Pass, Step, trace
 from codegen.values import Difference, compare, interpret, record, slip
@@ -107,12 +107,13 @@ def variants() -> list[Variant]:
     rows += [Variant(f"mean of {n} ranks", 2 * n + 2, ranks=n, stage="reduce") for n in range(2, 9)]
     rows.append(Variant("norm", 2, stage="decide"))
     # fp32 to two copies of bf16; fp32, or bf16, to codes and scales; codes and scales to bf16.
-    for name in ("mxfp8", "mxfp4", "mxfp8_rceil", "mxfp4_rceil"):
+    for name in forms.FORMS:
         code = forms.FORMS[name].bits / 8
         traffic = 8, 4.04 + code, 2.04 + code, 3.04
         rows += [
             Variant(name, goal, stage=stage, form=name)
             for stage, goal in zip(forms.STAGES, traffic, strict=True)
+            if forms.FORMS[name].block_rows == 1 or stage in blocks.OPERANDS
         ]
     return rows
 
@@ -208,8 +209,11 @@ def measure(variant: Variant, source: bool = False) -> Row:
 
 def measure_form(variant: Variant, source: bool) -> Row:
     """What is launched of a kernel of a published form; no step is around it."""
-    graphs = forms.graphs(forms.FORMS[variant.form], variant.stage)
-    elements = forms.ROWS * forms.COLUMNS
+    form, elements = forms.FORMS[variant.form], forms.ROWS * forms.COLUMNS
+    if form.block_rows > 1 and variant.stage in blocks.OPERANDS:
+        launched = [(blocks.examine(variant.stage), 1.0)]
+        return Row(variant, Step(elements), launched, [], 0, values(variant))
+    graphs = forms.graphs(form, variant.stage)
     launches = []
     for graph in graphs:
         for name, text in graph.kernels.items():

@@ -84,7 +84,7 @@ def examine(name: str, source: str) -> Kernel:
                 tuple(accesses(source, autotuner.triton_meta["signature"])),
                 Counter(widths(text)),
                 len(re.findall(r"\b(?:add|sub|mul|fma|div|sqrt|cvt)\.[\w.]*f64", text)),
-                *_resources(text, Path(folder)),
+                *resources(text, Path(folder)),
                 any(mode != "rn" for mode in CAST.findall(text)),
             )
             for text in texts
@@ -140,7 +140,7 @@ def widths(ptx: str) -> list[int]:
     return [int(vector or 1) * int(bits) // 8 for _, vector, bits, _address in found]
 
 
-def _resources(ptx: str, folder: Path) -> tuple[int, int]:
+def resources(ptx: str, folder: Path) -> tuple[int, int]:
     """Registers per thread and spilled bytes, as ptxas says."""
     path = folder / "kernel.ptx"
     path.write_text(ptx)

@@ -252,5 +252,14 @@ def compile_errors() -> tuple[type[Exception], ...]:
 
     # The limit, of all graphs of a function in this process, is no TorchDynamoException.
     dynamo = (TorchDynamoException, FailOnRecompileLimitHit)
-    compiler = (*dynamo, CppCompileError, InvalidCxxCompiler)
+    compiler = (*dynamo, CppCompileError, InvalidCxxCompiler, *_triton_errors())
     return *compiler, OSError, subprocess.SubprocessError  # such as a cache that is read-only
+
+
+def _triton_errors() -> tuple[type[Exception], ...]:
+    """Return what kernels that are written by hand raise."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return ()
+    return (TritonError,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -148,9 +149,21 @@ def _kernel(call: Kernel, form: Form) -> Kernel:
         call(FORMS[name], *tensors)  # whose numbers a compiler takes for constants: it is global
 
     as_graph.__name__ = what
-    compiled = inductor.compiled(as_graph)
+    compiled = _of_blocks(call) if form.block_rows > 1 else None
+    compiled = compiled or inductor.compiled(as_graph)
 
     def run(_form: Form, *tensors: Tensor) -> None:
         compiled(*tensors)
 
     return or_eager(run, call, f"{what} of {name}")
+
+
+def _of_blocks(call: Kernel) -> Kernel | None:
+    """The kernel of blocks of several rows that is written by hand, if there is one."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from shardcast.extensions.published_forms import blocks
+
+    if call is _round:
+        return lambda masters, *outputs: blocks.round_(masters, outputs)
+    return blocks.collapse_ if call is _collapse else None
