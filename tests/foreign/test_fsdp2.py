@@ -9,7 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from claims import precision, small, states, training
+from claims import (
+    clip_grad_norm,
+    dcp,
+    frozen,
+    grad_dtype,
+    mixed_precision,
+    state_dict,
+    training,
+)
 from claims.sides import Claim
 from evidence import Suite, Verdict
 
@@ -27,22 +35,20 @@ def suite(name: str, path: str, commit: str, tests: dict[str, Claim | str]) -> S
     )  # fmt: skip
 
 
-FILES = {  # the module of claims, the suite, its tests
-    f"FSDP2 {name}": (module, suite(f"FSDP2 {name}", FSDP.format(name), commit, tests), tests)
-    for name, module, commit, tests in (
-        ("training", training, "001df7b5cd514f6b4fb6ffbaad6ea31e7a2ada72", training.TESTS),
-        ("frozen", small, "7023af4cb8e797ff7938300438a159bc967842c2", small.FROZEN),
-        ("clip_grad_norm_", small, "0f31e61295ea6ab54df9279d4fd1e4c32599e81b", small.CLIP),
-        ("mixed_precision", precision, "003a6c0a80952ae0ecfe7827b7b0d3c0515e4d25", precision.MIXED),
-        ("grad_dtype", precision, "4892d494420d10dec9e5a8e644ed021b7a7de3f3", precision.GRADIENTS),
-        ("state_dict", states, "01c2204bd02fbed4b2de9d03f02a4f0678499f5c", states.FULLY_SHARD),
-    )
+COMMITS = {  # of the files, by what follows FSDP in their names, and their claims
+    "training": (training, "001df7b5cd514f6b4fb6ffbaad6ea31e7a2ada72"),
+    "frozen": (frozen, "7023af4cb8e797ff7938300438a159bc967842c2"),
+    "clip_grad_norm_": (clip_grad_norm, "0f31e61295ea6ab54df9279d4fd1e4c32599e81b"),
+    "mixed_precision": (mixed_precision, "003a6c0a80952ae0ecfe7827b7b0d3c0515e4d25"),
+    "grad_dtype": (grad_dtype, "4892d494420d10dec9e5a8e644ed021b7a7de3f3"),
+    "state_dict": (state_dict, "01c2204bd02fbed4b2de9d03f02a4f0678499f5c"),
 }
-DCP = suite(
-    "DCP states", "test/distributed/checkpoint/test_state_dict.py",
-    "01d4728a564cd24d82e42f53f8cc3733060cd1fa", states.DCP,
-)  # fmt: skip
-FILES[DCP.name] = (states, DCP, states.DCP)
+SUITES = [
+    (module, suite(f"FSDP2, {name}", FSDP.format(name), commit, module.TESTS))
+    for name, (module, commit) in COMMITS.items()
+]
+OF_DCP = "test/distributed/checkpoint/test_state_dict.py"
+SUITES += [(dcp, suite("DCP", OF_DCP, "01d4728a564cd24d82e42f53f8cc3733060cd1fa", dcp.TESTS))]
 MOVED = "converts a model that is sharded; shardcast asks for that before"
 REFUSED = {  # words of the error, and the reason
     "test_to_float64_after_init": ("was moved out of its pack after shardcast.shard", MOVED),
@@ -51,41 +57,45 @@ REFUSED = {  # words of the error, and the reason
         "was moved out of its pack after shardcast.shard", MOVED,
     ),
 }  # fmt: skip
-MODULES = ("training", "small", "precision", "states")
 
 
 def errors_of(side: str, world: int, folder: Path) -> dict[str, str]:
     """What each claim raised, on whichever rank; by its test."""
+    names = [module.__name__.partition(".")[2] for module, _ in SUITES]
     report = folder / f"{side}-{world}.json"
     here = Path(__file__).parent
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    script = [str(here / "claims" / "run.py"), str(report), side, str(world), "", *MODULES]
+    script = [str(here / "claims" / "run.py"), str(report), side, str(world), "", *names]
     path = os.pathsep.join([str(Path.cwd()), str(here)])
     ended = subprocess.run(
         [sys.executable, *words, *script], env={**os.environ, "PYTHONPATH": path},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-    return {test: error for _, test, error, _ in json.loads(report.read_text(encoding="utf-8"))}
+    return {
+        f"{file}.{test}": error
+        for file, test, error, _ in json.loads(report.read_text(encoding="utf-8"))
+    }
 
 
 @pytest.mark.timeout(1800)
 def test_the_claims_of_fsdp2(tmp_path: Path, verdicts: list[Verdict]) -> None:
-    claims = [claim for *_, tests in FILES.values() for claim in tests.values()]
+    claims = [claim for module, _ in SUITES for claim in module.TESTS.values()]
     worlds = sorted({claim.world for claim in claims if isinstance(claim, Claim)})
     ran = {
         side: {k: v for world in worlds for k, v in errors_of(side, world, tmp_path).items()}
         for side in ("FSDP2", "shardcast")
     }
     wrong = []
-    for _, of_file, tests in FILES.values():
-        for test, claim in tests.items():
+    for module, of_file in SUITES:
+        for test, claim in module.TESTS.items():
+            key = f"{module.__name__}.{test}"
             if isinstance(claim, str):
                 verdicts.append(Verdict(of_file, test, "not applicable", claim))
                 continue
-            if not claim.control and ran["FSDP2"][test]:
-                wrong.append(f"FSDP2 fails in {test}, which is not its claim\n{ran['FSDP2'][test]}")
-            error = ran["shardcast"][test]
+            if not claim.control and ran["FSDP2"][key]:
+                wrong.append(f"FSDP2 fails in {key}, so it is not its claim\n{ran['FSDP2'][key]}")
+            error = ran["shardcast"][key]
             words, reason = REFUSED.get(test, ("", ""))
             left = f"without {claim.without}" if claim.without else ""
             if claim.control:

@@ -175,3 +175,8 @@ def claim(
         control: why FSDP2 is not held to it here.
     """
     return lambda function: Claim(world, function, without, control)
+
+
+def claims_in(*members: dict[str, Any]) -> dict[str, Claim | str]:
+    """The claims of some modules, by the names of the tests."""
+    return {name: it for given in members for name, it in given.items() if isinstance(it, Claim)}

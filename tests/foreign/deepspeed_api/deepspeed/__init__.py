@@ -9,15 +9,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardcast
+from shardcast import checkpoint
 
 GPU = "cpu"
 # Their tests start processes for each test: not each of them imports torch anew.
@@ -45,7 +50,7 @@ class ZeROOptimizer:
     """A sharded optimizer under the names that the tests use of DeepSpeed's."""
 
     def __init__(self, sharded: Any) -> None:
-        self.sharded = sharded
+        self.sharded = self.optimizer = sharded
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sharded, name)
@@ -95,7 +100,10 @@ class DeepSpeedEngine(nn.Module):
         return int(self.config.get("gradient_accumulation_steps", 1))
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return int(self.config["train_micro_batch_size_per_gpu"])
+        if "train_micro_batch_size_per_gpu" in self.config:
+            return int(self.config["train_micro_batch_size_per_gpu"])
+        steps = dist.get_world_size() * self.gradient_accumulation_steps()
+        return int(self.config["train_batch_size"]) // steps
 
     def train_batch_size(self) -> int:
         ranks = dist.get_world_size()
@@ -139,13 +147,19 @@ class DeepSpeedEngine(nn.Module):
     def was_step_applied(self) -> bool:
         return self._applied
 
+    def empty_partition_cache(self) -> None:
+        """Nothing: parameters are whole."""
+
+    def save_checkpoint(self, folder: Any) -> None:
+        checkpoint.save(str(folder), self.module, self.sharded, step=self.global_steps)
+
     def destroy(self) -> None:
         ENGINES.remove(self)
         self.sharded.close()
 
 
 ENGINES: list[DeepSpeedEngine] = []
-OPTIMIZERS: Mapping[str, Any] = {"Adam": torch.optim.AdamW, "AdamW": torch.optim.AdamW}
+OPTIMIZERS: Mapping[str, Any] = {"adam": torch.optim.AdamW, "adamw": torch.optim.AdamW}
 
 
 def initialize(
@@ -157,10 +171,12 @@ def initialize(
         optimizer = optimizer(model.parameters())
     if optimizer is None:
         asked = config["optimizer"]
+        if asked["type"].lower() not in OPTIMIZERS:
+            raise NotImplementedError(f"DeepSpeed's {asked['type']} is not what shardcast has")
         params: Iterable[Any] = model.parameters() if model_parameters is None else model_parameters
         options = {key: value for key, value in asked["params"].items() if key != "torch_adam"}
         # Its Adam decays as AdamW does, and not at all by default.
-        optimizer = OPTIMIZERS[asked["type"]](params, **{"weight_decay": 0.0, **options})
+        optimizer = OPTIMIZERS[asked["type"].lower()](params, **{"weight_decay": 0.0, **options})
     engine = DeepSpeedEngine(model, optimizer, config or {})
     return engine, engine.optimizer, None, None
 
@@ -184,7 +200,22 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
-    raise NotImplementedError("masters of all ranks are read by full_state_dict()")
+    """The master, which rank 0 gathers; every rank calls it for every parameter."""
+    for engine in ENGINES:
+        for name, one in engine.module.named_parameters():
+            if one is param:
+                masters = [engine.sharded.full_parameters().get(name)]
+                dist.broadcast_object_list(masters, src=0)
+                return param.detach() if masters[0] is None else masters[0]
+    raise ValueError("a parameter of no engine")
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, folder: Any) -> nn.Module:
+    """Load the exported fp32 weights of the newest checkpoint of ``folder``."""
+    with tempfile.TemporaryDirectory() as out:
+        checkpoint.export(str(folder), out)
+        model.load_state_dict(safetensors.torch.load_file(f"{out}/model.safetensors"))
+    return model
 
 
 def all_gather_into_tensor(out: Tensor, own: Tensor) -> None:
@@ -215,16 +246,32 @@ def _absent(name: str) -> Any:
 
 
 ONE = Accelerator()
-for path in ("pipe", "moe", "moe.layer", "runtime", "runtime.zero", "ops", "ops.aio", "zero"):
+FOLDERS = ("pipe", "moe", "moe.layer", "runtime", "runtime.zero", "ops", "ops.aio", "zero")
+for path in FOLDERS:
     _module(path)
+
+
+@contextmanager
+def init(enabled: bool = True, **_: Any) -> Iterator[None]:
+    """``deepspeed.zero.Init``, where a test turns it off."""
+    if enabled:
+        raise NotImplementedError("zero.Init, of ZeRO stage 3, is not what shardcast has")
+    yield
+
+
+sys.modules["deepspeed.zero"].Init = init  # type: ignore[attr-defined]
 _module("comm", **{key: getattr(dist, key) for key in dir(dist) if not key.startswith("__")}
         | {"all_gather_into_tensor": all_gather_into_tensor})  # fmt: skip
 _module("accelerator", get_accelerator=lambda: ONE, is_current_accelerator_supported=lambda: True)
 _module("git_version_info", torch_info={})
 _module("utils", safe_get_full_grad=safe_get_full_grad,
         safe_get_full_fp32_param=safe_get_full_fp32_param)  # fmt: skip
-_module("utils.zero_to_fp32")
+_module("utils.zero_to_fp32",
+        load_state_dict_from_zero_checkpoint=load_state_dict_from_zero_checkpoint)  # fmt: skip
 _module("runtime.base_optimizer", ZeROOptimizer=ZeROOptimizer)
 _module("runtime.engine", DeepSpeedEngine=DeepSpeedEngine)
-for path in ("bf16_optimizer", "zero.partition_parameters", "zero.offload_config", "zero.utils"):
+_module("runtime.zero.offload_config",
+        OffloadDeviceEnum=Enum("OffloadDeviceEnum", {key: key for key in ("none", "cpu", "nvme")},
+                               type=str))  # fmt: skip
+for path in ("bf16_optimizer", "zero.partition_parameters", "zero.utils"):
     _module(f"runtime.{path}")

@@ -1,4 +1,4 @@
-"""Claims of ``test_fully_shard_mixed_precision.py`` and ``test_fully_shard_grad_dtype.py``."""
+"""Claims of ``test_fully_shard_mixed_precision.py``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.testing._internal.common_distributed import SaveForwardInputsModel
 from torch.testing._internal.common_fsdp import MLP
 from torch.utils.checkpoint import checkpoint
 
-from claims.sides import Claim, claim
-from claims.training import Adam, average, ranks, seed
+from claims.helpers import Adam, average, ranks, seed
+from claims.sides import claim, claims_in
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -314,167 +314,9 @@ def test_clamp_reduce_dtype(side: Any) -> None:
     side.grads(model, optimizer)
 
 
-ONLY_NEWER = "FSDP2 of torch 2.13 has no grad_dtype"
-
-
-class FP32Gradient(torch.autograd.Function):
-    """A product whose weight has a gradient in fp32; with ``torch.mm`` only CUDA makes one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.float().T @ x.float()
-
-
-class Projection(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((32, 32), 0.125, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return FP32Gradient.apply(x, self.weight)
-
-
-def values(rows: int) -> Tensor:
-    return torch.full((rows, 32), 1.0078125, dtype=BF16)
-
-
-@claim(2, control=ONLY_NEWER)
-def test_invalid_dtype(side: Any) -> None:
-    for dtype in (torch.int64, torch.bool, torch.complex64, "float128"):
-        try:
-            side.shard(nn.Linear(4, 4), low=BF16, grad_dtype=dtype)
-        except ValueError as error:
-            assert "grad_dtype" in str(error), error
-        else:
-            raise AssertionError(f"{dtype} was taken")
-
-
-@claim(4, without="compiled products", control=ONLY_NEWER)
-def test_fp32_gradient(side: Any) -> None:
-    for storage, schedule, replicas in itertools.product(
-        (BF16, FP32), ("sync", "no_sync", "checkpoint"), (1, 2)
-    ):
-        projection = Projection(storage)
-        model = nn.Sequential(projection)
-        optimizer = side.shard(
-            model, torch.optim.SGD, lr=1e-3, low=BF16, grad_dtype=FP32, replicas=replicas
-        )
-        optimizer.divisor = 1
-        for step in range(2):
-            optimizer.zero_grad(set_to_none=step == 0)
-            expected = torch.zeros(32, 32)
-            for micro in range(2):
-                x = values(2 + micro).requires_grad_()
-                out = (
-                    checkpoint(model, x, use_reentrant=False)
-                    if schedule == "checkpoint"
-                    else model(x)
-                )
-                assert projection.weight.dtype == BF16
-                given = torch.full_like(out, 1.0078125 * (dist.get_rank() + 1))
-                local = given.float().T @ x.detach().float()
-                assert not torch.equal(local, local.bfloat16().float())
-                received: list[Tensor] = []
-                handle = projection.weight.register_hook(
-                    lambda grad, received=received: received.append(grad.detach().clone())
-                )
-                with side.micro_batch(model, optimizer, schedule != "no_sync" or micro == 1):
-                    out.backward(given)
-                handle.remove()
-                assert [grad.dtype for grad in received] == [FP32]
-                assert torch.equal(received[0], local)
-                dist.all_reduce(local)
-                expected += local
-            (grad,) = side.grads(model, optimizer)
-            assert grad.dtype == FP32
-            assert torch.equal(grad, expected)
-            optimizer.step()
-
-
-@claim(
-    2, without="that `.grad` has the dtype of weights that began in fp32: it has the parameter's"
-)
-def test_default_gradient_dtype(side: Any) -> None:
-    for storage in (BF16, FP32):
-        projection = Projection(storage)
-        side.shard(projection, low=BF16, reduce=FP32)
-        out = projection(values(2))
-        received: list[torch.dtype] = []
-        used = side.used(projection, "weight")
-        handle = used.register_hook(lambda grad, received=received: received.append(grad.dtype))
-        out.backward(torch.full_like(out, 1.0078125))
-        handle.remove()
-        assert received == [BF16]
-
-
-@claim(4, without="zeros for what no rank used: it stays None, as in torch", control=ONLY_NEWER)
-def test_explicit_reduction_dtype_and_unused_parameter(side: Any) -> None:
-    for reduce in (BF16, FP32):
-        projection = Projection(BF16)
-        projection.unused = nn.Parameter(torch.zeros_like(projection.weight))
-        optimizer = side.shard(projection, low=BF16, grad_dtype=FP32, reduce_dtype=reduce)
-        optimizer.divisor = 1
-        out = projection(values(2))
-        given = torch.full_like(out, 1.0078125)
-        expected = (given.float().T @ values(2).float()).to(reduce)
-        dist.all_reduce(expected)
-        out.backward(given)
-        grad, unused = side.grads(projection, optimizer)
-        assert grad.dtype == FP32
-        assert torch.equal(grad, expected.float())
-        assert unused is None
-
-
-@claim(2, control=ONLY_NEWER)
-def test_parameter_dtype_conversion_preserves_gradient(side: Any) -> None:
-    model = Projection(BF16)
-    optimizer = side.shard(model, low=BF16, grad_dtype=FP32)
-    model(values(3)).backward(torch.full((3, 32), 1.0078125, dtype=BF16))
-    side.grads(model, optimizer)
-    model.half()
-    model(values(3))
-
-
 SUMS = "compares with sums in the low dtype; sums are in fp32 here"
 PER_MODULE = "sets where inputs or outputs of single modules are cast"
-MOVES = "moves a sharded model between devices, and lets a conversion fail half-way"
-MIXED: dict[str, Claim | str] = {
+TESTS = claims_in(globals()) | {
     "test_compute_dtype": SUMS,
-    "test_reduce_dtype": test_reduce_dtype,
-    "test_reduce_dtype_after_frozen_first_forward": test_reduce_dtype_after_frozen_first_forward,
-    "test_grad_acc_with_reduce_dtype": test_grad_acc_with_reduce_dtype,
-    "test_structured_input_output": test_structured_input_output,
-    "test_no_warmup_jvp_reshard_after_forward_false": (
-        test_no_warmup_jvp_reshard_after_forward_false
-    ),
-    "test_float16_on_one_submodule": test_float16_on_one_submodule,
     "test_submodules_with_external_inputs": PER_MODULE,
-    "test_checkpoint_recompute_casts_forward_inputs": (
-        test_checkpoint_recompute_casts_forward_inputs
-    ),
-    "test_checkpoint_recompute_casts_outputs": test_checkpoint_recompute_casts_outputs,
-    "test_norm_modules_bf16": test_norm_modules_bf16,
-    "test_norm_modules_fp16": test_norm_modules_fp16,
-    "test_clamp_reduce_dtype": test_clamp_reduce_dtype,
 }
-GRADIENTS: dict[str, Claim | str] = {
-    "test_invalid_dtype": test_invalid_dtype,
-    "test_positional_compatibility": "is about the order of a policy's arguments",
-    "test_fp32_gradient": test_fp32_gradient,
-    "test_default_gradient_dtype": test_default_gradient_dtype,
-    "test_explicit_reduction_dtype_and_unused_parameter": (
-        test_explicit_reduction_dtype_and_unused_parameter
-    ),
-    "test_parameter_conversion_with_gradient": MOVES,
-    "test_partial_parameter_conversion_failure": MOVES,
-    "test_parameter_dtype_conversion_preserves_gradient": (
-        test_parameter_dtype_conversion_preserves_gradient
-    ),
-}
-TESTS = MIXED | GRADIENTS
