@@ -159,12 +159,10 @@ its words. *Not applicable* asks for what shardcast does not claim. Every test o
 """
 NOT_YET = """## Not run
 
-Nothing is known from DeepSpeed's `tests/unit/v1/zero/test_zero.py`, FSDP2's
-`test_fully_shard_{training,mixed_precision,clip_grad_norm_,frozen,grad_dtype,state_dict}.py` and
-DCP's `test_state_dict.py`. DeepSpeed's `test_zero2_gradient_safety.py` calls private methods of its
-optimizer, and the `*_cpu.py` of Emerging-Optimizers call its functions over tensor-parallel ranks:
-no sharded optimizer can stand in their place. A suite in `tests/foreign` without a row above was
-never run whole by one command.
+DeepSpeed's `test_zero2_gradient_safety.py` calls private methods of its optimizer, and the
+`*_cpu.py` of Emerging-Optimizers call its functions over tensor-parallel ranks: no sharded optimizer
+can stand in their place. A suite in `tests/foreign` without a row above was never run whole by one
+command.
 """
 HEAD = ("suite", "from", "cases", *OUTCOMES)
 

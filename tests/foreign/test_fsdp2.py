@@ -73,7 +73,7 @@ def errors_of(side: str, world: int, folder: Path) -> dict[str, str]:
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     return {
-        f"{file}.{test}": error
+        f"claims.{file}.{test}": error
         for file, test, error, _ in json.loads(report.read_text(encoding="utf-8"))
     }
 

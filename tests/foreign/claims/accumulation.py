@@ -93,23 +93,22 @@ def with_tensor_parallelism(side: Any, shape: tuple[int, ...], names: tuple[str,
     for index in range(3):
         plan[f"{index}.in_proj"] = ColwiseParallel(use_local_output=False)
         plan[f"{index}.out_proj"] = RowwiseParallel(use_local_output=index == 2)
-    for dim in (3, 5, 16, 17):
-        for checkpointing in (False, True):
-            torch.manual_seed(42)
-            model = MLPStack(dim)
-            ref = replicate(copy.deepcopy(model), process_group=dp_group)
-            parallelize_module(model, mesh["tp"], plan)
-            if checkpointing:
-                for module in model:
-                    checkpoint(module)
-            optimizer = side.shard(model, modules=list(model), mesh=mesh, dp=dp)
-            for ours, param in zip(model.parameters(), ref.parameters(), strict=True):
-                assert_close(whole(ours.detach()), param.detach())
-            torch.manual_seed(42 + dist.get_rank(dp_group) + 1)
-            train_beside(
-                ref, model, Adam(ref.parameters(), lr=1e-2, foreach=False), optimizer,
-                lambda dim=dim: torch.randn(8, dim),
-            )  # fmt: skip
+    for dim, checkpointing in ((3, False), (5, True), (16, True), (17, False)):
+        torch.manual_seed(42)
+        model = MLPStack(dim)
+        ref = replicate(copy.deepcopy(model), process_group=dp_group)
+        parallelize_module(model, mesh["tp"], plan)
+        if checkpointing:
+            for module in model:
+                checkpoint(module)
+        optimizer = side.shard(model, modules=list(model), mesh=mesh, dp=dp)
+        for ours, param in zip(model.parameters(), ref.parameters(), strict=True):
+            assert_close(whole(ours.detach()), param.detach())
+        torch.manual_seed(42 + dist.get_rank(dp_group) + 1)
+        train_beside(
+            ref, model, Adam(ref.parameters(), lr=1e-2, foreach=False), optimizer,
+            lambda dim=dim: torch.randn(8, dim),
+        )  # fmt: skip
 
 
 @claim(4, without="that the mesh of a parameter has the data-parallel dimension, too")
@@ -124,36 +123,33 @@ def test_3d_mlp_with_nd_mesh(side: Any) -> None:
 
 @claim(4)
 def test_train_parity_hsdp(side: Any) -> None:
-    for dim in (3, 16, 17):
-        for checkpointing in (False, True):
-            for at_last in (True, False):
-                torch.manual_seed(42)
-                model = nn.Sequential(
-                    nn.LayerNorm(dim, bias=False), MLP(dim, dim_multiplier=3), MLP(dim),
-                    MLP(dim, dim_multiplier=3),
-                )  # fmt: skip
-                ref = replicate(copy.deepcopy(model))
-                if checkpointing:
-                    for module in model:
-                        checkpoint(module)
-                optimizer = side.shard(model, modules=list(model), replicas=2, offload=True)
-                ref_optimizer = Adam(ref.parameters(), lr=1e-2)
-                seed()
-                for index in range(5):
-                    for micro in range(3):
-                        batch = torch.randn(8, dim)
-                        losses = [ref(batch).sum(), model(batch).sum()]
-                        losses[0].backward()
-                        with side.micro_batch(model, optimizer, micro == 2 or not at_last):
-                            losses[1].backward()
-                        assert_close(losses[1], losses[0])
-                    same_parity(side, ref, model, optimizer)
-                    for one in (ref_optimizer, optimizer):
-                        one.step()
-                        one.zero_grad(set_to_none=index % 2 == 0)
-                    assert_close(
-                        side.weights(model, optimizer), [p.detach() for p in ref.parameters()]
-                    )
+    covers = ((3, False, True), (3, True, False), (16, True, True), (17, False, False))
+    for dim, checkpointing, at_last in covers:
+        torch.manual_seed(42)
+        model = nn.Sequential(
+            nn.LayerNorm(dim, bias=False), MLP(dim, dim_multiplier=3), MLP(dim),
+            MLP(dim, dim_multiplier=3),
+        )  # fmt: skip
+        ref = replicate(copy.deepcopy(model))
+        if checkpointing:
+            for module in model:
+                checkpoint(module)
+        optimizer = side.shard(model, modules=list(model), replicas=2, offload=True)
+        ref_optimizer = Adam(ref.parameters(), lr=1e-2)
+        seed()
+        for index in range(5):
+            for micro in range(3):
+                batch = torch.randn(8, dim)
+                losses = [ref(batch).sum(), model(batch).sum()]
+                losses[0].backward()
+                with side.micro_batch(model, optimizer, micro == 2 or not at_last):
+                    losses[1].backward()
+                assert_close(losses[1], losses[0])
+            same_parity(side, ref, model, optimizer)
+            for one in (ref_optimizer, optimizer):
+                one.step()
+                one.zero_grad(set_to_none=index % 2 == 0)
+            assert_close(side.weights(model, optimizer), [p.detach() for p in ref.parameters()])
 
 
 @claim(2)

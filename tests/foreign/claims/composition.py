@@ -33,33 +33,32 @@ from claims.sides import claim
 
 @claim(2)
 def test_train_parity_with_activation_checkpointing(side: Any) -> None:
-    for impl in ("composable", "utils", "wrapper"):
-        for tied in (False, True):
-            model = transformer(
-                n_layers=3, n_heads=4, vocab_size=1024, max_seq_len=64, weight_tying=tied,
-                checkpoint_activations=impl == "utils",
-            )  # fmt: skip
-            ref = replicate(copy.deepcopy(model))
-            if impl == "wrapper":
-                apply_activation_checkpointing(
-                    model, check_fn=lambda module: isinstance(module, TransformerBlock)
-                )
-            if impl == "composable":
-                for block in blocks_of(model):
-                    checkpoint(block)
-            optimizer = side.shard(model, modules=list(model.layers))
-            ref_optimizer = Adam(ref.parameters(), lr=1e-2)
-            seed(0)
-            batch = torch.randint(0, 1024, (3, 64))
-            for index in range(10):
-                losses = [one(batch).sum() for one in (ref, model)]
-                for loss in losses:
-                    loss.backward()
-                same_parity(side, ref, model, optimizer)
-                assert_close(losses[1], losses[0])
-                for one in (ref_optimizer, optimizer):
-                    one.step()
-                    one.zero_grad(set_to_none=index % 2 == 0)
+    for impl, tied in (("composable", True), ("utils", False), ("wrapper", True)):
+        model = transformer(
+            n_layers=3, n_heads=4, vocab_size=1024, max_seq_len=64, weight_tying=tied,
+            checkpoint_activations=impl == "utils",
+        )  # fmt: skip
+        ref = replicate(copy.deepcopy(model))
+        if impl == "wrapper":
+            apply_activation_checkpointing(
+                model, check_fn=lambda module: isinstance(module, TransformerBlock)
+            )
+        if impl == "composable":
+            for block in blocks_of(model):
+                checkpoint(block)
+        optimizer = side.shard(model, modules=list(model.layers))
+        ref_optimizer = Adam(ref.parameters(), lr=1e-2)
+        seed(0)
+        batch = torch.randint(0, 1024, (3, 64))
+        for index in range(10):
+            losses = [one(batch).sum() for one in (ref, model)]
+            for loss in losses:
+                loss.backward()
+            same_parity(side, ref, model, optimizer)
+            assert_close(losses[1], losses[0])
+            for one in (ref_optimizer, optimizer):
+                one.step()
+                one.zero_grad(set_to_none=index % 2 == 0)
 
 
 class ChunkedHead(nn.Module):

@@ -1,0 +1,59 @@
+"""modded-nanogpt's simple speedrun: its own sharding and shardcast, on a tiny model."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+from evidence import Suite, Verdict
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
+import speedrun
+
+STEPS = 20
+SUITE = Suite(
+    name="modded-nanogpt",
+    claim=(
+        f"{STEPS} steps of a tiny model (`launch/speedrun.py`) on two CPU processes, validated in "
+        "each step, by its own sharding of Muon and by shardcast; passed is a loss that is never "
+        "further apart than a case names"
+    ),
+    source="KellerJordan/modded-nanogpt",
+    commit=speedrun.COMMIT,
+    blob=speedrun.BLOB,
+    path=speedrun.PATH,
+    license="MIT",
+    cases=3,
+    replaced=speedrun.SHARDED,
+)
+WHOLE = dataclasses.replace(SUITE, replaced={})
+CASES = {  # what else is edited in both, shardcast's options, how far losses may be apart
+    "fp32": (speedrun.FP32, {"param_dtype": "fp32"}, 1e-5),
+    "bf16, the embedding's master in fp32": (
+        speedrun.BF16, {"param_dtype": "bf16", "grad_dtype": "fp32"}, 1e-3,
+    ),
+    "as it is, with an embedding and moments in bf16": ({}, {"param_dtype": "bf16"}, 1e-3),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES)
+def test_a_speedrun_has_the_losses_of_its_own_sharding(
+    case: str, tmp_path: Path, sources: Path | None, verdicts: list[Verdict]
+) -> None:
+    edits, options, apart = CASES[case]
+    data = tmp_path / "tokens"
+    speedrun.write_data(data, STEPS, tiny=True)
+    steps = {"train_steps = 3250": f"train_steps = {STEPS}"}
+    text = WHOLE.text(sources)
+    common = [steps, speedrun.ON_CPU, speedrun.TINY, edits]
+    own, sharded = speedrun.beside(text, tmp_path, data, 2, common, options).values()
+    assert [*own] == [*sharded] == [*range(STEPS + 1)]
+    assert own[STEPS][0] < own[0][0] - 0.5  # it learns
+    worst = max(abs(own[step][0] - sharded[step][0]) for step in own)
+    ends = f"{own[0][0]:.3f} to {own[STEPS][0]:.4f} and {sharded[STEPS][0]:.4f}"
+    told = f"{ends}; at most {worst:.1g} apart"
+    assert worst <= apart, told
+    verdicts.append(Verdict(SUITE, case, "passed", f"{case}: {told}"))
