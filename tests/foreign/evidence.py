@@ -160,9 +160,9 @@ its words. *Not applicable* asks for what shardcast does not claim. Every test o
 NOT_YET = """## Not run
 
 DeepSpeed's `test_zero2_gradient_safety.py` calls private methods of its optimizer, and the
-`*_cpu.py` of Emerging-Optimizers call its functions over tensor-parallel ranks: no sharded optimizer
-can stand in their place. A suite in `tests/foreign` without a row above was never run whole by one
-command.
+`*_cpu.py` of Emerging-Optimizers call its functions over tensor-parallel ranks: no sharded
+optimizer can stand in their place. A suite in `tests/foreign` without a row above was never run
+whole by one command.
 """
 HEAD = ("suite", "from", "cases", *OUTCOMES)
 

@@ -1,0 +1,57 @@
+"""``launch/gpu.sh --speedrun``: what stands around a script that is not part of the repository."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+sys.path.insert(0, str(LAUNCH))
+import speedrun  # noqa: E402
+
+
+def test_drawn_tokens_are_in_the_format_of_the_scripts_files(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    speedrun.write_tokens(path, 1000, vocabulary=256, seed=0)
+    header = torch.from_file(str(path), False, 256, dtype=torch.int32)
+    assert header[:3].tolist() == [20240520, 1, 1000]
+    tokens = torch.frombuffer(bytearray(path.read_bytes()[1024:]), dtype=torch.uint16).long()
+    assert len(tokens) == 1000
+    assert tokens.max() < 256
+    assert len((tokens.diff() % 256).unique()) <= 64  # the next one can be learned
+
+
+def test_an_edit_of_a_text_that_is_not_there_ends_the_program() -> None:
+    assert speedrun.edited("a b", {"a": "c"}, {"c b": "d"}) == "d"
+    with pytest.raises(SystemExit, match="has no 'x'"):
+        speedrun.edited("a b", {"x": "y"})
+
+
+def test_another_script_than_the_named_one_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "train_gpt_simple.py"
+    other.write_text("print()")
+    with pytest.raises(SystemExit, match=re.escape(speedrun.BLOB)):
+        speedrun.script_at(other)
+
+
+def test_losses_and_times_stand_side_by_side() -> None:
+    told = "step:0/2 val_loss:5.54518 train_time:0.000s step_avg:nanms\n"
+    told += "step:2/2 val_loss:5.10000 train_time:0.500s step_avg:250.00ms\n"
+    curve = {int(s): (float(loss), float(ms)) for s, loss, ms in speedrun.LINE.findall(told)}
+    assert curve[2] == (5.1, 250.0)
+    table = speedrun.table({"own": curve, "sharded": curve})
+    assert table.splitlines()[-1] == "| 2 | 5.10000 | 250.00 | 5.10000 | 250.00 |"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.timeout(60)
+def test_a_speedrun_without_a_gpu_says_what_to_do() -> None:
+    script = str(LAUNCH / "speedrun.py")
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "--dry-run trains a tiny model on CPUs" in ended.stderr
