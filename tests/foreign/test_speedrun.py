@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
-from evidence import Suite, Verdict
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 import speedrun
+from evidence import Suite, Verdict
 
 STEPS = 20
 SUITE = Suite(

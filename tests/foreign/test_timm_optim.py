@@ -49,15 +49,28 @@ NAMED = "not compiled and not factory and not param_groups"
 OURS = {1: (), 2: ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")}
 
 
+Checks = list[tuple[str, int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory, sources: Path | None) -> Path:
+    path = tmp_path_factory.mktemp("timm") / Path(SUITE.path).name
+    path.write_text(SUITE.text(sources), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def stock(file: Path) -> Checks:
+    """By timm itself; what fails there is no fault of ours."""
+    return checks_of(file, 1, STOCK="1")
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_checks_of_timms_optimizers(
-    world_size: int, tmp_path: Path, sources: Path | None, verdicts: list[Verdict]
+    world_size: int, file: Path, stock: Checks, verdicts: list[Verdict]
 ) -> None:
-    file = tmp_path / Path(SUITE.path).name
-    file.write_text(SUITE.text(sources), encoding="utf-8")
     ours = checks_of(file, world_size)
-    stock = checks_of(file, 1, STOCK="1")  # what fails there is no fault of ours
     wrong = []
     assert [key[:-1] for key in ours] == [key[:-1] for key in stock]
     for (test, number, check, error), (*_, of_timm) in zip(ours, stock, strict=True):
@@ -76,7 +89,7 @@ def test_the_checks_of_timms_optimizers(
     assert not wrong, "\n\n".join(wrong)
 
 
-def checks_of(file: Path, world_size: int, **environment: str) -> list[tuple[str, int, str, str]]:
+def checks_of(file: Path, world_size: int, **environment: str) -> Checks:
     """Each check that was made, by test and number, and its error, of whichever rank."""
     folder = file.parent / f"checks-{world_size}{''.join(environment)}"
     folder.mkdir()

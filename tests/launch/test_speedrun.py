@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import speedrun
 import torch
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-sys.path.insert(0, str(LAUNCH))
-import speedrun  # noqa: E402
 
 
 def test_drawn_tokens_are_in_the_format_of_the_scripts_files(tmp_path: Path) -> None:

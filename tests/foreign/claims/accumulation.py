@@ -80,6 +80,7 @@ def test_1f1b_microbatching(side: Any) -> None:
         losses[-1].backward()
         assert_close(losses[0], losses[1])
     average(ref)
+    same_parity(side, ref, model, optimizer)
     optimizer.step()
     ref_optimizer.step()
     assert_close(side.weights(model, optimizer), [p.detach() for p in ref.parameters()])
