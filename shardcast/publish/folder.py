@@ -203,17 +203,17 @@ class FolderReader:
         has: tuple[str, int] = _run_of(self._version) if self._version else ("", 0)
         is_of_run = has[0] == newest
         fulls: dict[int, dict[int, _File]] = {}
-        behind: dict[int, _File] = {}
+        following: dict[int, _File] = {}
         for file in _files(self._directory):
             if file.run != newest:
                 continue
             if file.is_full:
                 fulls.setdefault(file.number, {})[file.part] = file
             # All elements of a rank are what has changed, too.
-            if file.number == has[1] + 1 and not (file.is_full and file.part in behind):
-                behind[file.part] = file
+            if file.number == has[1] + 1 and not (file.is_full and file.part in following):
+                following[file.part] = file
         newer = [n for n, files in fulls.items() if _all(files) and not (is_of_run and n <= has[1])]
-        ways = [behind] if is_of_run and _all(behind) else []
+        ways = [following] if is_of_run and _all(following) else []
         if newer and fulls[max(newer)] not in ways:
             ways.append(fulls[max(newer)])
         return [[file.path for file in files.values()] for files in ways]
@@ -310,8 +310,8 @@ def _run_of(version: str) -> tuple[str, int]:
 def _files(directory: Path, prefixes: Sequence[str] = ("",)) -> Iterator[_File]:
     for name in os.listdir(directory):
         for prefix in prefixes:
-            if name.startswith(prefix) and (found := NAME.fullmatch(name[len(prefix) :])):
+            if name.startswith(prefix) and (match := NAME.fullmatch(name[len(prefix) :])):
                 yield _File(
-                    directory / name, found["run"], int(found["number"]), found["kind"] == "full",
-                    int(found["part"]), int(found["parts"]),
+                    directory / name, match["run"], int(match["number"]), match["kind"] == "full",
+                    int(match["part"]), int(match["parts"]),
                 )  # fmt: skip

@@ -98,18 +98,18 @@ class ChangesOfRank(StepHook):
             raise RuntimeError("changes: the optimizer is closed; ask before optimizer.close()")
         optimizer.refuse_averaged("changes")
         optimizer.resync_masters()  # what a script has written is noted
-        known = since if since and since == self._last else None
+        base = since if since and since == self._last else None
         patches: list[WeightPatch] = []
         for shard in optimizer.shards:
             if shard.pack.layout.pack_groups.is_primary:  # others may have copies
                 for _, fragment, param in shard.owned():
-                    patches += _patches(shard, fragment, param, known is None, bool(weights))
+                    patches += _patches(shard, fragment, param, base is None, bool(weights))
         for shard in optimizer.shards:
             _record(shard).tell()
         self._number += 1
         comm = optimizer.process_groups.everyone
         self._last = f"{self._run}-{self._number:08d}-{optimizer.comm.steps}"
-        return Changes(tuple(patches), self._last, known, comm.rank, comm.size, self._aliases())
+        return Changes(tuple(patches), self._last, base, comm.rank, comm.size, self._aliases())
 
     def _aliases(self) -> dict[str, str]:
         first: dict[nn.Parameter, str] = {}

@@ -166,7 +166,7 @@ class MarkedChanges(Changed):
         self._marks.send(part, (marks | words(changed.view(-1, self._row)),))
 
     def since(self, start: int, stop: int) -> Tensor:
-        found = []
+        places = []
         for begin in range(start, stop, PIECE):
             (marks,) = self._marks.fetch(slice(begin, min(begin + PIECE, stop)))
             octets = marks.view(torch.uint8)
@@ -174,8 +174,8 @@ class MarkedChanges(Changed):
             lanes = torch.arange(count, dtype=torch.uint8, device=marks.device)
             marked = octets.nonzero().view(-1)  # waits for the device
             number, lane = ((octets[marked][:, None] >> lanes) & 1).nonzero().unbind(1)
-            found.append(marked[number] * count + lane + (begin - start))
-        return torch.cat(found)
+            places.append(marked[number] * count + lane + (begin - start))
+        return torch.cat(places)
 
     def tell(self) -> None:
         self.is_new = False

@@ -72,8 +72,8 @@ def _block(
         size = raw & 0x7FFFFFFF
         tiny = (size.to(tl.float32, bitcast=True) * 512.0).to(tl.int32)
         usual = (size >> 20) - 960
-        found = tl.where(size < 0x3C800000, tiny, usual) | ((raw >> 24) & 0x80)
-        tl.store(first + place, found.to(tl.uint8))
+        byte_of_code = tl.where(size < 0x3C800000, tiny, usual) | ((raw >> 24) & 0x80)
+        tl.store(first + place, byte_of_code.to(tl.uint8))
         tl.store(scales + row.to(tl.int64) * (width // side) + column, byte.to(tl.uint8))
 
 

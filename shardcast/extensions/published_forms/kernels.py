@@ -117,9 +117,9 @@ def _round(form: Form, masters: Tensor, *outputs: Tensor) -> None:
 
 
 def _collapse(form: Form, values: Tensor, codes: Tensor, scales: Tensor) -> None:
-    its_codes, its_scales = form.quantize(values)
-    codes.copy_(its_codes.view(torch.uint8))
-    scales.copy_(its_scales)
+    new_codes, new_scales = form.quantize(values)
+    codes.copy_(new_codes.view(torch.uint8))
+    scales.copy_(new_scales)
 
 
 def _expand(form: Form, values: Tensor, codes: Tensor, scales: Tensor) -> None:

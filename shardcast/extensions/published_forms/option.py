@@ -50,14 +50,14 @@ class FormCasts(Casts):
         self._patterns = config.published.patterns()
 
     def of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> FormCast | None:
-        found = [form for form, patterns in self._patterns.items() if _matches(patterns, name)]
-        if not found:
+        names = [form for form, patterns in self._patterns.items() if _matches(patterns, name)]
+        if not names:
             return None
-        if len(found) > 1:
-            raise ValueError(f"{WHY}: {name!r} matches patterns of {' and '.join(found)}; give one")
-        form = FORMS[found[0]]
+        if len(names) > 1:
+            raise ValueError(f"{WHY}: {name!r} matches patterns of {' and '.join(names)}; give one")
+        form = FORMS[names[0]]
         if len(shape) not in (2, 3):  # a stack of matrices is one of experts
-            if not any(fnmatchcase(name, pattern) for pattern in self._patterns[found[0]]):
+            if not any(fnmatchcase(name, pattern) for pattern in self._patterns[names[0]]):
                 return None  # a vector of a module whose name matches
             raise ValueError(
                 f"{WHY}: {name!r} has the shape {shape}, expected a matrix, or a stack of them, "
@@ -88,13 +88,13 @@ class FormCasts(Casts):
         return FormWire(FORMS[layout.cast], layout, self._config)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        known = [*names]
+        params = [*names]
         return [
             f"{WHY}: the pattern {pattern!r} of {form} matches no parameter of the optimizer; "
             "patterns are matched against names as in model.named_parameters()"
             for form, patterns in self._patterns.items()
             for pattern in patterns
-            if not any(_matches((pattern,), name) for name in known)
+            if not any(_matches((pattern,), name) for name in params)
         ]
 
 

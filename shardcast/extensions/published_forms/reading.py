@@ -69,7 +69,7 @@ class PublishedReader(StepHook):
         """
         self._optimizer.need_masters("published")
         self._optimizer.sync.wait()
-        known = []
+        formed = []
         for shard in self._optimizer.shards:
             layout = shard.pack.layout
             for slot in layout.slots if layout.cast else ():
@@ -78,10 +78,10 @@ class PublishedReader(StepHook):
                     codes, scales = FORMS[layout.cast].quantize(values)
                     scales = scales.view(torch.float8_e8m0fnu)
                     return Published(codes, scales, layout.cast, slot.shape)
-                known.append(slot.name)
+                formed.append(slot.name)
         raise ValueError(
             f"published: expected the name of a parameter that has a form, got {name!r}; such are "
-            f"{', '.join(map(repr, known))}"
+            f"{', '.join(map(repr, formed))}"
         )
 
 

@@ -117,9 +117,9 @@ def _fragments(layout: PackLayout) -> list[tuple[Span, list[tuple[Slot, int, int
 
     One walk along the parts: of a thousand ranks each span's own would take long.
     """
-    found: list[tuple[Span, list[tuple[Slot, int, int]]]] = [(span, []) for span in layout.spans]
+    owned: list[tuple[Span, list[tuple[Slot, int, int]]]] = [(span, []) for span in layout.spans]
     for owner, slot, count in layout.parts():
-        span, fragments = found[owner]
+        span, fragments = owned[owner]
         start = max(slot.offset, span.start)
         fragments.append((slot, start, start + count))
-    return found
+    return owned
