@@ -250,16 +250,13 @@ def compile_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
+    try:
+        from triton.errors import TritonError  # of kernels that are written by hand
+    except ImportError:
+        by_hand: tuple[type[Exception], ...] = ()
+    else:
+        by_hand = (TritonError,)
     # The limit, of all graphs of a function in this process, is no TorchDynamoException.
     dynamo = (TorchDynamoException, FailOnRecompileLimitHit)
-    compiler = (*dynamo, CppCompileError, InvalidCxxCompiler, *_triton_errors())
+    compiler = (*dynamo, CppCompileError, InvalidCxxCompiler, *by_hand)
     return *compiler, OSError, subprocess.SubprocessError  # such as a cache that is read-only
-
-
-def _triton_errors() -> tuple[type[Exception], ...]:
-    """Return what kernels that are written by hand raise."""
-    try:
-        from triton.errors import TritonError
-    except ImportError:
-        return ()
-    return (TritonError,)
