@@ -89,8 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             fine_tuning.record(runs)
         lines, columns = [*fine_tuning.rows(runs)], fine_tuning.COLUMNS
     elif args.command == "host":
-        title = "processor time of step() on an accelerator, compiled, nothing is sent, bf16"
-        lines, columns = host.rows(host.measure(args.packs, args.rounds)), host.COLUMNS
+        title = "processor time of a step on an accelerator, compiled, nothing is sent, bf16"
+        costs = host.measure(args.packs, args.ranks, args.rounds)
+        lines, columns = host.rows(costs), host.COLUMNS
     elif args.command == "launches":
         title = f"one step on an accelerator, {args.packs} packs, nothing is sent or computed, bf16"
         lines, columns = launches.rows(launches.measure(args.packs, args.rounds)), launches.COLUMNS
@@ -179,6 +180,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             continue
         if name == "host":
             sub.add_argument("--packs", type=int, nargs="+", default=[16, 40, 131])
+            sub.add_argument("--ranks", type=int, default=8)
             continue
         if name == "launches":
             sub.add_argument("--packs", type=int, default=15)
