@@ -23,18 +23,22 @@ SEVERAL: dict[str, Any] = {  # kernels of one graph become one; of these version
 }
 
 
-def compiled(function: Callable[..., None], several: bool = False) -> Callable[..., None]:
+def compiled(
+    function: Callable[..., None], several: bool = False, notes: bool = False
+) -> Callable[..., None]:
     """Compile ``function`` as one graph for all lengths of its tensors.
 
     Args:
         several: it does the same to several sets of tensors, which on a GPU become one kernel; that
-            some are of equal lengths when it is compiled means nothing. :func:`last_call` gives its
-            last call.
+            some are of equal lengths when it is compiled means nothing.
+        notes: :func:`last_call` is asked after each call.
 
     Under a dispatch mode, such as ``FlopCounterMode``, where Dynamo compiles nothing, the function
     itself runs.
     """
-    how: dict[str, Any] = {"backend": _noting(several)} if several else {"options": _settings()}
+    how: dict[str, Any] = (
+        {"backend": _noting(several)} if notes else {"options": _settings(several)}
+    )
     graph = torch.compile(_with_own_code(function), dynamic=True, fullgraph=True, **how)
 
     def run(*args: Any) -> None:

@@ -148,7 +148,7 @@ def _one_by_one(
 @functools.cache  # one compiled function, so that models of one process share its graph
 def _kernel(fusion: Fusion, dtypes: tuple[torch.dtype, ...], *_: Any) -> Callable[..., None]:
     name = f"the update of several ranges by {fusion.rule} of gradients in {dtypes[0]}"
-    return or_eager(inductor.compiled(update_all_, several=True), _one_by_one, name)
+    return or_eager(inductor.compiled(update_all_, several=True, notes=True), _one_by_one, name)
 
 
 def in_batches(ranges: Sequence[Range]) -> tuple[list[list[Range]], list[Range]]:

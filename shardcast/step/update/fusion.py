@@ -13,6 +13,8 @@ a script has written, becomes the master before the rule.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -220,9 +222,12 @@ class Operands(list[Tensor]):
 
     Attributes:
         in_rows: the same memory in the shape of :func:`update_`, once it was needed.
+        call, kinds: how a graph was called with them, and what with, see :meth:`Executor.call`.
     """
 
     in_rows: list[Tensor] | None = None
+    call: inductor.Call | None = None
+    kinds: Any = None
 
 
 class Executor:
@@ -237,7 +242,10 @@ class Executor:
 
     def __init__(self, compiled: bool, on_host: bool, in_batches: bool = False) -> None:
         self.compiled, self.on_host, self.in_batches = compiled, on_host, compiled and in_batches
-        self._run = _compiled if compiled else in_pieces
+        self._run: Callable[..., object] = _compiled if compiled else in_pieces
+        self._changing: list[Tensor | None] = []
+        self._present: list[Tensor] = []
+        self._kinds: Any = None
 
     def __call__(
         self, fusion: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars,
@@ -245,6 +253,9 @@ class Executor:
     ) -> None:  # fmt: skip
         """Run :func:`.fusion.update_`; operands are 1-d, begin with a row, may end within one."""
         in_rows: list[Tensor] | None = getattr(operands, "in_rows", None)
+        if in_rows is not None and self.compiled and isinstance(operands, Operands):
+            self._call(operands, in_rows, fusion, numbers, factor, skip)
+            return
         if in_rows is not None:
             self._run(fusion, in_rows, numbers, factor, skip)
             return
@@ -277,6 +288,33 @@ class Executor:
         for copy, end in list(zip(copies, ends, strict=True))[1:]:  # the gradient is only read
             end.copy_(copy[: end.numel()])
 
+    def _call(
+        self, operands: Operands, in_rows: Sequence[Tensor], fusion: Fusion, numbers: UpdateScalars,
+        factor: Tensor | None, skip: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Update a range again: by a direct call of the graph where all is like the last time.
+
+        Operands, the count and the rule's numbers are the very tensors of then, which the call has;
+        others may be new ones of the same kinds. They are those of many ranges, and looked at once.
+        """
+        changing = [factor, skip, numbers.epilogue_steps]
+        changing += itertools.chain.from_iterable(numbers.epilogues)
+        if len(changing) != len(self._changing) or not all(
+            map(operator.is_, changing, self._changing)
+        ):
+            present = [it for it in changing if it is not None]
+            absent = [it is None for it in changing]
+            self._changing, self._present = changing, present
+            self._kinds = absent, [*map(len, numbers.epilogues)], inductor.kinds(present)
+        fixed = [*in_rows, numbers.step, *numbers.rule]
+        kinds, call = ([*map(id, fixed)], self._kinds), operands.call
+        if call is not None and kinds == operands.kinds and call.fits:
+            call(self._present)
+            return
+        call = _compiled(fusion, in_rows, numbers, factor, skip)
+        operands.call = None if call is None else call.with_first(fixed)
+        operands.kinds = kinds
+
     def _in_rows(self, fusion: Fusion, operands: Sequence[Tensor]) -> list[Tensor]:
         """View the same memory as rows.
 
@@ -299,17 +337,28 @@ def in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> No
         update_(in_kernel, piece, *others)
 
 
-def _compiled(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> None:
-    """Compile one kernel for operands of these dtypes, with or without a factor and a skip."""
+def _compiled(
+    in_kernel: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars, *others: Tensor | None
+) -> inductor.Call | None:
+    """Run one kernel for all operands of these dtypes, with or without a factor and a skip.
+
+    Returns:
+        Its call with operands, the count, the rule's numbers, and others that are there, in the
+        order of :meth:`Executor._call`; ``None`` if it is not to be had.
+    """
     dtypes = tuple(tensor.dtype for tensor in operands)
     absent = tuple(other is None for other in others)
-    _kernel(in_kernel, dtypes, absent)(in_kernel, operands, *others)
+    _kernel(in_kernel, dtypes, absent)(in_kernel, operands, numbers, *others)
+    more = [*others, numbers.epilogue_steps, *itertools.chain.from_iterable(numbers.epilogues)]
+    every = [*operands, numbers.step, *numbers.rule, *(it for it in more if it is not None)]
+    call = inductor.last_call(every)
+    return call if len({*map(id, every)}) == len(every) else None
 
 
 @functools.cache  # one compiled function, so that models of one process share its graph
 def _kernel(in_kernel: Fusion, dtypes: tuple[torch.dtype, ...], *_: Any) -> Callable[..., None]:
     name = f"the update by {in_kernel.rule} of gradients in {dtypes[0]}"
-    return or_eager(inductor.compiled(update_), in_pieces, name)
+    return or_eager(inductor.compiled(update_, notes=True), in_pieces, name)
 
 
 def choose_executor(config: ShardcastConfig, device: torch.device) -> Executor:

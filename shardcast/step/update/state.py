@@ -277,6 +277,8 @@ class Range:
         for operands in (self.operands, self.operands and self.operands.in_rows):
             if operands:
                 operands[0] = nothing
+        if self.operands:
+            self.operands.call = None
 
     @property
     def rows(self) -> int:

@@ -21,6 +21,7 @@ from shardcast.step.reduce import mean
 from shardcast.step.update import batches, fusion
 
 pytestmark = pytest.mark.timeout(120)
+KERNEL: Any = fusion._kernel
 SIZES = (700, 64, 130, 64, 2000, 129, 513, 320)
 
 
@@ -212,6 +213,34 @@ def test_a_step_without_dynamo_has_the_bits_of_one_with_it(
     assert not traced
     for weights, others in zip(found, expected, strict=True):
         assert_same_bits(weights, others)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "ranks"),
+    [
+        (clips_now_and_then, {"moments": "bf16"}, 1),
+        (turns_round, {"master": "split16"}, 1),
+        (misses_some, {"averages": {"ema": 0.9}}, 1),
+        (has_bounds_of_groups, {}, 1),
+        (moves_gradients, {}, 2),
+        (moves_gradients, {"grads": "sharded"}, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_ranges_alone_have_the_same_bits_without_dynamo(
+    change: Change, fields: dict[str, Any], ranks: int, traced: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.setattr(batches, "FEWEST", 1000)
+    expected, _ = run_world(ranks, trained, change, fields)
+    assert not traced
+    monkeypatch.setattr(fusion, "_kernel", KERNEL)
+    KERNEL.cache_clear()
+    found, _ = run_world(ranks, trained, change, fields)
+    assert bool(traced) == (fields.get("grads") != "sharded")
+    for weights, others in zip(found, expected, strict=True):
+        assert_same_bits(weights, others)
+    KERNEL.cache_clear()
 
 
 def test_under_a_mode_no_step_goes_to_a_graph(traced: list[int]):
