@@ -153,8 +153,8 @@ def compiled_mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, ou
     if not out.numel():
         return
     own = [piece is out for piece in pieces]
-    known: Any = out
-    last: _LastMean | None = getattr(known, "last_mean", None)
+    memory: Any = out
+    last: _LastMean | None = getattr(memory, "last_mean", None)
     if last is not None and carry is None and last.serves(pieces, size, own):
         return
     # In rows, of whose number one graph serves all but 0 and 1, so that a length is known to be
@@ -163,7 +163,7 @@ def compiled_mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, ou
     key = size, row, pieces[0].dtype, out.dtype, carry is None, tuple(own)
     _kernel(*key)(pieces, size, carry, out)
     call = None if carry is not None else _graph(*key).call_for(_rows_of(out, row))
-    known.last_mean = (
+    memory.last_mean = (
         None if call is None else _LastMean(call, size, row, own, pieces[-1 if own[0] else 0], out)
     )
 
@@ -187,11 +187,11 @@ class _LastMean:
         piece, row = pieces[-1 if own[0] else 0], self._row
         if self._kind != (size, own, piece.dtype, piece.numel()) or not self._call.fits:
             return False
-        of: Sequence[Any] = pieces
+        received: Sequence[Any] = pieces
         try:
-            rows = [it.in_rows for it in of]
+            rows = [part.in_rows for part in received]
         except AttributeError:  # a new buffer
-            rows = [_rows_of(it, row) for it in of]
+            rows = [_rows_of(part, row) for part in received]
         self._call([None, *rows])  # no carry
         return True
 

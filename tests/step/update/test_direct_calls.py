@@ -243,7 +243,15 @@ def test_ranges_alone_have_the_same_bits_without_dynamo(
     KERNEL.cache_clear()
 
 
-def test_under_a_mode_no_step_goes_to_a_graph(traced: list[int]):
+@pytest.mark.parametrize("in_batches", [True, False])
+def test_under_a_mode_no_step_goes_to_a_graph(
+    in_batches: bool, traced: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    if not in_batches:
+        monkeypatch.setattr(batches, "FEWEST", 1000)
+        monkeypatch.setattr(fusion, "_kernel", KERNEL)
+        KERNEL.cache_clear()
+
     def watch(step: int, _model: Any, optimizer: Any) -> None:
         counts.append(len(traced))
         if step == 5:
@@ -254,3 +262,4 @@ def test_under_a_mode_no_step_goes_to_a_graph(traced: list[int]):
     counts: list[int] = []
     trained(None, watch, {})
     assert counts[-1] > counts[-2]
+    KERNEL.cache_clear()
