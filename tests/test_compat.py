@@ -531,6 +531,14 @@ def test_tensors_inside_of_others_are_found():
     assert found[0] is one and found[1] is two
 
 
+def test_gradients_are_off_within_a_context_that_does_nothing_where_they_are():
+    for before in (True, False):
+        with torch.set_grad_enabled(before):
+            with _compat.without_grad():
+                assert not torch.is_grad_enabled()
+            assert torch.is_grad_enabled() == before
+
+
 def test_bits_of_the_host_are_compared_exactly():
     values = torch.tensor([[1.0, -0.0, math.nan], [2.0, 3.0, math.inf]], dtype=torch.bfloat16)
     assert _compat.has_bits_of(values, values.clone())

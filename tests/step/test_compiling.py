@@ -32,12 +32,14 @@ def forgotten() -> Iterator[None]:
     try:
         torch._dynamo.reset()
         mean._kernel.cache_clear()
+        mean._graph.cache_clear()
         fusion._kernel.cache_clear()
         batches._kernel.cache_clear()
         yield
     finally:
         torch._dynamo.reset()
         mean._kernel.cache_clear()
+        mean._graph.cache_clear()
         fusion._kernel.cache_clear()
         batches._kernel.cache_clear()
 

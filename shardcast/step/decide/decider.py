@@ -6,7 +6,8 @@ method here waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -93,10 +94,14 @@ class Decider:
             *(Later(name, mistakes, device) for name, (_, mistakes) in config.later().items()),
         ]  # fmt: skip
         self._index()
-        skips = [float(skips) for signal in self.signals for skips in signal.skips]
+        skips = sorted((it for signal in self.signals for it in signal.skips), reverse=True)
+        ranks = process_groups.dp.size
+        self._skipping = slice(3, 3 + ranks + sum(skips))  # packs and mistakes that skip a step
         # A report skips a step if this product is not 0: with a norm that is not finite it is NaN.
-        skips_if = [0.0, 0.0, 0.0, *[0.0] * process_groups.dp.size, *skips]
+        skips_if = [0.0, 0.0, 0.0, *[0.0] * ranks, *map(float, skips)]
         self._skips_if = to_device(skips_if, torch.float64, device)
+        # Finite powers have a finite norm here; a loss scale of 0 has not.
+        self._norm_is_finite = process_groups.model.size == 1 and config.norm_type >= 1
         self._members: Tensor | None = None  # of which group each pack is, (packs, groups), bool
         self._members_shape = (0, 0)
         self.skips = SkipReport(
@@ -116,7 +121,8 @@ class Decider:
         self._scales, self._judges = defining("scale"), defining("judge")
         self._concludes = defining("conclude")
         self._takes_loss = [signal for signal in self.signals if signal.takes_loss]
-        self._mistakes = [len(signal.skips) for signal in self.signals]
+        # Of which reading each part of the mistakes in a report is: those that skip a step first.
+        self._mistakes = [*_mistakes(self.signals, True), *_mistakes(self.signals, False)]
 
     def counting(self) -> Any:
         """The signal of counted tokens, which takes its place when a script counts some."""
@@ -202,13 +208,16 @@ class Decider:
             readings[place] = self.signals[place].read(totals[place])
         if self._process_groups.model.size > 1:
             powers, readings = self._merged(powers, readings)
-        mistakes = [reading[:n] for reading, n in zip(readings, self._mistakes, strict=True)]
+        mistakes = [readings[place][part] for place, part in self._mistakes]
         scale, unscale = self._scale(readings)
         norm = bounded = self._norm.root(powers, scale)  # bounded: what max_norm is a bound of
         report = torch.cat([norm.view(1), self._one_each, first_nonfinite, *mistakes])
         if _compat.is_host(self._device):
             self._refuse(report[3 + self._process_groups.dp.size :].tolist())
-        skip = (report * self._skips_if).any()
+        if self._norm_is_finite and scale is None:
+            skip = report[self._skipping].any()
+        else:
+            skip = (report * self._skips_if).any()
         verdicts: Mapping[Signal, Verdict] = {} if pending is None else pending.verdicts
         factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, unscale)
         if pending is not None:
@@ -344,10 +353,10 @@ class Decider:
         """
         if not any(mistakes):
             return
-        start = 0
-        for signal in self.signals:
-            own = mistakes[start : start + len(signal.skips)]
-            start += len(own)
+        numbers, by_signal = iter(mistakes), [[0.0] * len(it.skips) for it in self.signals]
+        for place, part in self._mistakes:
+            by_signal[place][part] = islice(numbers, part.stop - part.start)
+        for signal, own in zip(self.signals, by_signal, strict=True):
             if any(own) and (error := signal.error(own)) is not None:
                 raise error
 
@@ -373,6 +382,15 @@ class Decider:
         self.skips.load_state_dict(state)
         if self._micro_batches is not None:
             self._micro_batches.load(state.get("micro_batches", 0))
+
+
+def _mistakes(signals: Sequence[Signal], skips: bool) -> Iterator[tuple[int, slice]]:
+    """Give the mistakes of readings that skip a step, or that do not, in runs."""
+    for place, signal in enumerate(signals):
+        for does_skip, run in groupby(range(len(signal.skips)), key=signal.skips.__getitem__):
+            first, *others = run
+            if does_skip == skips:
+                yield place, slice(first, first + 1 + len(others))
 
 
 def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
