@@ -322,6 +322,14 @@ def test_tensors_that_share_memory_are_known_also_without_any(device: str):
     assert not _compat.is_alias(tensor, other)
 
 
+def test_without_grad_has_gradients_off_and_leaves_the_rest_as_it_was():
+    for before in (True, False):
+        with torch.set_grad_enabled(before):
+            with _compat.without_grad():
+                assert not torch.is_grad_enabled()
+            assert torch.is_grad_enabled() == before
+
+
 def test_every_function_of_compat_is_exercised_here():
     source = Path(__file__).read_text()
     for module, called in ((_compat, "_compat"), (mocks, "mocks")):
