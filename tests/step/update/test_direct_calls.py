@@ -263,3 +263,23 @@ def test_under_a_mode_no_step_goes_to_a_graph(
     trained(None, watch, {})
     assert counts[-1] > counts[-2]
     KERNEL.cache_clear()
+
+
+def test_no_graph_is_made_for_what_is_absent_or_of_equal_length(
+    traced: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    """Not in a step that goes by way of Dynamo again either, as the one with a bound does."""
+    counts: list[int] = []
+    batches._kernel.cache_clear()
+
+    def watch(step: int, model: Any, optimizer: Any) -> None:
+        misses_some(step, model, optimizer)
+        for number in range(step, 8) if step > 5 else ():
+            model[number].grad = None
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    for sizes in (SIZES, (64 * 5,) * 4 + (64 * 7,) * 4, (64 * 9,) * 8):
+        monkeypatch.setitem(globals(), "SIZES", sizes)
+        trained(None, watch, {"max_grad_norm": 1.0})
+    assert traced and counts[-1] == counts[1] > counts[0]
+    batches._kernel.cache_clear()
