@@ -345,11 +345,11 @@ class ShardcastStrategy(DDPStrategy):
         with ExitStack() as stack:
             for sharded in plugin.sharded:
                 stack.enter_context(sharded.no_sync())
-            before, plugin.accumulates = plugin.accumulates, True
+            accumulated, plugin.accumulates = plugin.accumulates, True
             try:
                 yield
             finally:
-                plugin.accumulates = before
+                plugin.accumulates = accumulated
 
     # -- state: Trainer asks every rank, and writes what rank 0 answers -------------------------
 

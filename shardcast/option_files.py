@@ -28,9 +28,9 @@ def read_config(kind: type[ValidatedOptions], name: str | os.PathLike[str]) -> d
     """
     path = preset(str(name)) if str(name) in PRESETS else Path(name)
     if not path.exists():
-        given = f"given in code or by {CONFIG_VARIABLE}"
+        origin = f"given in code or by {CONFIG_VARIABLE}"
         raise FileNotFoundError(
-            f"config: no file {str(name)!r} ({given}) in {os.getcwd()!r}, and none of "
+            f"config: no file {str(name)!r} ({origin}) in {os.getcwd()!r}, and none of "
             f"the presets: {', '.join(PRESETS)}"
         )
     values = read_yaml(path)

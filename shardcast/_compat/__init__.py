@@ -298,9 +298,9 @@ def swapped_params() -> Iterator[None]:
 
     Else one on ``meta`` is replaced by a new one that the optimizer does not know.
     """
-    before = torch.__future__.get_swap_module_params_on_conversion()
+    setting = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         yield
     finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+        torch.__future__.set_swap_module_params_on_conversion(setting)

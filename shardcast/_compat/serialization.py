@@ -10,11 +10,11 @@ import torch
 def _is_of_context() -> bool:
     """Return whether ``torch.save``'s checksums are set for a context, not for the process."""
     get, change = torch.serialization.get_crc32_options, torch.serialization.set_crc32_options
-    before = get()
-    contextvars.copy_context().run(change, not before)
-    if get() == before:
+    setting = get()
+    contextvars.copy_context().run(change, not setting)
+    if get() == setting:
         return True
-    change(before)
+    change(setting)
     return False
 
 

@@ -48,8 +48,8 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def put_first(handle: Any) -> Any:
     """Have a hook run before all others of its kind; gives the handle."""
     hooks = handle.hooks_dict_ref()
-    others = {number: hook for number, hook in hooks.items() if number != handle.id}
-    for number in others:  # anew, behind it: autograd sees no move_to_end
+    earlier = {number: hook for number, hook in hooks.items() if number != handle.id}
+    for number in earlier:  # anew, behind it: autograd sees no move_to_end
         del hooks[number]
-    hooks.update(others)
+    hooks.update(earlier)
     return handle

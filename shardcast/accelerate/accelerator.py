@@ -150,8 +150,8 @@ class ShardcastAccelerator(Accelerator):
         for optimizers, _ in clusters(filter(_is_plain, args), self.bare_models):
             if len(optimizers) > 1:
                 prepared = self._shard(optimizers)
-                for one, handle in zip(optimizers, prepared.optimizer.optimizers, strict=True):
-                    handles[id(one)] = ShardcastHandle(prepared, handle)
+                for plain, handle in zip(optimizers, prepared.optimizer.optimizers, strict=True):
+                    handles[id(plain)] = ShardcastHandle(prepared, handle)
         self._optimizers += handles.values()
         args = tuple(handles.get(id(item), item) for item in args)
         return super().prepare(*args, device_placement=device_placement)
@@ -325,7 +325,7 @@ class ShardcastAccelerator(Accelerator):
     def _clip(self, call: str, parameters: Any, *bounds: float) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         params += [param for param in self.loss_params if param not in set(params)]
-        clipped = [one.optimizer for one in self.sharded if not one.params.isdisjoint(params)]
+        clipped = [each.optimizer for each in self.sharded if not each.params.isdisjoint(params)]
         if not clipped:
             return getattr(super(), call)(params, *bounds)  # of a model that is not sharded
         if len(clipped) > 1:
@@ -408,13 +408,13 @@ class ShardcastAccelerator(Accelerator):
     @contextmanager
     def seen_by_stock(self, *, models: bool = True, optimizers: bool = False) -> Iterator[None]:
         """Have Accelerate's own methods see models and optimizers, or none, inside it. Local."""
-        before = self._models, self._optimizers
-        self._models = before[0] if models else []
-        self._optimizers = before[1] if optimizers else []
+        prepared = self._models, self._optimizers
+        self._models = prepared[0] if models else []
+        self._optimizers = prepared[1] if optimizers else []
         try:
             yield
         finally:
-            self._models, self._optimizers = before
+            self._models, self._optimizers = prepared
 
     def free_memory(self, *objects: Any) -> Any:
         """Do as ``Accelerator.free_memory``; hooks on the model's gradients go with the optimizer:

@@ -57,9 +57,9 @@ class ConsecutiveBatches:
         share = self._total // self._shard.num_processes
         batches = iter(self.batch_sampler)
         while step := [*islice(batches, self._total)]:
-            whole = len(step) == self._total
-            self.filled_up = not whole or (size is not None and len(step[-1]) < size)
-            if self.trains and whole:
+            is_whole = len(step) == self._total
+            self.filled_up = not is_whole or (size is not None and len(step[-1]) < size)
+            if self.trains and is_whole:
                 step = [batch for first in range(share) for batch in step[first::share]]
             yield from step
 

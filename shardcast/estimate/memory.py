@@ -277,10 +277,10 @@ def _share(
         values: bytes in which what is published of it travels.
     """
     config, size = plan.config, plan.layout.world_size
-    kept = allocated(pack.dtype, pack.group, pack.cast, numel, trained)
-    setup = _staged(plan, pack, numel, kept.masters)
+    share = allocated(pack.dtype, pack.group, pack.cast, numel, trained)
+    setup = _staged(plan, pack, numel, share.masters)
     if not pack.requires_grad:
-        return _Share(*kept, gradients=0, sent=0, setup=setup)
+        return _Share(*share, gradients=0, sent=0, setup=setup)
     wire, local = _sent_dtype(pack, config).itemsize, grad.itemsize
     if config.reproducible > size:
         dtypes = grad_dtype(pack.dtype, config), wire_dtype(pack.dtype, config)
@@ -293,7 +293,7 @@ def _share(
     sent += 2 * (copies - 1) * numel * MASTER_DTYPE.itemsize // copies
     if trained or pack.algorithms.sync == "all_gather":
         sent += (size - 1) * values
-    return _Share(*kept, numel * local, sent, setup)
+    return _Share(*share, numel * local, sent, setup)
 
 
 def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int) -> int:

@@ -192,8 +192,8 @@ class Averages(StepHook):
             optimizer.refuse_averaged("load_average")
             shapes = {slot.name: slot.shape for _, slot in optimizer.layout.slots()}
             for parameter, expected in shapes.items():
-                given = weights.get(parameter)
-                shape = None if given is None else tuple(_compat.local_tensor(given).shape)
+                value = weights.get(parameter)
+                shape = None if value is None else tuple(_compat.local_tensor(value).shape)
                 if shape != expected:
                     raise ValueError(
                         f"load_average: {parameter!r} has shape {shape}, expected {expected}; give "
@@ -205,14 +205,14 @@ class Averages(StepHook):
         def parts(shard: Shard) -> Iterator[tuple[Fragment, Tensor]]:
             for fragment in shard.fragments:
                 start, stop = fragment.param_range
-                given = _compat.local_tensor(weights[fragment.slot.name]).detach()
-                yield fragment, given.reshape(-1)[start:stop]
+                average = _compat.local_tensor(weights[fragment.slot.name]).detach()
+                yield fragment, average.reshape(-1)[start:stop]
 
         # A frozen parameter is its own average, and keeps none, unless it is given another one.
         frozen = [shard for shard in optimizer.shards if shard.grads is None]
-        others = [any(_differs(shard, *part) for part in parts(shard)) for shard in frozen]
+        moved = [any(_differs(shard, *part) for part in parts(shard)) for shard in frozen]
         if frozen:
-            activate_together(optimizer, frozen, others)
+            activate_together(optimizer, frozen, moved)
         for shard in optimizer.shards:
             for number, (_, values) in enumerate(parts(shard)):
                 optimizer.update_of(shard).load_average(shard, number, name, values, steps)

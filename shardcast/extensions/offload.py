@@ -82,10 +82,10 @@ def through(
     last = None
 
     def fetched(window: Window) -> tuple[Window, Values, Any]:
-        after = begun
+        event = begun
         if len(sends) == BEHIND:
-            after = sends.popleft()[0]  # and let its memory go
-        return (window, *lanes.queue("fetch", lambda: fetch(window), after))
+            event = sends.popleft()[0]  # and let its memory go
+        return (window, *lanes.queue("fetch", lambda: fetch(window), event))
 
     coming = map(fetched, windows)
     ahead = next(coming, None)

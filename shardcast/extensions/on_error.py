@@ -142,15 +142,15 @@ class FailureSignal(Signal):
             in_row, _, *letters = self.numbers.tolist()
             texts = dict(enumerate(_names(letters)))
             step = self._steps
-        told = [(rank, text) for rank, text in texts.items() if text]
-        self.failures += [Failure(step, *fact) for fact in told]
+        facts = [(rank, text) for rank, text in texts.items() if text]
+        self.failures += [Failure(step, *fact) for fact in facts]
         if in_row >= self._rule.max_failed_steps:
             return RuntimeError(
                 f"step: ranks failed in optimizer.attempt() in {int(in_row)} steps in a row "
-                f"(max_failed_steps); {'in this one' if on_host else 'last'} {by_rank(told)}"
+                f"(max_failed_steps); {'in this one' if on_host else 'last'} {by_rank(facts)}"
             )
         if self._drops:
-            warn_once_for(self._comm, f"step made without ranks that failed: {by_rank(told)}")
+            warn_once_for(self._comm, f"step made without ranks that failed: {by_rank(facts)}")
         return None
 
     def note(self, decision: Decision) -> None:

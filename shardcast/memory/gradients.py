@@ -320,8 +320,8 @@ class Gradients:
 
     def own_before(self, offset: int) -> Tensor:
         """Return this rank's own value in another one's span. On a host, after ``landed()``."""
-        here = None if self._marks is None else self._marks.hidden_at(offset)
-        return self.data[offset] if here is None else here
+        hidden = None if self._marks is None else self._marks.hidden_at(offset)
+        return self.data[offset] if hidden is None else hidden
 
     def reopen(self, kept: Collection[int]) -> Tensor | None:
         """Begin anew: autograd adds to ``data``, so it is zeroed; without ``kept`` overwritten.

@@ -54,8 +54,8 @@ class Marks(NamedTuple):
 
     def hidden_at(self, offset: int) -> Tensor | None:
         """Return what a mark hides; ``None`` where there is none."""
-        here = (self.positions == offset).nonzero()
-        return self.hidden[here[0, 0]] if self.hidden is not None and here.numel() else None
+        places = (self.positions == offset).nonzero()
+        return self.hidden[places[0, 0]] if self.hidden is not None and places.numel() else None
 
 
 def count_marks(pack: PackLayout) -> Iterator[int]:
@@ -66,8 +66,8 @@ def count_marks(pack: PackLayout) -> Iterator[int]:
         first = bisect_right(pack.slots, span.start, key=_END) if span.numel else 0
         last = bisect_left(pack.slots, span.stop, lo=first, key=_OFFSET) if span.numel else 0
         parts = _elsewhere(pack.slots[first:last], span)
-        here = sum(-(-(stop - start) // MARKED) for start, stop in parts)
-        yield every - sum(counts[first:last]) + here
+        marks = sum(-(-(stop - start) // MARKED) for start, stop in parts)
+        yield every - sum(counts[first:last]) + marks
 
 
 def _elsewhere(slots: Iterable[Slot], own: Span) -> Iterator[tuple[int, int]]:

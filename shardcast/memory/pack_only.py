@@ -76,9 +76,9 @@ class PackedParameters:
         return repr(self.layout)
 
     def _refuse_absent(self, optimizer: Any) -> None:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for flat, grads, present in zip(self._flats, self._grads, self._present, strict=True):
-            if id(flat) not in held or flat.grad is not grads.data:  # none, or the script's own
+            if id(flat) not in ids or flat.grad is not grads.data:  # none, or the script's own
                 continue
             slots = grads.pack.layout.slots
             absent = [slot.name for n, slot in enumerate(slots) if n not in present]

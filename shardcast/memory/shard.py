@@ -230,14 +230,14 @@ class Shard:
         if not self._is_copied:
             return
         if self.pack.cast is not None and self._last is not None:
-            found = False
+            written = False
             for start in range(0, self.published.numel(), PIECE):
                 part = slice(start, start + PIECE)
                 masters = self.master.read(part)
                 if self.pack.cast.take_written_(masters, self.published[part], self._last[part]):
                     self.master.write(part, masters)
-                    found = True
-            if found and not (publishes and self.record is None):
+                    written = True
+            if written and not (publishes and self.record is None):
                 self.note_published()
             return
         for start in range(0, self.published.numel(), PIECE):
@@ -308,11 +308,11 @@ def build_shard(
     dims = [
         name for name in pack_groups.replicate if name in process_groups.parallel_dims.model
     ]  # of ties they may differ
-    mine = staged.clone() if dims else staged
+    own = staged.clone() if dims else staged
     for comm in process_groups.comms(dims):
         comm.broadcast(staged, 0)
     if dims:
-        _warn_of_parts(pack, mine, staged, dims)
+        _warn_of_parts(pack, own, staged, dims)
     ties = [name for name in pack_groups.replicate if name not in dims]
     for comm in (*process_groups.comms(ties), process_groups.data_parallel(pack_groups)):
         comm.broadcast(staged, 0)
@@ -323,10 +323,10 @@ def build_shard(
 
 def _warn_of_parts(pack: Pack, mine: Tensor, theirs: Tensor, dims: Sequence[str]) -> None:
     """Warn of copies that were not equal: perhaps they are parts, cut by hand."""
-    for slot, here, there in zip(
+    for slot, own, first in zip(
         pack.layout.slots, pack.views(mine), pack.views(theirs), strict=True
     ):
-        if not torch.equal(here, there):
+        if not torch.equal(own, first):
             warn_first(
                 f"parameter {slot.name!r} differs between ranks of {' and '.join(dims)}: it was "
                 "taken for a copy, and has the first rank's values now. If it is a part of a "

@@ -215,7 +215,7 @@ class _Given(NamedTuple):
 def _attempted(prepare: Callable[[], _Given]) -> Callable[[], _Given]:
     """Gives what ``prepare`` returned, or raises what it raised, as often as it is called."""
     try:
-        given = prepare()
+        options = prepare()
     except Exception as error:
         failure = error  # the other name ends with the block
 
@@ -223,7 +223,7 @@ def _attempted(prepare: Callable[[], _Given]) -> Callable[[], _Given]:
             raise failure
 
         return fail
-    return lambda: given
+    return lambda: options
 
 
 def _listed(given: Any) -> list[Any]:

@@ -56,14 +56,14 @@ def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
         )
         return
     # Those of a group that was added later were made low by shard() already.
-    given = {
+    dtypes = {
         param: of_stage.get(name, param.dtype)
         for stage, of_stage in zip(packed.stages, packed.given_dtypes, strict=True)
         for name, param in stage.named_parameters()
     }
     for shard in packed.shards:
         params = zip(shard.pack.in_model, shard.given_dtypes, strict=True)
-        _restore_shard(shard, [dtype or given.get(param, low) for param, low in params])
+        _restore_shard(shard, [dtype or dtypes.get(param, low) for param, low in params])
     packed.shards.clear()
     packed.updates.clear()  # operands and state, which a script that keeps this would keep
     _restore_rest(packed.stages, packed.given_dtypes)

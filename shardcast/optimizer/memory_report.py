@@ -32,6 +32,6 @@ def report_of(packed: PackedOptimizer) -> MemoryReport:
     report["state"] = sum(update.nbytes() for update in packed.updates)
     if under_way := packed.sync.nbytes:
         report["parcels"] = under_way
-    kept: list[StepHook | Signal] = [*packed.step_hooks, *packed.decider.signals]
-    report.update({hook.name: nbytes for hook in kept if (nbytes := hook.nbytes()) is not None})
+    parts: list[StepHook | Signal] = [*packed.step_hooks, *packed.decider.signals]
+    report.update({hook.name: nbytes for hook in parts if (nbytes := hook.nbytes()) is not None})
     return report

@@ -204,11 +204,11 @@ class ThreadedRun:
 
     def join(self, key: str, ranks: tuple[int, ...]) -> None:
         """A rank has made a process group, which has the same ``key`` on all its ranks."""
-        others = self._groups.setdefault(key, ranks)
-        if others != ranks:
+        known_ranks = self._groups.setdefault(key, ranks)
+        if known_ranks != ranks:
             raise ValueError(
                 f"process group {key} of this rank has the {name_ranks(ranks)}, that of "
-                f"others the {name_ranks(others)}: all ranks must make all groups (new_group, "
+                f"others the {name_ranks(known_ranks)}: all ranks must make all groups (new_group, "
                 "meshes) in the same order"
             )
 

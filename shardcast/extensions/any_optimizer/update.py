@@ -257,7 +257,7 @@ class AnyOptimizerUpdate(Update):
 
     def begin_state(self) -> None:
         masters = [param for params in self._params.values() for param in params]
-        before = [param.detach().clone() for param in masters]
+        copies = [param.detach().clone() for param in masters]
         self._read_groups()
         for param in masters:
             param.grad = torch.zeros_like(param)
@@ -265,7 +265,7 @@ class AnyOptimizerUpdate(Update):
             self._step()
         for shard in self._params:
             self._take_masters(shard)
-        for param, values in zip(masters, before, strict=True):
+        for param, values in zip(masters, copies, strict=True):
             param.detach().copy_(values)
             param.grad = None
 

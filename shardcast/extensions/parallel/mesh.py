@@ -184,21 +184,21 @@ def _ties(
     ranks = dist.get_process_group_ranks(line.group)
     comms: dict[Tie, Comm] = {}
     for tie in (Tie(*pair) for pair in pairs):
-        held = [
+        places = [
             (n, name)
             for n, (_, shapes_held) in enumerate(stages)
             for name in tie
             if name in shapes_held
         ]
-        holders = sorted({stage for stage, _ in held})
-        if sorted(name for _, name in held) != sorted(tie) or len(holders) != 2:
+        holders = sorted({stage for stage, _ in places})
+        if sorted(name for _, name in places) != sorted(tie) or len(holders) != 2:
             raise ValueError(
                 f"tied: expected {tie.first!r} on one pipeline stage, {tie.second!r} on another, "
                 f"found them on stages {holders}; two stages of one rank, such as the first and "
                 "the last one of a V schedule, share the Parameter itself (b.weight = a.weight) "
                 "without tied="
             )
-        shapes_held = {stages[stage][1][name] for stage, name in held}
+        shapes_held = {stages[stage][1][name] for stage, name in places}
         if len(shapes_held) > 1:
             raise ValueError(
                 f"tied: expected {tie.first!r} and {tie.second!r} of one shape, got "

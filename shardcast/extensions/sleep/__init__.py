@@ -77,16 +77,16 @@ class Sleep(StepHook):
                 tensor of the script, or a graph, has some of the memory.
             TypeError, ValueError, OSError: on every rank: ``keep`` or ``to`` cannot be used.
         """
-        optimizer, kept = self._optimizer, {keep} if isinstance(keep, str) else set(keep)
+        optimizer, kinds = self._optimizer, {keep} if isinstance(keep, str) else set(keep)
         everyone, device = optimizer.process_groups.everyone, optimizer.device
 
         def copied() -> None:
-            self._check(kept)
+            self._check(kinds)
             optimizer.sync.wait()
             take_moved(optimizer.shards)
             if to is not None:
                 self._file = tempfile.TemporaryFile(dir=to)  # noqa: SIM115
-            self._memories = self._found(kept)
+            self._memories = self._found(kinds)
             for memory in self._memories:
                 memory.copy_out(self._file)
             if self._file is not None:
@@ -102,7 +102,7 @@ class Sleep(StepHook):
             raise
         self._drop_gradients()
         optimizer.reduce.touched = True  # so that a clip of what is gone is lost, too
-        self._free(keeps_parameters="parameters" in kept)
+        self._free(keeps_parameters="parameters" in kinds)
         try:
             everyone.together(self._refuse_holders, device, "sleep")
         except BaseException:
@@ -305,8 +305,8 @@ class Sleep(StepHook):
             for param, view, stand_in in zip(shard.pack.params, views, stand_ins, strict=True):
                 if stand_in.is_written(param):
                     written.append(stand_in.name)
-                held = stand_in.held()  # by somebody else, so that we did not sleep
-                param.data = own_storage(view) if held is None else over(held, view)
+                in_use = stand_in.held()  # by somebody else, so that we did not sleep
+                param.data = own_storage(view) if in_use is None else over(in_use, view)
         if self._stand_ins:
             tie(optimizer.aliases)
         for door in self._doors:

@@ -142,9 +142,9 @@ def expanded(value: Tensor, shape: Iterable[int]) -> Tensor:
 def stood_in(shard: Shard) -> Iterator[StandIn]:
     """Have NaN in the place of each parameter."""
     for slot, param in zip(shard.pack.layout.slots, shard.pack.params, strict=True):
-        now = param.data
-        value = torch.full((1,), math.nan, dtype=now.dtype, device=now.device)
-        stand_in = StandIn(slot.name, value, storages.WeakStorage(now) if slot.numel else None)
+        data = param.data
+        value = torch.full((1,), math.nan, dtype=data.dtype, device=data.device)
+        stand_in = StandIn(slot.name, value, storages.WeakStorage(data) if slot.numel else None)
         param.data = expanded(value, slot.shape)
         yield stand_in
 

@@ -58,13 +58,13 @@ def drop_carried(buckets: Iterable[Bucket]) -> None:
 
 def assigned_in(buckets: Iterable[Bucket], process_groups: ProcessGroups) -> dict[str, str]:
     """Return what a script assigned between backwards, for the history of a step, by fact."""
-    found = [bucket for bucket in buckets if bucket.assigned]
-    facts = {ASSIGNED: listed([name for bucket in found for name in bucket.assigned])}
+    assigned = [bucket for bucket in buckets if bucket.assigned]
+    facts = {ASSIGNED: listed([name for bucket in assigned for name in bucket.assigned])}
     # Summed over model-parallel ranks as well a gradient may be a part of the sum, or all of it.
     data = {process_groups.parallel_dims.replicas}
     parts = [
         name
-        for bucket in found
+        for bucket in assigned
         if not data.issuperset(bucket.grads.pack.layout.pack_groups.reduce)
         for name in bucket.assigned
     ]

@@ -84,8 +84,8 @@ class Reducer:
     @property
     def alone(self) -> bool:
         """Return whether gradients are means as they come."""
-        given = self.divisor.given is not None or self.micro_batches is not None
-        return self.process_groups.everyone.size == 1 and not given
+        weighted = self.divisor.given is not None or self.micro_batches is not None
+        return self.process_groups.everyone.size == 1 and not weighted
 
     @property
     def beside(self) -> bool:
@@ -153,12 +153,12 @@ class Reducer:
 
         It changes nothing for sharded gradients, which have no room to accumulate locally.
         """
-        before, self._syncs = self._syncs, self.sharded
+        syncs, self._syncs = self._syncs, self.sharded
         self.due = True
         try:
             yield
         finally:
-            self._syncs = before
+            self._syncs = syncs
 
     def watch(self, model: nn.Module) -> None:
         """Notice ``model.zero_grad()``, which would not reach a tree's sums by ``.grad``."""

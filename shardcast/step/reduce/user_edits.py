@@ -64,15 +64,15 @@ class GradientEdits:
 
     def version(self) -> int:
         """Return another number after a gradient came, was edited in place, replaced or cleared."""
-        found = [param.grad for grads in self._grads for param in grads.pack.params]
+        gradients = [param.grad for grads in self._grads for param in grads.pack.params]
         with _compat.without_torch_function():
-            versions = [0 if grad is None else grad._version for grad in found]
-        if len(found) != len(self._seen) or any(
+            versions = [0 if grad is None else grad._version for grad in gradients]
+        if len(gradients) != len(self._seen) or any(
             before() is not grad or version != seen
-            for grad, version, (before, seen) in zip(found, versions, self._seen, strict=True)
+            for grad, version, (before, seen) in zip(gradients, versions, self._seen, strict=True)
         ):
             # Weakly, not by id, which a later gradient may have again.
-            refs = [nothing if grad is None else weakref.ref(grad) for grad in found]
+            refs = [nothing if grad is None else weakref.ref(grad) for grad in gradients]
             self._seen = [*zip(refs, versions, strict=True)]
             self._version += 1
         return self._version
