@@ -40,8 +40,9 @@ WORDS = {  # of the error
     "has no room for all gradients": ("refused", "reads all gradients beside `grads: sharded`"),
     "is not what shardcast has": ("not applicable", "ZeRO-3 shards parameters, stage 0 nothing"),
 }
+LOW = "fp16 or bf16 or torch_autocast"  # names of tests that name a dtype
 RUNS = {  # arguments of pytest, and whether models are of fp32
-    BACKWARD.name: ((("-k", "fp16 or bf16"), False), (("-k", "not (fp16 or bf16)"), True)),
+    BACKWARD.name: ((("-k", LOW), False), (("-k", f"not ({LOW})"), True)),
     ZERO.name: (((), False),),
 }
 
