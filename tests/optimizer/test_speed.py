@@ -207,7 +207,8 @@ def test_a_step_passes_over_the_own_span_and_never_over_whole_buffers(gloo: Spaw
         assert 1.5 + 2 < rank["backward"] <= 2 + 2
         # And an element of each parameter, to see whether a script edited it.
         assert 2 <= rank["gradients"] < 2.01, "read for the norm, read for the update"
-        assert rank["parameters"] == 2, "compared with the masters, written by the cast"
+        # They are compared with the masters by memcmp, which is no operation.
+        assert rank["parameters"] == 1, "written by the cast"
         assert not rank["operations"] & {"zero_", "fill_", "mul_", "div_", "clone"}
 
 

@@ -101,8 +101,11 @@ def test_a_call_does_not_fit_another_state_of_the_thread(
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An accelerator, with graphs that Dynamo makes and torch runs; notes calls without Dynamo."""
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """An accelerator, with graphs that Dynamo makes and torch runs; notes calls without Dynamo.
+
+    Graphs that other tests had compiled have other last bits, and these are not for other tests.
+    """
     from torch._inductor import compile_fx
 
     def graph(module: Any, _inputs: Any, config_patches: Any) -> Any:
@@ -121,7 +124,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(inductor.Call, "__call__", counted)
     monkeypatch.setattr(fusion, "_kernel", lambda *_: fusion.in_pieces)
     monkeypatch.setattr(mean, "_kernel", lambda *_: mean.mean_)
-    return direct
+    batches._kernel.cache_clear()
+    yield direct
+    batches._kernel.cache_clear()
 
 
 Change = Callable[[int, nn.ParameterList, Any], None]
