@@ -39,7 +39,10 @@ def test_a_program_sees_what_it_would_see_in_a_new_python(how: str, tmp_path: Pa
         )
         for each in (warm.executable(), sys.executable)
     ]
-    ours, expected = ((one.returncode, one.stdout, one.stderr) for one in found)
+    # Triton of torch 2.15 tells behind it what it leaks in a Python that has imported it.
+    ours, expected = (
+        (one.returncode, one.stdout, one.stderr.partition("nanobind: ")[0]) for one in found
+    )
     assert ours == expected == (0, expected[1], "error\n")
     assert '"__main__", [], ' in ours[1]
 
