@@ -140,7 +140,7 @@ def update_(
         exact = exact.mul_(factor) if copied else exact * factor
     codecs = (fusion.master, *fusion.state)
     olds = [codec.decode(pieces) for codec, pieces in zip(codecs, stored, strict=True)]
-    follows = bool(epilogues) and any(epilogue.follows for epilogue in epilogues)
+    follows = len(epilogues) > 0 and any(epilogue.follows for epilogue in epilogues)
     last_published = None
     if follows and published is not None:
         last_published = olds[0].to(published.dtype)
