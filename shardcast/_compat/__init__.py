@@ -238,6 +238,11 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is captured here, where nothing waits or is uploaded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 # torch's fused kernels over lists of tensors; ``torch.optim`` gives them whole parameters only.
 fused_adam_: Any = torch._fused_adam_
 fused_adamw_: Any = torch._fused_adamw_

@@ -18,12 +18,13 @@ and so do all steps of a model of which any part was compiled since it was shard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardcast import _compat
 from shardcast.hook import Hook
 from shardcast.memory.pack import Pack
 from shardcast.optimizer.packed import PackedOptimizer
@@ -89,7 +90,8 @@ class Overlap(StepHook):
         modules, self._called = self._called, set()
         eager, self._backward = self._backward, False
         # A compiled graph would not wait, a captured one must end what it starts.
-        if not eager or self._traced or _capturing(self._sync.packs):
+        captures = any(_compat.is_capturing(pack.data.device) for pack in self._sync.packs)
+        if not eager or self._traced or captures:
             self._sync.start()
             self._sync.wait()
             return
@@ -155,11 +157,6 @@ class Overlap(StepHook):
 
     def _wait(self, *_args: Any) -> None:
         self._sync.wait()
-
-
-def _capturing(packs: Sequence[Pack]) -> bool:
-    on_gpu = any(pack.data.is_cuda for pack in packs)
-    return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 OPTION = Option(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.aliases import Alias
@@ -220,7 +221,12 @@ class PackedOptimizer:
         return self._hooks_by_option[name]
 
     def begin_later(self, step: int) -> None:
-        """Make signals and hooks of the options that begin in this step, or did before. Local."""
+        """Make signals and hooks of the options that begin in this step, or did before. Local.
+
+        While a CUDA graph is captured they wait for the next step: what they have is uploaded.
+        """
+        if _compat.is_capturing(self.device):
+            return
         for name in [name for name, first in self._later.items() if first <= step]:
             del self._later[name]
             declared, decider = self.config.declared(name), self.decider
@@ -230,6 +236,7 @@ class PackedOptimizer:
             if declared.hook is not None:
                 self._hooks_by_option[name] = declared.hook(self)
                 self.step_hooks = (*self._hooks_by_option.values(),)
+                self._hooks_by_option[name].attach()
         self.next_begin = min(self._later.values(), default=math.inf)
 
     def install_hooks(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import shardcast
 from shardcast import _compat
 from shardcast.extensions.replica_check import COLUMNS, ROWS_ON_HOST, Hasher
 from shardcast.optimizer.stateful import packed_of
+from shardcast.step.decide.signal import Signal
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -212,6 +214,37 @@ def test_by_default_the_hundredth_step_is_the_first_that_is_checked():
     for made, text in run_world(2, run)[0]:
         assert made == [False] * 100
         assert "replica_check: after step 100 parameters of rank 1 differ" in text, text
+
+
+def test_it_does_not_begin_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
+    captures: set[int] = {2, 3}
+    steps = threading.local()
+    monkeypatch.setattr(_compat, "is_capturing", lambda _device: steps.now in captures)
+
+    def run(group: Any) -> list[bool]:
+        case, batch = CASES["mlp"], CASES["mlp"].batch(group.rank())
+        model, made = case.build(), []
+        optimizer = sharded(model, group, replica_check=2)
+        for steps.now in range(1, 6):
+            case.loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            made.append(packed_of(optimizer).hook_of("replica_check") is not None)
+        return made
+
+    assert run_world(2, run)[0] == [[False, False, False, True, True]] * 2
+
+
+def test_a_signal_with_other_mistakes_than_were_reserved_is_no_signal():
+    """A report would tell those of one signal as another one's."""
+
+    def run(group: Any) -> None:
+        _, optimizer = job(group, 1, replica_check=100)
+        decider = packed_of(optimizer).decider
+        with pytest.raises(AssertionError, match="as many mistakes"):
+            decider.replace(decider.signal_of("replica_check"), Signal())
+
+    run_world(2, run)
 
 
 def test_one_rank_alone_has_nothing_to_compare():

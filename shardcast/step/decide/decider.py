@@ -135,6 +135,7 @@ class Decider:
 
     def replace(self, reserved: Signal, signal: Signal) -> None:
         """Have a signal in the place that was reserved for it; its sums are as long, or empty."""
+        assert signal.skips == reserved.skips, "a report has as many mistakes as were reserved"
         self.signals[self.signals.index(reserved)] = signal
         self._index()
 

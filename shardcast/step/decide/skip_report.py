@@ -35,7 +35,7 @@ class HostCopy:
 
     def send(self, numbers: Tensor) -> None:
         """Start to copy a 1-d tensor; it may be overwritten afterwards."""
-        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = _compat.is_capturing(self._device)
         if self._copied is not None and not capturing:
             return
         if self._numbers is None or self._numbers.numel() != numbers.numel():
@@ -50,7 +50,7 @@ class HostCopy:
     def read(self) -> list[float] | None:
         """Return the numbers, or ``None`` while they are under way."""
         if self._copied is not None:
-            if torch.cuda.is_current_stream_capturing() or not self._copied.query():
+            if _compat.is_capturing(self._device) or not self._copied.query():
                 return None
             self._copied = None
         return None if self._numbers is None else self._numbers.tolist()
