@@ -330,6 +330,14 @@ def test_without_grad_has_gradients_off_and_leaves_the_rest_as_it_was():
             assert torch.is_grad_enabled() == before
 
 
+def test_only_a_cuda_stream_is_ever_captured(monkeypatch: pytest.MonkeyPatch):
+    answers = [True, False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: answers.pop(0))
+    assert _compat.is_capturing(torch.device("cuda"))
+    assert not _compat.is_capturing(torch.device("cuda"))
+    assert not _compat.is_capturing(torch.device("cpu"))
+
+
 def test_every_function_of_compat_is_exercised_here():
     source = Path(__file__).read_text()
     for module, called in ((_compat, "_compat"), (mocks, "mocks")):
