@@ -18,7 +18,7 @@ from shardcast.extensions.shard_ranks import ranks_of_shards
 from shardcast.memory.codecs import Encoded, master_codec, row_of
 from shardcast.memory.marks import count_marks
 from shardcast.memory.pack import Pack
-from shardcast.memory.shard import FILL, Shard
+from shardcast.memory.shard import FILL, shard_of
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Topology
 from shardcast.plan.casts import cast_of, wire_of
@@ -234,10 +234,9 @@ def _allocated(
     pack = Pack(layout, [nn.Parameter(torch.empty(trained, device="meta"))], Comm(None))
     pack.fill(torch.empty(numel, dtype=dtype, device="meta"))
     pack.cast = cast_of(config, cast)
-    shard = Shard(pack, config)
+    shard = shard_of(pack, config)
     # Not Shard.fill: it encodes values piece by piece.
     shard.master = Encoded(master_codec(config, dtype), numel, row, pack.data.device)
-    shard.note_published()
     masters = shard.nbytes
     if not trained:
         return _Allocated(masters)

@@ -50,10 +50,6 @@ class Shard:
         self._codec = master_codec(config, pack.layout.dtype)
         self._row = row_of(config, pack.layout.dtype)
         self._on_host = config.state_on_host and not self.in_place
-        # What was published last, where an element that a script wrote cannot be told by its master
-        # alone: with it its whole block would be cast in another way.
-        self._last: Tensor | None = None
-        self._runs = () if pack.cast is None else pack.cast.runs(self.fragments)
         options = config.extensions().values()
         asked = (it.record(self, config) for it in options if it.record is not None)
         self.record: Record | None = next(asked, None)
@@ -80,20 +76,17 @@ class Shard:
 
     @property
     def casts(self) -> bool:
-        """Return whether the update itself has to cast into the pack."""
-        return self._is_copied and self.pack.cast is None
+        """Return whether the update itself has to cast into the pack.
 
-    @property
-    def _is_copied(self) -> bool:
-        """Return whether masters have no part of what is published in their own memory."""
+        Not where masters have a part of what is published in their own memory.
+        """
         return not self.in_place and not self._codec.has_published
 
     @property
     def nbytes(self) -> int:
-        """The bytes of masters outside of the pack, and of what tells that it was written."""
+        """The bytes of masters outside of the pack, and of what an option keeps with them."""
         of_masters = 0 if self.in_place else self.master.nbytes
-        more = sum(it.nbytes for it in (self._last, self.record) if it is not None)
-        return of_masters + more
+        return of_masters + (0 if self.record is None else self.record.nbytes)
 
     @property
     def on_host(self) -> bool:
@@ -103,15 +96,12 @@ class Shard:
     def memory(self) -> Iterator[Tensor]:
         """Give the very tensors that are kept here, that of the pack among them."""
         yield from (self.pack.data, self.pack.own_data, *self.master.pieces)
-        if self._last is not None:
-            yield self._last
         if self.record is not None:
             yield from self.record.memory()
 
     def fill(self, source: Tensor) -> None:
         """Take the own span of ``source``: 1-d, the whole pack, fp32."""
         own = source[self.pack.own.start : self.pack.own.stop]
-        self.note_published()
         if self.in_place:
             self.master = self._encoded(self.published)
         elif self.is_plain:
@@ -156,55 +146,32 @@ class Shard:
         exact = values.to(self.published.device, MASTER_DTYPE)
         part = self.local(fragment.start, fragment.stop)
         if self.casts and self.record is not None:
-            self._note(part, self.exact(fragment), exact)
+            self.tell(part, self.exact(fragment), exact)
         self.master.write(part, exact)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters into the own span of the pack."""
-        if self.casts:
-            if self.record is None:
-                self.published.copy_(self.master.read(slice(None)))
-                return
-            for start in range(0, self.published.numel(), PIECE):
-                piece = slice(start, start + PIECE)
-                masters = self.master.read(piece)
-                self._note(piece, self.published[piece], masters)
-                self.published[piece].copy_(masters)
-        elif self._is_copied:
-            assert self.pack.cast is not None and self._last is not None
-            for run in self._runs:
-                part = self.local(run.start, run.stop)
-                # A record is to see both of what was published last and of what is now.
-                both = (self.published[part], self._last[part])
-                outputs = both if self.record is None else both[:1]
-                self.pack.cast.publish_(self.master.read(part), run.width, outputs)
-            if self.record is not None:
-                self.note_published()
+        if not self.casts:
+            return
+        if self.record is None:
+            self.published.copy_(self.master.read(slice(None)))
+            return
+        for start in range(0, self.published.numel(), PIECE):
+            piece = slice(start, start + PIECE)
+            masters = self.master.read(piece)
+            self.tell(piece, self.published[piece], masters)
+            self.published[piece].copy_(masters)
 
     def settle(self) -> None:
-        """Cast what a script wrote, before a sync without an update; see :class:`.casts.Wire`."""
-        if self.pack.cast is not None:
-            self.absorb(publishes=True)
-            self.publish()
+        """Cast what a script wrote, before a sync without an update; see :class:`.CastShard`."""
 
     def rounded(self, fragment: Fragment, values: Tensor) -> Tensor:
         """Return what is published of masters of a fragment, 1-d."""
         return self.pack.rounded(fragment.slot, values)
 
-    def note_published(self) -> None:
-        """Keep what is published, where it is compared with what is published later."""
-        if self.pack.cast is not None:
-            if self._last is None:
-                self._last = torch.empty_like(self.published)
-            else:
-                self._note(slice(None), self._last, self.published)
-            self._last.copy_(self.published)
-
     def lend(self) -> Tensor:
         """Free the own span of the pack for other weights: a clone, where masters have it now."""
-        if self.pack.cast is not None:  # what a script wrote comes back as it will be sent
-            self.publish()
         return self._move(self.published.clone())
 
     def take_back(self, own: Tensor) -> None:
@@ -213,7 +180,7 @@ class Shard:
 
     def _move(self, own: Tensor) -> Tensor:
         """Let masters that the published span is a part of have it in other memory."""
-        if not self._is_copied:
+        if self.in_place or self._codec.has_published:
             self.master.move(own)
         return own
 
@@ -227,28 +194,16 @@ class Shard:
         Args:
             publishes: they are published next, so that what is published now need not be noted.
         """
-        if not self._is_copied:
-            return
-        if self.pack.cast is not None and self._last is not None:
-            written = False
-            for start in range(0, self.published.numel(), PIECE):
-                part = slice(start, start + PIECE)
-                masters = self.master.read(part)
-                if self.pack.cast.take_written_(masters, self.published[part], self._last[part]):
-                    self.master.write(part, masters)
-                    written = True
-            if written and not (publishes and self.record is None):
-                self.note_published()
+        if not self.casts:
             return
         for start in range(0, self.published.numel(), PIECE):
             part = slice(start, start + PIECE)
             masters = self.master.read(part)  # plain ones are the memory itself
-            if self.casts:
-                self._note(part, masters, self.published[part])
+            self.tell(part, masters, self.published[part])
             take_shown_(masters, self.published[part])
             self.master.write(part, masters)
 
-    def _note(self, part: slice, before: Tensor, after: Tensor) -> None:
+    def tell(self, part: slice, before: Tensor, after: Tensor) -> None:
         """Tell the record of published values of a part, or of masters whose casts they are."""
         if self.record is not None:
             dtype = self.published.dtype
@@ -256,17 +211,10 @@ class Shard:
 
     def loaded(self, fragment: Fragment, values: Tensor) -> Tensor:
         """Return masters of loaded published ``values``, 1-d; see :func:`.codecs.shown`."""
-        last = None if self._last is None else self._last[self.local(fragment.start, fragment.stop)]
-        return shown(self.exact(fragment), values.to(self.published.device), last)
+        return shown(self.exact(fragment), values.to(self.published.device))
 
     def note_loaded(self, slot: Slot, values: Tensor) -> None:
         """Take ``values``, which a parameter is about to have, for what is published of it."""
-        for fragment in self.fragments:
-            if fragment.slot == slot and self._last is not None:
-                part = self.local(fragment.start, fragment.stop)
-                loaded = values.reshape(-1)[slice(*fragment.param_range)].to(self._last.device)
-                self._note(part, self._last[part], loaded)
-                self._last[part].copy_(loaded)
 
 
 def take_moved(shards: Sequence[Shard]) -> None:
@@ -277,6 +225,15 @@ def take_moved(shards: Sequence[Shard]) -> None:
     """
     for shard in shards:
         shard.pack.take_moved()
+
+
+def shard_of(pack: Pack, config: ShardcastConfig) -> Shard:
+    """Return the shard of a pack, which has no masters yet. Local."""
+    if pack.cast is None:
+        return Shard(pack, config)
+    from shardcast.memory.cast_shard import CastShard  # only with the option that has casts
+
+    return CastShard(pack, pack.cast, config)
 
 
 def build_shard(
@@ -293,7 +250,7 @@ def build_shard(
     pack_groups = layout.pack_groups
     comm = process_groups.comm(pack_groups.shard)
     pack = Pack(layout, params, comm, cast_of(config, layout.cast), wire_of(config, layout))
-    shard = Shard(pack, config)
+    shard = shard_of(pack, config)
     if process_groups.everyone.size == 1 and layout.dtype == MASTER_DTYPE:
         pack.fill()
         shard.fill(pack.data)
