@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast import publish
+from shardcast.checkpoint import storage
 from shardcast.publish import Changes, FolderReader, FolderSender, WeightPatch
 from shardcast.publish.folder import read_changes, write_changes
 
@@ -381,6 +383,26 @@ def test_any_byte_of_a_file_is_refused_or_says_the_same(tmp_path: Path):
         path.write_bytes(data[:length])
         with pytest.raises(publish.DamagedChangesError):
             read_changes(path)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_file_appears_whole_and_durable_or_not_at_all(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, calls = tmp_path / "file", list[str]()
+    replace = os.replace
+    monkeypatch.setattr(storage, "flush", lambda path: calls.append(f"flush {path.name}"))
+    monkeypatch.setattr(os, "replace", lambda *names: (calls.append("rename"), replace(*names)))
+    path.write_text("old")
+    with contextlib.suppress(KeyError), storage.appearing(path, ".writing-") as writing:
+        writing.write_text("new")
+        assert path.read_text() == "old"
+        if fails:
+            raise KeyError
+    assert path.read_text() == ("old" if fails else "new")
+    assert [*tmp_path.iterdir()] == [path]
+    expected = ["flush .writing-file", "rename", f"flush {tmp_path.name}"]
+    assert calls == ([] if fails else expected)
 
 
 def test_what_a_killed_writer_leaves_is_no_version(tmp_path: Path, monkeypatch: Any):
