@@ -38,8 +38,8 @@ def show(ref: nn.Module, low: nn.Module) -> None:
         low_param.detach().copy_(param.detach())
 
 
-@claim(4, without="a reduction in bf16 of fp32 gradients: sums are in fp32 here")
-def test_reduce_dtype(side: Any) -> None:
+def reduced_in_fp32(side: Any) -> tuple[Any, ...]:
+    """Return the model, its copies in bf16 and fp32, and both optimizers; seed each rank."""
     torch.manual_seed(42)
     model = nn.Sequential(*[MLP(16) for _ in range(3)])
     ref = copy.deepcopy(model)
@@ -47,6 +47,12 @@ def test_reduce_dtype(side: Any) -> None:
     ref_optimizer = Adam(ref.parameters(), lr=1e-2)
     optimizer = side.shard(model, modules=list(model), low=BF16, reduce=FP32)
     seed()
+    return model, low, ref, optimizer, ref_optimizer
+
+
+@claim(4, without="a reduction in bf16 of fp32 gradients: sums are in fp32 here")
+def test_reduce_dtype(side: Any) -> None:
+    model, low, ref, optimizer, ref_optimizer = reduced_in_fp32(side)
     batch = torch.randn(4, 16).to(BF16)
     for index in range(10):
         for one in (optimizer, ref_optimizer):
@@ -95,13 +101,7 @@ def test_reduce_dtype_after_frozen_first_forward(side: Any) -> None:
 
 @claim(4)
 def test_grad_acc_with_reduce_dtype(side: Any) -> None:
-    torch.manual_seed(42)
-    model = nn.Sequential(*[MLP(16) for _ in range(3)])
-    ref = copy.deepcopy(model)
-    low = copy.deepcopy(ref).to(BF16)
-    ref_optimizer = Adam(ref.parameters(), lr=1e-2)
-    optimizer = side.shard(model, modules=list(model), low=BF16, reduce=FP32)
-    seed()
+    model, low, ref, optimizer, ref_optimizer = reduced_in_fp32(side)
     batch = torch.randn(8, 16).to(BF16)
     for index in range(10):
         for number, part in enumerate(batch.chunk(4)):
