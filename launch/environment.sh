@@ -23,8 +23,11 @@ environment() {
     venv=${VENV:-.venv}
     python=$venv/bin/python
     has_pip "$python" || make_venv "$venv"
-    "$python" -m pip install --disable-pip-version-check --progress-bar off \
+    "$python" -m pip install --disable-pip-version-check --progress-bar off --no-compile \
         --constraint constraints.txt --editable ".[$extra]"
+    # On all cores; pip compiles on one. Some files of packages are for another Python.
+    "$python" -m compileall -q -j 0 \
+        "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null || true
 }
 
 has_pip() { "$1" -m pip --version >/dev/null 2>&1; }

@@ -114,11 +114,14 @@ if [[ ${1:-} == --foreign ]]; then
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     exec "$python" -m pytest tests/foreign --evidence docs/evidence.md "$@"
 fi
+# The site is built meanwhile, in an environment of its own.
+site=
+(($#)) || { bash launch/docs.sh & site=$!; }
 environment test
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the tests start several processes
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy --strict shardcast
-(($#)) || bash launch/docs.sh
+[[ -z $site ]] || wait "$site"
 "$python" -m pytest --numprocesses=auto "$@"
