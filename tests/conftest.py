@@ -77,6 +77,13 @@ def why_nothing_compiles() -> str:
     return ""
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: tests of processes wait, which left a quarter of two cores idle."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("needs_compiler") and why_nothing_compiles():
         pytest.skip(f"torch compiles nothing here ({why_nothing_compiles()})")
