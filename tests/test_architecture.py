@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ NO_SUBJECTS = frozenset(
 ASKED = {"averages", "metrics", "guard"}
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     return {
         ".".join(("shardcast", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
@@ -61,6 +63,11 @@ def modules() -> dict[str, Path]:
         ): path
         for path in PACKAGE.rglob("*.py")
     }
+
+
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def floor_of(name: str) -> int:
@@ -72,7 +79,7 @@ def floor_of(name: str) -> int:
 
 def imports(path: Path, everywhere: bool) -> Iterator[str]:
     """The modules of ours that ``path`` imports; at the top of the file, or also in functions."""
-    known, tree = modules(), ast.parse(path.read_text())
+    known, tree = modules(), parsed(path.read_text())
     for node in ast.walk(tree) if everywhere else tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardcast"):
             for alias in node.names:
@@ -122,7 +129,7 @@ def private_reads(source: str) -> list[str]:
     A class may read what is private to another object of its own module: helpers of one file are
     one thing.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     own = {  # every private name that this file itself defines or assigns to self
         node.attr
         for node in ast.walk(tree)
@@ -189,7 +196,7 @@ def options_read(source: str) -> list[str]:
     names = {each.name for each in fields(ShardcastConfig) if "off" in each.metadata}
     return [
         f"line {node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Attribute) and node.attr in names
         if ast.unparse(node.value).rsplit(".", 1)[-1] in ("config", "_config")
     ]
@@ -220,7 +227,7 @@ def test_private_members_are_read_in_their_own_module_only():
 def code_lines(source: str) -> int:
     """Lines that are neither empty, a comment nor part of a docstring."""
     inside = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             inside.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return sum(
@@ -240,7 +247,7 @@ def test_no_file_is_too_long_to_be_read_at_a_sitting():
 def without_subject(source: str) -> list[str]:
     """Docstrings that begin as a clause of another sentence, each with its line."""
     documented = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    nodes = [node for node in ast.walk(parsed(source)) if isinstance(node, documented)]
     texts = [(getattr(node, "lineno", 1), ast.get_docstring(node) or "") for node in nodes]
     return [
         f"line {line}: {text.splitlines()[0]}"
