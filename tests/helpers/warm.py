@@ -1,10 +1,10 @@
 """Pythons that start at once: each is forked from one that has imported torch, which takes 4 s.
 
 :func:`executable` stands in the place of ``sys.executable``, also in children's own children, as
-those of torchrun. A program runs there as ever, with arguments, environment, folder and files of
-its own, and it imports shardcast itself; signals reach it, it ends with its own status, and it
-ends with the process that stands for it. Only its variables come too late for what reads them
-when torch is imported.
+those of the torchrun beside it. A program runs there as ever, with arguments, environment, folder
+and files of its own, and it imports shardcast itself; signals reach it, it ends with its own
+status, and it ends with the process that stands for it. Only its variables come too late for what
+reads them when torch is imported.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ os._exit(status)
 """
 
 
+SERVERS: list[int] = []
+"""The process of this one whose children the programs are, if there is one."""
+
+
 @functools.cache
 def executable() -> str:
     """The path of a warm Python, in a folder like that of a virtual environment."""
@@ -64,6 +68,10 @@ def executable() -> str:
     words = shlex.join([sys.executable, "-IS", str(folder / "client.py")])
     python.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
     python.chmod(0o755)
+    (torchrun := folder / "bin" / "torchrun").write_text(
+        f'#!/bin/sh\nexec {shlex.quote(str(python))} -m torch.distributed.run "$@"\n'
+    )
+    torchrun.chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     server = subprocess.Popen(
         [sys.executable, __file__, path, str(python)],
@@ -73,6 +81,7 @@ def executable() -> str:
         start_new_session=True,
     )
     assert server.stdin is not None and server.stdout is not None
+    SERVERS.append(server.pid)
 
     @atexit.register
     def end() -> None:

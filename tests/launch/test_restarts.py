@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,7 +50,7 @@ class Run:
     def start(self, **env: str) -> None:
         """One more agent."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDCAST_", "TORCH"))}
-        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+        path = os.pathsep.join([os.path.dirname(warm.executable()), os.environ["PATH"]])
         kept |= {"PATH": path, "OMP_NUM_THREADS": "1", "MAX_RESTARTS": "3"}
         kept["PYTHON_EXEC"] = warm.executable()  # for torchrun, of the workers
         with open(self.folder / "log", "a") as log:
@@ -66,7 +65,10 @@ class Run:
             )
 
     def workers(self) -> list[int]:
-        return [child.pid for child in psutil.Process(self.agents[-1].pid).children()]
+        """What stands for the workers of the one agent that runs: it alone has children."""
+        agents = [each for pid in warm.SERVERS for each in psutil.Process(pid).children()]
+        agents = agents or [psutil.Process(self.agents[-1].pid)]  # not on Linux
+        return [child.pid for agent in agents for child in agent.children()]
 
     def log(self) -> str:
         return (self.folder / "log").read_text()
