@@ -8,14 +8,13 @@ import json
 import os
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import python
 from models import MLP, assert_same_bits, install, run_world, values
 from torch import Tensor, nn
 
@@ -521,6 +520,6 @@ def test_a_reader_needs_no_process_group():
         "import torch.distributed as dist, shardcast.publish; assert not dist.is_initialized();"
         "print(sorted(shardcast.publish.__all__))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "FolderReader" in done.stdout
