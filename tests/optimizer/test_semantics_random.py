@@ -243,4 +243,4 @@ def run_machine(partition: str, examples: int, *, grads: str = "full", shrink: b
 def test_random_interleavings_with_backwards_equal_plain_torch_to_the_bit(
     partition: str, grads: str
 ):
-    run_machine(partition, 25, grads=grads)
+    run_machine(partition, 15, grads=grads)

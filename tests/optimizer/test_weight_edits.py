@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import torch
 from models import CASES, assert_same_bits, install, run_world, values
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from weekly import WEEK, this_week
 
 import shardcast
 from shardcast.memory.shard import take_moved
@@ -341,16 +343,15 @@ def test_what_the_model_shows_is_trained_on_whatever_door_it_came_through(way: s
     assert_edits_are_trained(2, way, door, (0, 3))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("size", "way"), this_week(itertools.product((1, 2, 3), WAYS), 3))
 def test_what_the_model_shows_is_trained_on_however_it_is_kept(
-    way: str, size: int, on_device: Callable[[str], None]
+    size: int, way: str, on_device: Callable[[str], None]
 ):
     on_device(way)
     assert_edits_are_trained(size, way, "elements", (0, 3))
 
 
-@pytest.mark.parametrize("way", ["bf16", "adafactor"])
+@pytest.mark.parametrize("way", this_week(["bf16", "adafactor"]))
 def test_an_edit_late_in_a_run_is_trained_on(way: str):
     assert_edits_are_trained(2, way, "elements", (20, 150))
 
@@ -535,7 +536,8 @@ def random_run(group: Any, way: str, seed: int, by_hand: bool) -> Any:
     return seen, optimizer.digest(), values(model)
 
 
-@pytest.mark.parametrize("seed", range(2 * len(WAYS)))  # each way in two worlds
+# Each way in a world, in another one every second week.
+@pytest.mark.parametrize("seed", [len(WAYS) * (WEEK % 2) + n for n in range(len(WAYS))])
 def test_random_edits_are_those_of_masters_that_are_written_by_hand(
     seed: int, on_device: Callable[[str], None]
 ):

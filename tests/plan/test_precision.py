@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import OrderedDict, namedtuple
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from models import CASES, Block, sharded
 from torch import Tensor, nn
+from weekly import this_week
 
 from shardcast.testing import ThreadedWorld, threaded_world
 
@@ -246,9 +248,10 @@ def test_gradient_and_wire_dtypes(fields: dict[str, Any], grad: torch.dtype, wir
     assert ThreadedWorld(2).run(train) == [wire, wire]
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("held", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "held", "partition"),
+    this_week(itertools.product((2, 1), (True, False), ("even", "whole")), 3),
+)
 def test_more_than_eight_micro_batches_are_added_up_in_fp32(size: int, held: bool, partition: str):
     """300 ones: in bf16 their sum stays at 256."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from typing import Any
 
@@ -11,6 +12,7 @@ from models import CASES, assert_same_bits, install, parts, run_world, sharded, 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from weekly import this_week
 
 import shardcast
 from shardcast.extensions.split_masters import Split16
@@ -92,11 +94,18 @@ def gradients(steps: int, dtype: torch.dtype = BF16) -> list[Tensor]:
     return [torch.randn(NUMEL).mul(10.0 ** (step % 3 - 1)).to(dtype) for step in range(steps)]
 
 
-@pytest.mark.parametrize("executor", [ON_HOST, ON_DEVICE, compiled])
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("row", [4, 64])
+CUTS = [*itertools.product((4, 64), MOMENTS)]
+
+
+@pytest.mark.parametrize(
+    ("executor", "row", "moments"),
+    [
+        *((executor, *cut) for executor in (ON_HOST, ON_DEVICE) for cut in CUTS),
+        *(pytest.param(*compiled.values, *cut, marks=compiled.marks) for cut in this_week(CUTS)),
+    ],
+)
 def test_where_an_update_is_cut_does_not_show(
-    executor: Executor, moments: str, row: int, monkeypatch: pytest.MonkeyPatch
+    executor: Executor, row: int, moments: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Neither in the bits of ties nor in what is drawn; in parts, and in pieces of two rows."""
     uncut, cut = (Range("adamw", "split16", moments, row) for _ in range(2))
