@@ -21,6 +21,7 @@ from gpt import GPT, GPTConfig
 from models import CASES, run_world
 from storages import live
 from torch import Tensor, nn
+from weekly import combined
 
 import shardcast
 from shardcast import ShardcastConfig
@@ -138,12 +139,13 @@ def accumulated(group: Any, fields: dict[str, Any], micro_batches: int) -> dict[
     return optimizer.memory_report()
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 8, 9])
-@pytest.mark.parametrize("grads", ["full", "sharded"])
-@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
-    "fields", [{}, {"partition": "whole", "pack_params": 2}, {"grad_dtype": "bf16"}]
-)
+    ("fields", "size", "grads", "micro_batches"),
+    combined(
+        3, ({}, {"partition": "whole", "pack_params": 2}, {"grad_dtype": "bf16"}),
+        (1, 2, 4), ("full", "sharded"), (1, 2, 8, 9),
+    ),
+)  # fmt: skip
 def test_the_estimate_has_marks_of_gradients_and_their_long_sums(
     fields: dict[str, Any], size: int, grads: str, micro_batches: int
 ):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import speedrun
 import torch
+import warm
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 
@@ -51,6 +51,6 @@ def test_losses_and_times_stand_side_by_side() -> None:
 @pytest.mark.timeout(60)
 def test_a_speedrun_without_a_gpu_says_what_to_do() -> None:
     script = str(LAUNCH / "speedrun.py")
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    ended = subprocess.run([warm.executable(), script], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "--dry-run trains a tiny model on CPUs" in ended.stderr

@@ -20,6 +20,7 @@ from models import (
     whole,
 )
 from torch import Tensor, nn
+from weekly import this_week
 
 from shardcast import checkpoint
 from shardcast.extensions.chance import INDEX, name_hash, random_bits
@@ -141,15 +142,15 @@ def train(group: Any, steps: int, case: str = "mlp", **fields: Any) -> tuple[Any
 
 @pytest.mark.parametrize(
     ("kind", "other", "world", "steps", "fields"),
-    [
+    this_week([
         ("split16", "", 2, 20, {"partition": "even"}),
         ("offload", "", 2, 20, {"partition": "whole"}),
-        ("split16", "", 3, 10, {"case": "gpt", "grads": "sharded"}),
         ("offload", "", 3, 10, {"case": "gpt", "grads": "sharded"}),
+        ("split16", "", 3, 10, {"case": "gpt", "grads": "sharded"}),
         ("split16 bf16 offload", "bf16", 1, 20, {"partition": "whole"}),
         ("split16 int8 offload", "int8", 1, 20, {}),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_masters_kept_otherwise_have_the_bits_of_fp32_masters_on_the_device(
     kind: str, other: str, world: int, steps: int, fields: dict[str, Any]
 ):
@@ -318,12 +319,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("kind", "case", "make"),
-    [
+    this_week([
         ("split16", "gpt", adamw), ("split16", "tiny", adamw), ("bf16", "scalars", adamw),
         ("bf16", "gpt", sgd), ("int8", "tiny", adamw), ("int8", "gpt", sgd),
         ("offload", "scalars", adamw), ("split16 bf16 offload", "gpt", adamw),
         ("split16 int8 offload", "scalars", adamw), ("split16 int8 offload", "gpt", adamw),
-    ],
+    ]),
 )  # fmt: skip
 def test_worlds_of_one_two_and_three_have_the_same_bits_also_from_a_checkpoint(
     kind: str, case: str, make: Any, tmp_path: Path

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from models import CASES, MLP, adamw, assert_same_bits, everything, run_world, sharded, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from weekly import combined
 
 import shardcast
 from shardcast import _compat
@@ -117,9 +118,9 @@ def control(ranks: int, plan: dict[int, dict[int, str]], steps: int, action: str
     return model
 
 
-@pytest.mark.parametrize("action", ["skip", "drop"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("size", "place", "action"), combined(3, (1, 2, 3, 4), PLACES, ("skip", "drop"))
+)
 def test_a_step_in_which_a_rank_fails_is_skipped_or_made_by_the_others(
     size: int, place: str, action: str
 ):

@@ -13,6 +13,7 @@ from oracle import pair
 from quantizers import gpt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from weekly import combined
 
 import shardcast
 from shardcast.extensions.any_optimizer import update as any_update
@@ -132,22 +133,21 @@ def test_metrics_on_an_accelerators_path_are_those_of_one_process_by_hand(
             assert all(torch.equal(norms[k], found[name][k]) for k in norms), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "form", "world", "fields"),
-    [
-        (adamw, "mxfp8", 3, {"averages": {"ema": 0.9}}),
-        (adamw, "mxfp4", 2, {"replica_check": 1, "offload": True}),
-        (adamw, "fp8_block128", 2, {"changes": True, "moments": "int8"}),
-        (adamw, "mxfp8", 1, {"replica_check": 2}),
-        (rmsprop, "mxfp4_rceil", 2, {"replica_check": 1}),
-        (pair, "fp8_block128", 2, {}),
-    ],
-)
-@pytest.mark.parametrize("on_host", [True, False])
+SWALLOWING: list[tuple[Any, str, int, dict[str, Any]]] = [
+    (adamw, "mxfp8", 3, {"averages": {"ema": 0.9}}),
+    (adamw, "mxfp4", 2, {"replica_check": 1, "offload": True}),
+    (adamw, "fp8_block128", 2, {"changes": True, "moments": "int8"}),
+    (adamw, "mxfp8", 1, {"replica_check": 2}),
+    (rmsprop, "mxfp4_rceil", 2, {"replica_check": 1}),
+    (pair, "fp8_block128", 2, {}),
+]
+
+
+@pytest.mark.parametrize(("case", "on_host"), combined(2, SWALLOWING, (True, False)))
 def test_changes_that_a_form_swallows_are_counted_behind_its_cast(
-    kind: Any, form: str, world: int, fields: dict[str, Any], on_host: bool,
-    monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
+    case: tuple[Any, str, int, dict[str, Any]], on_host: bool, monkeypatch: pytest.MonkeyPatch
+):
+    kind, form, world, fields = case
     """On both paths; where a script has written, with an absent gradient, and a skipped step."""
     for module in (fused, any_update):
         monkeypatch.setattr(module, "choose_executor", lambda *_: Executor(False, on_host=on_host))

@@ -14,7 +14,7 @@ from models import run_world
 from quantizers import batch, by_table, gpt, loss_of, train_plain, train_published, vectors
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weekly import this_week
+from weekly import combined, this_week
 
 import shardcast
 from shardcast import checkpoint
@@ -352,8 +352,7 @@ def test_a_weight_is_quantized_once_per_step_whatever_the_micro_batches(
     assert quantized == ranks * micro_batches * steps * len(weights)
 
 
-@of_each_form
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("form", "ranks"), combined(2, FORM_NAMES, (1, 3)))
 def test_everything_that_writes_weights_leaves_them_on_the_grid(
     form: str, ranks: int, tmp_path: Path
 ):
@@ -385,8 +384,10 @@ def test_everything_that_writes_weights_leaves_them_on_the_grid(
     run_world(ranks, run)
 
 
-@of_each_form
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Muon, torch.optim.NAdam])
+@pytest.mark.parametrize(
+    ("form", "make"),
+    combined(3, FORM_NAMES, (torch.optim.SGD, torch.optim.Muon, torch.optim.NAdam)),
+)
 def test_any_class_of_optimizer_publishes_forms(form: str, make: Any):
     def run(group: Any) -> None:
         model, optimizer = sharded(group, form, make)
@@ -533,7 +534,7 @@ COVER = [("mxfp4", way) for way in WAYS] + [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "way"), COVER)
+@pytest.mark.parametrize(("form", "way"), this_week(COVER))
 def test_codes_on_the_wire_give_the_bits_of_bf16_on_it(form: str, way: str):
     """Also of what a script wrote, in a step that is skipped, and NaN."""
 
@@ -622,7 +623,7 @@ OF_MESHES = [("mxfp4", name) for name in MESHES] + [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "where"), OF_MESHES)
+@pytest.mark.parametrize(("form", "where"), this_week(OF_MESHES))
 def test_codes_on_the_wire_of_a_mesh_give_the_bits_of_bf16_on_it(form: str, where: str):
     """Of what a script wrote too; ranks with parts of one parameter have equal gradients."""
     axes, build, options = MESHES[where]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from bag import Bag
 from models import CASES, assert_same_bits, everything, job, run_world, sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from weekly import this_week
+from weekly import combined
 
 import shardcast
 from shardcast import _compat
@@ -105,8 +104,7 @@ FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("fields", FORMS, ids=str)
+@pytest.mark.parametrize(("size", "fields"), combined(3, (2, 3, 4), FORMS), ids=str)
 def test_a_bit_that_one_rank_received_wrong_is_named_on_all_in_the_next_step(
     size: int, fields: dict[str, Any]
 ):
@@ -169,9 +167,7 @@ def test_tied_weights_of_two_stages_are_compared():
         assert "other masters than its copies" in text
 
 
-@pytest.mark.parametrize(
-    ("size", "fields"), this_week(itertools.product((1, 2, 3, 4), ({}, *FORMS)), 3), ids=str
-)
+@pytest.mark.parametrize(("size", "fields"), combined(4, (1, 2, 3, 4), ({}, *FORMS)), ids=str)
 def test_equal_ranks_train_to_the_same_bits_with_the_check_and_without(
     size: int, fields: dict[str, Any]
 ):

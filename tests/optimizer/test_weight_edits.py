@@ -14,7 +14,7 @@ import torch
 from models import CASES, assert_same_bits, install, run_world, values
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from weekly import WEEK, this_week
+from weekly import WEEK, combined, this_week
 
 import shardcast
 from shardcast.memory.shard import take_moved
@@ -135,8 +135,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("edit", "kind"), combined(2, EDITS, KINDS))
 def test_weights_that_a_script_writes_are_those_of_the_plain_script(edit: str, kind: str):
     expected = plain(EDITS[edit]())
     unedited = plain(lambda _model, _step: None)
@@ -336,8 +335,7 @@ def assert_edits_are_trained(size: int, way: str, door: str, at: Sequence[int], 
     assert any(not torch.equal(found[0][name], unedited[0][name]) for name in found[0])
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("way", ["bf16", "overlap"])
+@pytest.mark.parametrize(("way", "door"), combined(2, ("bf16", "overlap"), DOORS))
 def test_what_the_model_shows_is_trained_on_whatever_door_it_came_through(way: str, door: str):
     """To the bit of a run whose masters are written by hand after every step."""
     assert_edits_are_trained(2, way, door, (0, 3))
@@ -392,8 +390,9 @@ def test_masters_that_are_read_are_those_that_the_model_shows(door: str, master:
             assert torch.equal(bits(exact.to(BF16)), bits(shown[name])), name
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("way", ["bf16", "device", "offload", "adafactor"])
+@pytest.mark.parametrize(
+    ("way", "door"), combined(2, ("bf16", "device", "offload", "adafactor"), DOORS)
+)
 def test_weights_that_come_back_have_their_masters(
     way: str, door: str, on_device: Callable[[str], None]
 ):

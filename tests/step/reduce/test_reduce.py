@@ -20,7 +20,7 @@ import torch
 from models import CASES, assert_same_bits, run_world, sharded, values
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from weekly import this_week
+from weekly import combined, this_week
 
 import shardcast
 from shardcast.step.reduce.user_edits import GradientEdits
@@ -387,12 +387,17 @@ def assert_as_plain(ranks: list[dict[str, Tensor]], case: str) -> None:
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2**-21)
 
 
-@pytest.mark.parametrize(("size", "micros"), [(1, 3), (2, 1), (2, 3), (4, 3)])
-@pytest.mark.parametrize("case", ["mlp", "gpt", "gpt_reentrant", "gpt_nonreentrant",
-                                  "tied_reentrant"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "how"),
+    combined(
+        2, ("mlp", "gpt", "gpt_reentrant", "gpt_nonreentrant", "tied_reentrant"),
+        ((1, 3), (2, 1), (4, 3), (2, 3)),
+    ),
+)  # fmt: skip
 def test_ranks_with_parts_of_a_batch_equal_plain_training_on_the_whole(
-    case: str, size: int, micros: int
+    case: str, how: tuple[int, int]
 ):
+    size, micros = how
     assert_as_plain(run_world(size, train_on_part, case, micros)[0], case)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import CASES, run_world, sharded
 from torch import nn
+from weekly import combined
 
 import shardcast
 from shardcast.optimizer.stateful import packed_of
@@ -49,9 +50,9 @@ def log_of_a_step(group: Any, case: str, fields: dict[str, Any]) -> dict[str, li
     return phases
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "size", "partition"), combined(2, CASES, (2, 3), ("even", "whole"))
+)
 def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_launch_of_the_sync(
     case: str, size: int, partition: str
 ):

@@ -15,6 +15,7 @@ import torch
 from models import values
 from oracle import check, difference, mlp, pair, set_grads, steps
 from torch import Tensor, nn
+from weekly import combined
 
 import shardcast
 from shardcast.optimizer.stateful import packed_of
@@ -194,8 +195,10 @@ RESUMED: dict[str, tuple[Any, Any, float]] = {
 }
 
 
-@pytest.mark.parametrize("door", ["local", "full", "plain", "checkpoint", "export"])
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    ("name", "door"),
+    combined(3, RESUMED, ("local", "full", "plain", "checkpoint", "export")),
+)
 def test_state_goes_on_through_every_door_at_other_numbers_of_ranks(
     name: str, door: str, tmp_path: Path
 ):
