@@ -41,6 +41,8 @@ from .group import Call
 from .record import Collective, name_ranks
 
 MESSAGE = "message"  # the op of what one rank sends to one other
+# Part of the time for which a process that computes has a processor on a very busy machine.
+BUSY = 0.05
 
 
 @dataclass
@@ -119,7 +121,7 @@ class ThreadedRun:
         self._line: dict[int, PendingCollective | None] = dict.fromkeys(range(world_size))
         self._holder: int | None = None
         self._last = world_size - 1
-        self._since = time.monotonic()  # the turn changed hands
+        self._begin_turn()
         self._ended = False  # nobody has to wait for a rank that is stuck
         self._random = [
             torch.Generator().manual_seed(rank).get_state() for rank in range(world_size)
@@ -136,7 +138,7 @@ class ThreadedRun:
             del self._line[rank]
             if not self._ended:
                 self._holder = self._last = rank
-                self._since = time.monotonic()
+                self._begin_turn()
                 torch.set_rng_state(self._random[rank])
 
     def give_turn(self, rank: int) -> None:
@@ -144,7 +146,8 @@ class ThreadedRun:
         with self._changed:
             if self._holder == rank:
                 self._random[rank] = torch.get_rng_state()
-                self._holder, self._since = None, time.monotonic()
+                self._holder = None
+                self._begin_turn()
             self._pass_on()
 
     def wait_turn(self, rank: int, exchange: PendingCollective | None = None) -> None:
@@ -166,7 +169,8 @@ class ThreadedRun:
     def end(self) -> None:
         """Let everybody go on at once."""
         with self._changed:
-            self._ended, self._since = True, time.monotonic()
+            self._ended = True
+            self._begin_turn()
             for condition in (self._changed, *self._turn):
                 condition.notify_all()
 
@@ -189,7 +193,7 @@ class ThreadedRun:
         """Wait for all ranks, or for the time-out twice: once to fail, once to let them leave."""
         with self._changed:
             while len(self.left) < self.world_size:
-                remaining = self.timeout - (time.monotonic() - self._since)
+                remaining = self.timeout - self._turn_time()
                 in_line = len(self._line) == self.world_size - len(self.left)
                 if in_line and not self._ended and self._holder is None and self._next() is None:
                     self._fail_stuck()
@@ -199,6 +203,17 @@ class ThreadedRun:
                     self._fail_late()
                 else:
                     return
+
+    def _begin_turn(self) -> None:
+        self._since, self._used = time.monotonic(), time.process_time()
+
+    def _turn_time(self) -> float:
+        """Return for how long the turn has not changed hands: of the processor, if it computes.
+
+        So nobody is late because other programs had the processor.
+        """
+        waited, used = time.monotonic() - self._since, time.process_time() - self._used
+        return min(waited, used) if used > BUSY * waited else waited
 
     # -- collectives ----------------------------------------------------------------------------
 

@@ -43,7 +43,8 @@ class ThreadedWorld:
 
     Args:
         world_size: number of ranks, or a mesh: the sizes of its dimensions by name, outer first.
-        timeout: seconds that a rank may take from one collective to the next.
+        timeout: seconds that a rank may take from one collective to the next; of the processor,
+            while it computes, so that none is late on a busy machine.
         poison: fill the outputs of ``async_op=True`` collectives with NaN (integers: all bits
             set) until somebody waits for them.
 
