@@ -12,7 +12,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +33,27 @@ if dist.is_available():
     # The names of torch >= 2.13, and those before.
     all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_to_all_flat(
+    group: Any, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int]
+) -> dist.Work:
+    """Start ``dist.all_to_all_single`` of plain tensors, without two thirds of its host time.
+
+    Args:
+        received, sent: lengths by rank; empty: all are equal.
+    """
+    name = "all_to_all_single"  # of torch >= 2.13, and the one before
+    launch: Any = getattr(group, name, None) or group.alltoall_base
+    work: dist.Work = launch(output, input, received, sent, _exchange())
+    return work
+
+
+@functools.cache
+def _exchange() -> Any:
+    options: Any = torch._C._distributed_c10d.AllToAllOptions()
+    options.asyncOp = True
+    return options
 
 
 def own_storage(view: Tensor) -> Tensor:

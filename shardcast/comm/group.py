@@ -203,11 +203,9 @@ class TensorCollectives:
             inputs = input.chunk(self.size) if sent is None else input.split(list(sent))
             self._send_and_receive(outputs, inputs, work)
             return work
-        splits = (received and list(received), sent and list(sent))
         with work:
-            work.launched += [
-                dist.all_to_all_single(output, input, *splits, group=self.group, async_op=True)
-            ]
+            flat = _compat.all_to_all_flat
+            work.launched += [flat(self.group, output, input, received or (), sent or ())]
         return work
 
     def send_to_all(self, pieces: Sequence[Tensor], about: object = "") -> Work:
