@@ -92,6 +92,9 @@ class GraphForLengths:
         return self._calls.get((first.shape, first.device))
 
 
+BoxedGraph = Callable[[list[Any]], Any]
+
+
 class Call:
     """A call of a graph that Dynamo made, for other operands like the first ones.
 
@@ -102,15 +105,15 @@ class Call:
     the rest. Where addresses are not those that a kernel was made for the graph looks itself.
 
     Args:
+        graph: takes the arguments as a list, which it may clear.
         arguments: of the call: numbers, such as lengths, and tensors.
         places: of each tensor among the operands, by its place in ``arguments``.
     """
 
     def __init__(
-        self, graph: Callable[..., Any], arguments: Sequence[Any], places: Mapping[int, int]
+        self, graph: BoxedGraph, arguments: Sequence[Any], places: Mapping[int, int]
     ) -> None:
-        # Without what keeps Dynamo out of it, which is not at work where a call fits.
-        self._graph = getattr(graph, "_torchdynamo_orig_callable", graph)
+        self._graph = graph
         self._arguments = [None if at in places else it for at, it in enumerate(arguments)]
         self._places = [*places.items()]
         self._state: Any = torch._C._dynamo.guards.GlobalStateGuard()
@@ -146,7 +149,7 @@ class Call:
         arguments = self._arguments.copy()
         for at, place in self._places:
             arguments[at] = operands[place]
-        self._graph(*arguments)
+        self._graph(arguments)
 
 
 # What Dynamo does with functions that are called on this thread: nothing, or a function does it.
@@ -178,7 +181,7 @@ def last_call(operands: Sequence[Any]) -> Call | None:
 class _Seen(threading.local):
     """The last call of a graph by Dynamo on this thread: which graph, and with what."""
 
-    graph: Callable[..., Any] | None = None
+    graph: BoxedGraph | None = None
     arguments: Sequence[Any] = ()
 
     def forget(self) -> None:
@@ -196,16 +199,56 @@ def _noting(several: bool = False) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx  # slow to import
 
         graph: Any = compile_fx(module, inputs, config_patches=settings)
+        boxed: BoxedGraph | None = None
 
         def noted(*arguments: Any) -> Any:
-            results = graph(*arguments)
-            _seen.graph, _seen.arguments = graph, arguments
+            nonlocal boxed
+            if boxed is None:
+                results, boxed = _run(graph, arguments)
+            else:
+                results = graph(*arguments)
+            _seen.graph, _seen.arguments = boxed, arguments
             return results
 
         return noted
 
     backend.settings = settings  # type: ignore[attr-defined]
     return backend
+
+
+def _run(graph: Any, arguments: Sequence[Any]) -> tuple[Any, BoxedGraph]:
+    """Run a graph for the first time; return its results, and what to call from then on.
+
+    That is the generated code, if it was given the very arguments: what AOTAutograd and Inductor
+    have around it takes three times as long on the host, for gradients, aliases and inputs that
+    a graph here has not, and for versions of tensors, which nobody reads of an operand.
+    """
+    from torch._inductor.output_code import CompiledFxGraph  # slow to import
+
+    compiled: Any = CompiledFxGraph
+    call, thread, calls = compiled.__call__, threading.get_ident(), list[tuple[Any, list[Any]]]()
+
+    def noted(self: Any, inputs: Sequence[Any]) -> Any:
+        if threading.get_ident() == thread:
+            calls.append((self, [*inputs]))
+        return call(self, inputs)
+
+    with _first_runs:
+        compiled.__call__ = noted
+        try:
+            results = graph(*arguments)
+        finally:
+            compiled.__call__ = call
+    if len(calls) == 1 and [*map(id, calls[0][1])] == [*map(id, arguments)]:
+        owner, code = calls[0][0], calls[0][0].current_callable
+        # Held, for it takes parts of the code along when it goes.
+        return results, lambda arguments, _owner=owner: code(arguments)
+    # Without what keeps Dynamo out of it, which is not at work where a call fits.
+    bare = getattr(graph, "_torchdynamo_orig_callable", graph)
+    return results, lambda arguments: bare(*arguments)
+
+
+_first_runs = threading.RLock()
 
 
 def _with_own_code(function: Callable[..., None]) -> Callable[..., None]:
