@@ -69,7 +69,9 @@ class Gradients:
         )
         self._device = pack.params[0].device
         empty = partial(torch.empty, device="meta")
-        self._strides = [empty(slot.shape).stride() for slot in pack.layout.slots]
+        self._places = [  # shape, strides and offset of each view
+            (slot.shape, empty(slot.shape).stride(), slot.offset) for slot in pack.layout.slots
+        ]
         self._data: Tensor | None = None
         # The view of each slot that was last shown as ``.grad``. Weakly: a script may keep it.
         self._shown: list[Callable[[], Tensor | None]] = []
@@ -91,6 +93,7 @@ class Gradients:
         numel, own = self.pack.layout.numel, self.pack.own
         if data is None:
             data = torch.zeros(numel, dtype=self.dtype, device=self._device)
+        assert data.storage_offset() == 0  # from where the places of views are counted
         self._data = data
         OWNERS[data.untyped_storage().data_ptr()] = self
         slots, start = self.pack.layout.slots, data.data_ptr()
@@ -198,15 +201,18 @@ class Gradients:
     def adopt(self, positions: Iterable[int] | None = None) -> bool:
         """Copy gradients that are not ours in, and show ours; return whether there were any."""
         params = self.pack.params
-        _ = self.data  # allocates it
+        if self._data is None:
+            self._allocate()
         grads: dict[int, Tensor] = {}
         with _compat.without_torch_function():
             for position in range(len(params)) if positions is None else positions:
                 grad = params[position].grad
                 if grad is None or self._is_own(position, grad):
                     continue
-                check_given(self.pack, position, grad)
-                self.has_graph = self.has_graph or grad.requires_grad
+                if type(grad) is not Tensor or grad.layout != torch.strided:
+                    check_given(self.pack, position, grad)
+                if grad.requires_grad:
+                    self.has_graph = True
                 grads[position] = grad
             if grads:
                 with _compat.without_grad():  # a backward with create_graph runs hooks with it on
@@ -369,12 +375,12 @@ class Gradients:
 
     def _view(self, position: int) -> Tensor:
         """Make a new view of one slot, for another gradient."""
-        data, slot = self.data, self.pack.layout.slots[position]
-        self._part_with(position)
-        start = data.storage_offset() + slot.offset
+        data = self.data
+        if self._shown[position]() is not None:
+            self._part_with(position)
         # One call: a slice and a view of it take twice as long, for each parameter of each step.
         # Detached, it is no view to autograd, which lets a script call detach_() on a gradient.
-        view = data.as_strided(slot.shape, self._strides[position], start).detach()
+        view = data.as_strided(*self._places[position]).detach()
         self._shown[position] = weakref.ref(view)
         if self.is_ungathered:
             hide(view)

@@ -232,7 +232,8 @@ class Bucket:
         self._reduction = grads.carry = None
         self.state = State.REDUCED
         grads.landed(pieces if reduction.by_rank else pieces[:1])
-        grads.lend(position for position in self.absent if grads.owned[position])
+        if self.absent:
+            grads.lend(position for position in self.absent if grads.owned[position])
         return reduction.received
 
     def _summed(self, pieces: Sequence[Tensor]) -> Tensor:

@@ -121,7 +121,7 @@ class ReducePass:
         bucket.arrived.add(position)
         announced = bucket.grads.expect(position)
         # For the next bucket: the first gradient of another pack will launch it.
-        is_next = self._buckets[self._next : self._next + 1] == [bucket]
+        is_next = self._next < len(self._buckets) and self._buckets[self._next] is bucket
         if outer and not announced and (not advances or is_next):
             bucket.counting = running
 

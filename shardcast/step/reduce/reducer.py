@@ -410,7 +410,7 @@ class Reducer:
             if not _compat.accumulates():  # what autograd.grad returns is no gradient of ours yet
                 return
             reduce_pass = self._begin()
-        elif not reduce_pass.accumulates(running):
+        elif running != reduce_pass.backward and not reduce_pass.accumulates(running):
             return
         self.touched = True
         try:
