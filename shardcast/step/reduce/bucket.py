@@ -86,7 +86,8 @@ class Bucket:
             coordinate 0.
         arrived: slots with a gradient in the running backward, or in one that failed.
         left: slots with a gradient of backwards that failed, as long as it is not sent.
-        counting: the backward whose further gradients need no more than to be put into ``arrived``.
+        counts: further gradients need no more than to be put into ``arrived``, in
+            :attr:`.Reducer.counting`.
         absent: slots without a gradient here when it was last sent: the own span has others'.
         assigned: names of gradients that a script put in the place of reduced ones.
         late: it is sent at the end only: its further sums are with ranks whose backward waits for
@@ -101,7 +102,7 @@ class Bucket:
     state: State = State.LOCAL
     arrived: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
-    counting: int | None = None
+    counts: bool = False
     absent: set[int] = field(default_factory=set)
     assigned: list[str] = field(default_factory=list)
     late: bool = field(init=False)

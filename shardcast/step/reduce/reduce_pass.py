@@ -70,7 +70,8 @@ class ReducePass:
         land_all(self._buckets)  # where a backward failed
         for bucket in self._buckets:
             bucket.left |= bucket.arrived
-            bucket.arrived, bucket.counting = set(), None
+            bucket.arrived, bucket.counts = set(), False
+        self._reducer.counting = None
         self._reducer.drop_cleared(more_come=self.backward >= 0)
         self._reducer.drop_assigned()
 
@@ -106,8 +107,7 @@ class ReducePass:
         reducer, outer = self._reducer, running == self.backward
         if not outer and self._sends and not reducer.sharded:
             reducer.at_end = True
-        advances = not self._sends or reducer.beside
-        if advances:
+        if not self._sends or reducer.beside:
             self._advance(bucket.grads.pack.data.device)
         if not bucket.arrived:
             self._open(bucket)
@@ -120,10 +120,9 @@ class ReducePass:
             )
         bucket.arrived.add(position)
         announced = bucket.grads.expect(position)
-        # For the next bucket: the first gradient of another pack will launch it.
-        is_next = self._next < len(self._buckets) and self._buckets[self._next] is bucket
-        if outer and not announced and (not advances or is_next):
-            bucket.counting = running
+        bucket.counts = outer and not announced
+        # The gradient after the last one of a pack, be it of whichever other one, launches it.
+        reducer.counting = running if outer and not bucket.complete else None
 
     def _advance(self, device: torch.device) -> None:
         """Launch packs that are complete, in order.
@@ -136,7 +135,7 @@ class ReducePass:
             if bucket.late or not bucket.complete or bucket.grads.pack.data.device != device:
                 return
             self._next += 1
-            bucket.counting = None
+            bucket.counts = False
             if self._sends:
                 with _compat.without_grad():  # a backward with create_graph runs hooks with it on
                     self._launch(bucket)

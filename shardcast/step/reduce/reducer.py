@@ -48,6 +48,8 @@ class Reducer:
             inside another, or through two models.
         has_ended: whether a synchronized backward has ended: later ones launch packs while they
             run, unless ``at_end``.
+        counting: the backward whose gradients of open packs are counted and no more, as long as no
+            further pack is complete.
         history: the acts on means since the last step, which all ranks must do alike.
         buckets: the bucket of each pack, in the order of :meth:`add`.
         micro_batches: the micro-batches of a step, where a tree says in which order they are added.
@@ -74,6 +76,7 @@ class Reducer:
         self._storage = kind if self.micro_batches is None else self.micro_batches.storage
         self.divisor.of_tree = self.micro_batches
         self.at_end = self.has_ended = False
+        self.counting: int | None = None
         self.edits = GradientEdits(self.grads)
         self.history: dict[str, Any] = {**NOTHING}
         self.buckets: dict[Pack, Bucket] = {}
@@ -446,12 +449,14 @@ def _hooks(me: weakref.ref[Reducer], bucket: Bucket, count: int) -> Iterator[Cal
     for number in range(count):
 
         def hook(grad: Tensor | None, position: int = number) -> None:
-            running = _compat.current_backward()
-            if bucket.counting == running:
+            reducer, running = me(), _compat.current_backward()
+            if reducer is None:
+                return
+            if bucket.counts and reducer.counting == running:
                 bucket.arrived.add(position)
+                if len(bucket.arrived) == count:
+                    reducer.counting = None
             elif grad is not None:  # as a function may give, which autograd does not accumulate
-                reducer = me()
-                if reducer is not None:
-                    reducer.arrive(bucket, position, running)
+                reducer.arrive(bucket, position, running)
 
         yield hook

@@ -261,6 +261,35 @@ def test_means_that_are_begun_upon_or_cleared_count_as_in_plain_torch(name: str)
     compare(SEQUENCES[name], 2, grads="sharded")
 
 
+def test_a_complete_pack_is_sent_by_the_next_gradient_of_whichever_pack():
+    """Two groups, so that parameters lie in the two packs by turns; the last pack is sent first."""
+
+    def run(group: Any) -> list[tuple[int, int]]:
+        model = nn.ParameterList(torch.ones(4) for _ in range(8))
+        groups = [{"params": [*model][::2]}, {"params": [*model][1::2], "weight_decay": 0.0}]
+        optimizer: Any = shardcast.shard(
+            model, torch.optim.SGD(groups, lr=0.1, weight_decay=0.1), process_group=group
+        )
+        sent: list[tuple[int, int]] = []
+        for number, param in enumerate(model):
+            param.register_post_accumulate_grad_hook(
+                lambda _param, number=number: sent.append((number, len(group.log)))
+            )
+        for _ in range(2):  # the first backward sends at its end
+            begun = len(group.log)
+            sent.clear()
+            x = torch.zeros((), requires_grad=True)
+            for param in model:
+                x = Give.apply(x, param, torch.ones(4))
+            x.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [(number, count - begun) for number, count in sent]
+
+    expected = [(number, 0) for number in range(7, 0, -1)] + [(0, 1)]
+    assert run_world(2, run)[0] == [expected] * 2
+
+
 def random_sequence(draw: random.Random) -> list[Action]:
     actions: list[Action] = []
     clipped = False  # then gradients are only cleared by the optimizer, else the step is refused
