@@ -222,11 +222,6 @@ class Gradients:
                     params[position].grad = view
         return bool(grads)
 
-    @property
-    def is_begun(self) -> bool:
-        """Return whether earlier backwards of this step left what ``.grad`` does not show."""
-        return self.carry is not None
-
     def end_micro_batch(self) -> None:
         """Learn that the next gradients are of another micro-batch, where a storage tells them."""
 

@@ -34,10 +34,6 @@ class TreeGradients(Gradients):
     def nbytes(self) -> int:
         return super().nbytes + self._sums.nbytes
 
-    @property
-    def is_begun(self) -> bool:
-        return super().is_begun or bool(self.taken)
-
     def presence(self) -> list[bool]:
         return [is_here or n in self.taken for n, is_here in enumerate(super().presence())]
 

@@ -26,17 +26,27 @@ from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
 
 
 class State(Enum):
-    """The state of the gradients of a pack."""
+    """The state of the gradients of a pack, which methods of its bucket change.
 
-    LOCAL = "this rank's own, or there are none"
-    IN_FLIGHT = "on their way to the owners"
-    REDUCED = "the mean, in the own span"
+    ``send()`` leads from the first two to SENT, ``land()`` to LANDED, ``use()`` and ``forget()`` to
+    USED. ``reopen()`` leads from there to COLLECTING, and from LANDED to ADDING, or to COLLECTING
+    where no mean is kept.
+    """
+
+    COLLECTING = "this rank's own, or there are none"
+    ADDING = "this rank's own, to be added to means of this step"
+    SENT = "on their way to the owners"
+    LANDED = "the mean, in the own span"
+    USED = "the same, which a step used or a script cleared: new gradients replace it"
+
+
+OPEN = State.COLLECTING, State.ADDING
 
 
 def land_all(buckets: Iterable[Bucket]) -> None:
     """Finish what a failed backward, or no backward, left in flight."""
     for bucket in buckets:
-        if bucket.state is State.IN_FLIGHT:
+        if bucket.state is State.SENT:
             with torch.no_grad():
                 bucket.land()
 
@@ -46,7 +56,8 @@ def drop_carried(buckets: Iterable[Bucket]) -> None:
 
     That backward failed, or was within ``no_sync()``, and no pass has ended since.
     """
-    for grads in (bucket.grads for bucket in buckets if bucket.grads.carry is not None):
+    used = [bucket.grads for bucket in buckets if bucket.state is State.COLLECTING]
+    for grads in (grads for grads in used if grads.carry is not None):
         presence = grads.presence()
         if not any(presence):
             grads.carry = None
@@ -99,7 +110,7 @@ class Bucket:
     divisor: Divisor
     sums: Sequence[Comm] = ()
     repeated: Sequence[str] = ()
-    state: State = State.LOCAL
+    state: State = State.COLLECTING
     arrived: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
     counts: bool = False
@@ -121,22 +132,32 @@ class Bucket:
         """Return whether all gradients have come in this backward."""
         return len(self.arrived) == len(self.grads.pack.params)
 
+    def use(self) -> None:
+        """Hear that a step used the mean."""
+        if self.state is State.LANDED:  # not where ranks have nothing to send
+            self.state = State.USED
+
     def forget(self) -> None:
         """Hear that all gradients were cleared, by whomever."""
+        self.use()
+        if self.state is State.ADDING:
+            self.state = State.COLLECTING
         self.grads.forget()
         self.left.clear()
         self.assigned.clear()
 
-    def drop_cleared(self, of_all_ranks: bool) -> None:
-        """Zero the means of gradients that are no more; if asked, of other ranks' alone too."""
+    def drop_cleared(self) -> None:
+        """Zero the means of gradients that are no more; of used ones other ranks' alone too."""
         params = self.grads.pack.params
         gone = {n for n, is_here in enumerate(self.grads.presence()) if not is_here}
         # What was lent is no gradient of this rank, and still a script can clear it: the owner
         # alone would not know that a mean is gone of which only others had a gradient.
-        lent = {position for position in self.grads.lent if params[position].grad is None}
-        self.grads.gone = (gone - self.absent) | lent
+        known = gone - self.absent
+        if self.grads.lent:
+            known |= {position for position in self.grads.lent if params[position].grad is None}
+        self.grads.gone = known
         means = self.grads.own if self.grads.carry is None else self.grads.carry
-        for position in gone if of_all_ranks else self.grads.gone:
+        for position in gone if self.state is State.USED else self.grads.gone:
             means[own_part(self.grads.pack, position)].zero_()
             if self.late and self.grads.joint is not None:
                 self.grads.joint[position].fill_(0.0)
@@ -148,7 +169,7 @@ class Bucket:
         """
         grads = self.grads
         grads.drop_replaced()
-        if self.state is State.LOCAL and grads.carry is None:
+        if self.state in OPEN and grads.carry is None:
             return
         # What failed backwards have brought is nothing that a script assigned, and in the place of
         # zeros it replaces nothing.
@@ -160,18 +181,18 @@ class Bucket:
             for position in positions:
                 grads.carry[own_part(grads.pack, position)].zero_()
 
-    def reopen(self, cleared: bool) -> None:
+    def reopen(self) -> None:
         """Make room for gradients to come, and keep the means of those that are there, if any.
 
-        Args:
-            cleared: the means of ranks that have a gradient where this one has none count no more.
+        Used means of ranks that have a gradient where this one has none count no more.
         """
-        if self.state is State.LOCAL:
+        if self.state in OPEN:
             return
-        grads = self.grads
+        assert self.state is not State.SENT
+        grads, is_used = self.grads, self.state is State.USED
         grads.gone = ()
         kept: set[int] = set()
-        if cleared:
+        if is_used:
             grads.take_back()
         else:
             presence = grads.presence()
@@ -182,10 +203,12 @@ class Bucket:
                 kept.update(position for position in present if grads.holds(position))
         grads.take_back()  # or whoever has none in the next backward would seem to have one
         # Usually none: all gradients were set to None, all are overwritten.
-        grads.carry, self.state = grads.reopen(kept), State.LOCAL
+        grads.carry = grads.reopen(kept)
+        self.state = State.COLLECTING if is_used or grads.carry is None else State.ADDING
 
     def collect(self) -> None:
         """Take in all gradients that are there."""
+        assert self.state in OPEN
         pack = self.grads.pack
         # Asked first: sharded gradients are shown no more when they are collected.
         pairs = zip(pack.layout.slots, pack.params, strict=True) if self.repeated else ()
@@ -201,12 +224,13 @@ class Bucket:
 
     def send(self, buffers: Buffers) -> None:
         """Start the collective, into one of the ``buffers``."""
+        assert self.state in OPEN
         self._reduction = self.grads.send(buffers)
         for further in () if self.late else self.sums:
             self._reduction = ReplicaSumReduction(
                 self._reduction, further, self.grads.pack.layout, partial(added, room=0)
             )
-        self.state = State.IN_FLIGHT
+        self.state = State.SENT
 
     def advance(self) -> None:
         """Launch what follows on the collective under way: the first one of two, if there are."""
@@ -231,7 +255,7 @@ class Bucket:
             mean = reduction.mean_
         mean(pieces, divisor, grads.carry, grads.own)
         self._reduction = grads.carry = None
-        self.state = State.REDUCED
+        self.state = State.LANDED
         grads.landed(pieces if reduction.by_rank else pieces[:1])
         if self.absent:
             grads.lend(position for position in self.absent if grads.owned[position])

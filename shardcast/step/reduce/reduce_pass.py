@@ -22,7 +22,7 @@ import torch
 
 from shardcast import _compat
 from shardcast.comm import Buffers
-from shardcast.step.reduce.bucket import Bucket, State, land_all
+from shardcast.step.reduce.bucket import OPEN, Bucket, land_all
 
 if TYPE_CHECKING:
     from shardcast.step.reduce.reducer import Reducer
@@ -111,7 +111,7 @@ class ReducePass:
             self._advance(bucket.grads.pack.data.device)
         if not bucket.arrived:
             self._open(bucket)
-        elif bucket.state is not State.LOCAL:  # to launch it again others may not do
+        elif bucket.state not in OPEN:  # to launch it again others may not do
             raise RuntimeError(
                 f"backward: a re-entrant checkpoint brought a gradient of {bucket.first!r} or a "
                 "parameter packed with it for a second time after it was sent; use "
@@ -151,7 +151,7 @@ class ReducePass:
                 "its module being called, or was made before that step; call "
                 "optimizer.wait_sync() before such a forward, or leave overlap_sync off"
             )
-        bucket.reopen(self._reducer.spent)
+        bucket.reopen()
 
     def _end(self) -> None:
         self.over = True  # an engine's thread may keep the callback for a moment longer
@@ -191,7 +191,7 @@ class ReducePass:
         self._reducer.passed()
 
     def _launch(self, bucket: Bucket) -> None:
-        bucket.reopen(self._reducer.spent)
+        bucket.reopen()
         bucket.collect()
         if not self._reducer.alone:
             bucket.send(self._buffers)

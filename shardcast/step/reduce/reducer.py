@@ -43,7 +43,6 @@ class Reducer:
         touched: whether a gradient arrived since :meth:`finish`.
         backwards: how many of them brought gradients since the last step or ``zero_grad``.
         due: whether gradients are here that were not reduced; a step needs a pass before it.
-        spent: whether a step used the means, or they were cleared: new gradients replace them.
         at_end: whether packs are launched at the end of a backward from now on: one backward ran
             inside another, or through two models.
         has_ended: whether a synchronized backward has ended: later ones launch packs while they
@@ -63,7 +62,7 @@ class Reducer:
         self.divisor = Divisor(process_groups.dp.size)
         self.grads: list[Gradients] = []
         self.touched, self.backwards = False, 0
-        self.due, self.spent = True, False
+        self.due = True
         options = config.extensions().values()
         kind: type[Gradients] = next((it.gradients for it in options if it.gradients), Gradients)
         self.cannot_gather: str = kind.cannot_gather
@@ -207,14 +206,14 @@ class Reducer:
         if reduced:
             land_all(self.buckets.values())
             for bucket in self.buckets.values():
-                bucket.drop_cleared(self.spent)
+                bucket.drop_cleared()
         else:
             if self.micro_batches is not None and self.grads:
                 self.micro_batches.agree(self.grads[0].pack.data.device)
             self._new_pass().flush()
         # One replaced by hand after the reduction is final, as with DDP.
-        replaced = [grads.adopt() for grads in self.grads]
-        if reduced and self.spent and any(replaced):
+        replaced = [bucket for bucket in self.buckets.values() if bucket.grads.adopt()]
+        if reduced and any(bucket.state is State.USED for bucket in replaced):
             self.edits.warn_of_set()
 
     @torch.no_grad()
@@ -256,15 +255,16 @@ class Reducer:
 
     def passed(self) -> None:
         """Hear that a pass has brought all means here."""
-        self.due = self.spent = False
+        self.due = False
         self.history[BACKWARDS] += 1
         self.history.update(assigned_in(self.buckets.values(), self.process_groups))
 
     def used(self) -> None:
         """Hear that a step used the gradients: the next one needs a pass of its own."""
-        self.due, self.spent, self.backwards = True, True, 0
+        self.due, self.backwards = True, 0
         self.history.update(NOTHING)
         for bucket in self.buckets.values():
+            bucket.use()
             bucket.assigned.clear()
         if self.micro_batches is not None:
             self.micro_batches.reset()
@@ -272,7 +272,7 @@ class Reducer:
     def cleared(self, set_to_none: bool = True) -> None:
         """Hear of cleared gradients. No pass is due for it: one rank alone may clear its own."""
         land_all(self.buckets.values())  # of a failed backward, before it is zeroed
-        self._spend()
+        self._note_clear()
         self.history.update({STALE: 0, ASSIGNED: "", SUMMED: ""})
         self.edits.changed()
         if self.micro_batches is not None:
@@ -281,11 +281,10 @@ class Reducer:
             bucket.forget()
             bucket.grads.zero(set_to_none)
 
-    def _spend(self) -> None:
-        """Hear that means, if there are any, were cleared."""
-        if not (self.spent or self.due or self.alone):
-            self.history[CLEARS] += 1
-        self.spent = True
+    def _note_clear(self) -> None:
+        """Note that means of this step, if there are any, are cleared."""
+        landed = any(bucket.state is State.LANDED for bucket in self.buckets.values())
+        self.history[CLEARS] += landed and not self.due
 
     def _cleared_in(self, model: nn.Module, set_to_none: bool) -> None:
         """Hear as :meth:`cleared` of a model that may be one of several with gradients here."""
@@ -331,7 +330,7 @@ class Reducer:
         """Add the gradients that are here to the tree."""
         assert self.micro_batches is not None
         for bucket in self.buckets.values():
-            bucket.reopen(self.spent)  # none came: what is shown are means of the step before
+            bucket.reopen()  # none came: what is shown are means of the step before
             bucket.grads.end_micro_batch()
         self.micro_batches.end()
 
@@ -341,7 +340,7 @@ class Reducer:
         """Drop, as a pass begins, means that a script replaced (``p.grad = x``)."""
         in_micro_batch = self.micro_batches is not None and self.micro_batches.begun
         for bucket in self.buckets.values() if not in_micro_batch else ():
-            if not self.spent or bucket.grads.is_begun:
+            if bucket.state is not State.USED:
                 bucket.drop_assigned()
 
     def drop_cleared(self, more_come: bool) -> None:
@@ -353,13 +352,8 @@ class Reducer:
         Raises:
             RuntimeError: more come and some were cleared; which ones, other ranks cannot know.
         """
-        if self.spent:
-            drop_carried(self.buckets.values())
-            return
-        begun = [
-            bucket for bucket in self.buckets.values()
-            if bucket.state is State.REDUCED or bucket.grads.carry is not None
-        ]  # fmt: skip
+        drop_carried(self.buckets.values())
+        begun = [it for it in self.buckets.values() if it.state in (State.LANDED, State.ADDING)]
         names: dict[bool, str] = {}  # of a gradient that is there, of one that is not
         for bucket in begun:
             slots, presence = bucket.grads.pack.layout.slots, bucket.grads.presence()
@@ -374,9 +368,9 @@ class Reducer:
             )
         if len(names) == 2:
             for bucket in begun:
-                bucket.drop_cleared(of_all_ranks=False)
+                bucket.drop_cleared()
         elif False in names:
-            self._spend()
+            self._note_clear()
             for bucket in begun:
                 bucket.forget()
 

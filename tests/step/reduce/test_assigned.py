@@ -146,11 +146,11 @@ def test_what_is_assigned_between_backwards_is_trained_as_under_ddp(
                 torch.testing.assert_close(mine, right, **tol, msg=lambda m, s=seed: f"{s}: {m}")
 
 
-def adopts(bucket: Bucket, cleared: bool) -> None:
+def adopts(bucket: Bucket) -> None:
     """As it was before: what is assigned to a mean is taken for one."""
-    if bucket.state is State.REDUCED and not cleared:
+    if bucket.state is State.LANDED:
         bucket.grads.adopt(set(range(len(SHAPES))[: len(bucket.grads.pack.params)]))
-    REOPEN(bucket, cleared)
+    REOPEN(bucket)
 
 
 REOPEN = Bucket.reopen

@@ -243,6 +243,9 @@ SEQUENCES: dict[str, list[Action]] = {
         for begun, action in (("quiet", (Side.backward, (1, ALL[:2], True))),
                               ("failed", (Side.failed, (1, ALL[:2], 1))))
     },
+    "quiet upon all, cleared, quiet upon some": [
+        FIRST, (Side.backward, (1, ALL[:2], True)), (Side.clear, ("none",)),
+        (Side.backward, (2, APART, True)), (Side.backward, (3, ALL[:2])), (Side.step, ())],
     "two that fail upon means, the second one before it comes as far": [
         (Side.backward, (0, (EVERY, EVERY - {0}))), (Side.failed, (1, ALL[:2], 0)),
         (Side.failed, (2, ALL[:2], 2)), (Side.backward, (3, ALL[:2])), (Side.step, ())],
