@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import math
@@ -19,7 +18,7 @@ import torch
 import warm
 from gpt import GPT, GPTConfig
 from models import CASES, run_world
-from storages import live
+from storages import live, settle
 from torch import Tensor, nn
 from weekly import combined
 
@@ -307,7 +306,7 @@ def trained_by(model: nn.Module) -> torch.optim.Optimizer:
 
 def measured(group: Any, name: str, fields: dict[str, Any]) -> int:
     """Bytes in memory after two steps, as storages of living tensors; inputs aside."""
-    gc.freeze()  # what is here already is neither walked nor counted
+    settle(group)  # what is here already is neither walked nor counted
     make, batch = REAL[name]
     model = make()
     optimizer = shardcast.shard(model, trained_by(model), process_group=group, **fields)
@@ -316,9 +315,7 @@ def measured(group: Any, name: str, fields: dict[str, Any]) -> int:
         model(batch()).float().square().mean().backward()
         optimizer.step()
     _grads = [param.grad for param in model.parameters()]  # Python must have them to find them
-    found = sum(live(256).values())
-    gc.unfreeze()
-    return found
+    return sum(live(256).values())
 
 
 @pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from models import adamw, install, sharded
 from quantizers import batch, gpt, loss_of
-from storages import live, peak_of
+from storages import live, peak_of, settle
 from torch import Tensor, nn
 
 import shardcast
@@ -25,12 +23,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_objects() -> Iterator[None]:
+def few_objects() -> None:
     """What was there before needs no look at every collection; that takes most of the time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    settle(None)
 
 
 def wide(numel: int = 64) -> nn.Module:
