@@ -123,5 +123,5 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the tests start several processes
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy --strict shardcast
-[[ -z $site ]] || wait "$site"
+[[ -z $site ]] || wait "$site" || { echo "error: no site was built, see above" >&2 && exit 1; }
 "$python" -m pytest --numprocesses=auto "$@"
