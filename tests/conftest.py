@@ -19,6 +19,7 @@ from storages import settle
 from shardcast.plan import products
 from shardcast.testing import SpawnedWorld, spawn_world
 
+WORLDS: dict[SpawnedWorld, float] = {}  # those that are shared, and the time limits of their runs
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -89,8 +90,10 @@ def cores() -> int:
 
 
 def give_time(item: pytest.Item) -> None:
-    """A longer time limit where more runs than these tests: other programs are no failure."""
-    crowd = os.getloadavg()[0] / cores() / 3
+    """Longer time limits where more runs than these tests: other programs are no failure."""
+    crowd = max(1.0, os.getloadavg()[0] / cores() / 3)
+    for world, timeout in WORLDS.items():
+        world.timeout = crowd * timeout
     marker = item.get_closest_marker("timeout")
     if crowd > 1 and marker and marker.args:
         item.add_marker(pytest.mark.timeout(crowd * marker.args[0]), append=False)
@@ -133,7 +136,9 @@ def started(world_size: int, timeout: float) -> Iterator[SpawnedWorld]:
     forkserver.ensure_running()  # now: it passes on the environment that it begins with
     with spawn_world(world_size, timeout=timeout, start_method="forkserver") as world:
         world.run(settle, timeout=300.0)
+        WORLDS[world] = timeout
         yield world
+        del WORLDS[world]
 
 
 @pytest.fixture(scope="session")
