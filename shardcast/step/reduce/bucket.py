@@ -118,6 +118,7 @@ class Bucket:
     assigned: list[str] = field(default_factory=list)
     late: bool = field(init=False)
     _reduction: Reduction | None = None
+    _unchanged: tuple[Tensor, int] | None = None  # gradients under way, and their version
 
     def __post_init__(self) -> None:
         self.late = self.grads.pack.layout.pack_groups.sums_replicas
@@ -230,7 +231,13 @@ class Bucket:
             self._reduction = ReplicaSumReduction(
                 self._reduction, further, self.grads.pack.layout, partial(added, room=0)
             )
-        self.state = State.SENT
+        self.state, data = State.SENT, self.grads.data
+        self._unchanged = data, data._version
+
+    @property
+    def is_edited(self) -> bool:
+        """Return whether a script has written to gradients since they were sent."""
+        return self._unchanged is not None and self._unchanged[0]._version != self._unchanged[1]
 
     def advance(self) -> None:
         """Launch what follows on the collective under way: the first one of two, if there are."""
@@ -254,7 +261,7 @@ class Bucket:
         if reduction.mean_ is not None:
             mean = reduction.mean_
         mean(pieces, divisor, grads.carry, grads.own)
-        self._reduction = grads.carry = None
+        self._reduction = self._unchanged = grads.carry = None
         self.state = State.LANDED
         grads.landed(pieces if reduction.by_rank else pieces[:1])
         if self.absent:

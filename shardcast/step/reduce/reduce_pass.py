@@ -65,9 +65,21 @@ class ReducePass:
         self._buffers = Buffers() if of_tree is None else of_tree.spare
 
     def start(self) -> None:
-        """Hear that the first gradient is about to come, or none in a pass without a backward."""
+        """Hear that the first gradient is about to come, or none in a pass without a backward.
+
+        Raises:
+            RuntimeError: a script has edited what a failed backward had sent, on its way.
+        """
         self.started = True
+        edited = [bucket.first for bucket in self._buckets if bucket.is_edited]
         land_all(self._buckets)  # where a backward failed
+        if edited:
+            raise RuntimeError(
+                f"backward: .grad of {edited[0]!r} or of a parameter packed with it was edited or "
+                "zeroed in place after a backward that failed, which had sent it: other ranks may "
+                "have either value; after such a backward call optimizer.zero_grad(), or set every "
+                ".grad to None"
+            )
         for bucket in self._buckets:
             bucket.left |= bucket.arrived
             bucket.arrived, bucket.counts = set(), False

@@ -435,3 +435,33 @@ def test_ranks_with_parts_of_a_batch_equal_plain_training_on_the_whole(
 
 def test_two_gloo_processes_with_halves_of_a_batch_equal_plain_training(gloo: SpawnedWorld):
     assert_as_plain(gloo.run(train_on_part, "gpt_reentrant", 3), "gpt_reentrant")
+
+
+def zero_what_was_sent(group: Any) -> list[dict[str, Tensor]]:
+    """After a backward that fails by its last gradient, when those of other packs are under way."""
+    side = Side(2, "sgd", group, pack_params=1)
+    side.backward(0, ALL[:2])
+    side.step()
+    side.clear("none")
+    side.failed(1, ALL[:2], 0)
+    side.models[0].zero_grad(set_to_none=False)
+    x = torch.zeros((), requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"\.grad of 'all\.[12]' .* zeroed in place"):
+        side.models[0](x, side.gradients(2, EVERY)).backward()
+    side.clear("none")
+    side.backward(3, ALL[:2])
+    side.step()
+    return [values(model) for model in side.models]
+
+
+def test_gradients_that_are_zeroed_on_their_way_are_told_of_and_training_goes_on(
+    gloo: SpawnedWorld,
+):
+    actions: list[Action] = [
+        (Side.backward, (0, ALL[:2])), (Side.step, ()), (Side.clear, ("none",)),
+        (Side.backward, (3, ALL[:2])), (Side.step, ()),
+    ]  # fmt: skip
+    expected = play(Side(2, "sgd"), actions)[-2:]
+    for models in gloo.run(zero_what_was_sent):
+        for params, plain in zip(models, expected, strict=True):
+            assert_same_bits(params, plain)
