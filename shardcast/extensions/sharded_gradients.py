@@ -92,6 +92,7 @@ class ShardedGradients(Gradients):
         absent: set[int] = set()
         for position, param in enumerate(params):
             if self.holds(position):
+                self.adopt([position])  # zeros, of a script whose backward before had failed
                 self.clear(position)  # its mean is carried
             elif param.grad is not None:
                 self.show(position)

@@ -246,6 +246,10 @@ SEQUENCES: dict[str, list[Action]] = {
     "quiet upon all, cleared, quiet upon some": [
         FIRST, (Side.backward, (1, ALL[:2], True)), (Side.clear, ("none",)),
         (Side.backward, (2, APART, True)), (Side.backward, (3, ALL[:2])), (Side.step, ())],
+    "zeroed after one that failed where another rank's had been used": [
+        (Side.backward, (0, (use(3), use(4)))), (Side.step, ()),
+        (Side.failed, (1, (use(0, 4), use(0, 2, 4)), 0)), (Side.clear, ("zeros",)),
+        (Side.backward, (2, (use(3), use(4)))), (Side.step, ())],
     "two that fail upon means, the second one before it comes as far": [
         (Side.backward, (0, (EVERY, EVERY - {0}))), (Side.failed, (1, ALL[:2], 0)),
         (Side.failed, (2, ALL[:2], 2)), (Side.backward, (3, ALL[:2])), (Side.step, ())],
