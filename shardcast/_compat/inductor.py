@@ -24,14 +24,14 @@ SEVERAL: dict[str, Any] = {  # kernels of one graph become one; of these version
 
 
 def compiled(
-    function: Callable[..., None], several: bool = False, notes: bool = False
-) -> Callable[..., None]:
+    function: Callable[..., Any], several: bool = False, notes: bool = False
+) -> Callable[..., Any]:
     """Compile ``function`` as one graph for all lengths of its tensors.
 
     Args:
         several: it does the same to several sets of tensors, which on a GPU become one kernel; that
             some are of equal lengths when it is compiled means nothing.
-        notes: :func:`last_call` is asked after each call.
+        notes: :func:`last_call` is asked after each call, by a :class:`KeptCall` for example.
 
     Under a dispatch mode, such as ``FlopCounterMode``, where Dynamo compiles nothing, the function
     itself runs.
@@ -41,21 +41,21 @@ def compiled(
     )
     graph = torch.compile(_with_own_code(function), dynamic=True, fullgraph=True, **how)
 
-    def run(*args: Any) -> None:
-        (graph if _get_current_dispatch_mode() is None else function)(*args)
+    def run(*args: Any) -> Any:
+        return (graph if _get_current_dispatch_mode() is None else function)(*args)
 
     return _apart(run) if several else run
 
 
-def _apart(graph: Callable[..., None]) -> Callable[..., None]:
+def _apart(graph: Callable[..., Any]) -> Callable[..., Any]:
     """Have ``graph`` compiled without taking equal lengths for one, whenever that is."""
     from torch.fx.experimental import _config  # where torch looks when it begins a graph
 
     settings: Any = _config
 
-    def run(*args: Any) -> None:
+    def run(*args: Any) -> Any:
         with settings.patch(use_duck_shape=False):
-            graph(*args)
+            return graph(*args)
 
     return run
 
@@ -145,11 +145,12 @@ class Call:
         call._state = self._state
         return call
 
-    def __call__(self, operands: Sequence[Tensor | None]) -> None:
+    def __call__(self, operands: Sequence[Tensor | None]) -> Any:
+        """Return what the graph gives: its new tensors, in an order of its own."""
         arguments = self._arguments.copy()
         for at, place in self._places:
             arguments[at] = operands[place]
-        self._graph(arguments)
+        return self._graph(arguments)
 
 
 # What Dynamo does with functions that are called on this thread: nothing, or a function does it.
@@ -162,11 +163,67 @@ def kinds(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     return len({*map(id, tensors)}), *are
 
 
-def last_call(operands: Sequence[Any]) -> Call | None:
+class KeptCall:
+    """The last call of a function as of :func:`compiled`, which its owner makes again directly.
+
+    Of tensors it has those that are the same in each call bound, and is given the others. A call
+    that has none of a kind is made through the function, and then kept.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the call, and of the tensors that are bound."""
+        self._call: Call | None = None
+        self._kind: Any = None
+        self._results: list[int] = []
+
+    def serves(self, kind: Any) -> bool:
+        """Return whether the last call may be made again.
+
+        Args:
+            kind: all that Dynamo would look at and that the owner does not know to be the same:
+                :func:`kinds` of tensors that are given, identities of bound ones, constants.
+        """
+        return self._call is not None and kind == self._kind and self._call.fits
+
+    def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Make it; returns what the function does."""
+        assert self._call is not None
+        results = self._call(given)
+        return [results[place] for place in self._results]
+
+    def keep(
+        self, kind: Any, bound: Sequence[Tensor], given: Sequence[Tensor],
+        returned: Sequence[Tensor] = (), constants: bool = False,
+    ) -> None:  # fmt: skip
+        """Keep the call that the function has just made, if it is one.
+
+        Args:
+            returned: what the function returned.
+            constants: what the graph has besides are tensors that the function finds by itself, the
+                very same ones in each call of this owner; without it there is nothing else.
+        """
+        self.forget()
+        results, every = _seen.results, [*bound, *given]
+        call = last_call(every, constants)
+        if call is None or len({*map(id, every)}) < len(every):  # which operand an argument is
+            return
+        by_id = {id(result): place for place, result in enumerate(results)}
+        if all(id(tensor) in by_id for tensor in returned):
+            self._call, self._kind = call.with_first(bound), kind
+            self._results = [by_id[id(tensor)] for tensor in returned]
+
+
+def last_call(operands: Sequence[Any], constants: bool = False) -> Call | None:
     """Return the last call of a graph on this thread, if it had ``operands``, or some of them.
 
     To be asked after each call. ``None`` too where arguments were made of operands, or where the
     function itself ran. An operand that is there twice is looked for in the first of its places.
+
+    Args:
+        constants: arguments that are no operands stay what they were.
     """
     graph, arguments = _seen.graph, _seen.arguments
     _seen.forget()
@@ -175,17 +232,19 @@ def last_call(operands: Sequence[Any]) -> Call | None:
         by_id.setdefault(id(operand), place)
     places = {at: by_id.get(id(it)) for at, it in enumerate(arguments) if not isinstance(it, int)}
     known = {at: place for at, place in places.items() if place is not None}
-    return Call(graph, arguments, known) if graph and len(known) == len(places) else None
+    is_whole = constants or len(known) == len(places)
+    return Call(graph, arguments, known) if graph and is_whole else None
 
 
 class _Seen(threading.local):
-    """The last call of a graph by Dynamo on this thread: which graph, and with what."""
+    """The last call of a graph by Dynamo on this thread: which graph, with what, what it gave."""
 
     graph: BoxedGraph | None = None
     arguments: Sequence[Any] = ()
+    results: Sequence[Any] = ()
 
     def forget(self) -> None:
-        self.graph, self.arguments = None, ()
+        self.graph, self.arguments, self.results = None, (), ()
 
 
 _seen = _Seen()
@@ -207,7 +266,7 @@ def _noting(several: bool = False) -> Callable[..., Any]:
                 results, boxed = _run(graph, arguments)
             else:
                 results = graph(*arguments)
-            _seen.graph, _seen.arguments = boxed, arguments
+            _seen.graph, _seen.arguments, _seen.results = boxed, arguments, results
             return results
 
         return noted
@@ -219,19 +278,22 @@ def _noting(several: bool = False) -> Callable[..., Any]:
 def _run(graph: Any, arguments: Sequence[Any]) -> tuple[Any, BoxedGraph]:
     """Run a graph for the first time; return its results, and what to call from then on.
 
-    That is the generated code, if it was given the very arguments: what AOTAutograd and Inductor
-    have around it takes three times as long on the host, for gradients, aliases and inputs that
-    a graph here has not, and for versions of tensors, which nobody reads of an operand.
+    That is the generated code, if it was given the very arguments, and what it gave are the very
+    results: what AOTAutograd and Inductor have around it takes three times as long on the host, for
+    gradients, aliases and inputs that a graph here has not, and for versions of tensors, which
+    nobody reads of an operand.
     """
     from torch._inductor.output_code import CompiledFxGraph  # slow to import
 
     compiled: Any = CompiledFxGraph
-    call, thread, calls = compiled.__call__, threading.get_ident(), list[tuple[Any, list[Any]]]()
+    call, thread, calls = compiled.__call__, threading.get_ident(), list[tuple[Any, ...]]()
 
     def noted(self: Any, inputs: Sequence[Any]) -> Any:
+        before = [*map(id, inputs)]
+        results = call(self, inputs)
         if threading.get_ident() == thread:
-            calls.append((self, [*inputs]))
-        return call(self, inputs)
+            calls.append((self, before, results))
+        return results
 
     with _first_runs:
         compiled.__call__ = noted
@@ -239,13 +301,19 @@ def _run(graph: Any, arguments: Sequence[Any]) -> tuple[Any, BoxedGraph]:
             results = graph(*arguments)
         finally:
             compiled.__call__ = call
-    if len(calls) == 1 and [*map(id, calls[0][1])] == [*map(id, arguments)]:
-        owner, code = calls[0][0], calls[0][0].current_callable
+    owner, *seen = calls[0] if len(calls) == 1 else (None,)
+    if seen and seen[0] == [*map(id, arguments)] and _are_same(seen[1], results):
+        code = owner.current_callable
         # Held, for it takes parts of the code along when it goes.
         return results, lambda arguments, _owner=owner: code(arguments)
     # Without what keeps Dynamo out of it, which is not at work where a call fits.
     bare = getattr(graph, "_torchdynamo_orig_callable", graph)
     return results, lambda arguments: bare(*arguments)
+
+
+def _are_same(results: Any, others: Any) -> bool:
+    """Return whether two graphs gave the same tensors; none may be None, or nothing."""
+    return [*map(id, results or ())] == [*map(id, others or ())]
 
 
 _first_runs = threading.RLock()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,34 +51,29 @@ class Batch:
     numbers: Tensor
     factors: Tensor
     moves: bool = False
-    _call: inductor.Call | None = None
-    _kinds: Any = None
+    _kept: inductor.KeptCall = field(default_factory=inductor.KeptCall)
 
-    def __call__(self, given: StepTensors) -> None:
+    def __call__(self, of_step: StepTensors) -> None:
         """Update the ranges, see :func:`update_all_`."""
-        grads, tensors = [operands[0] for operands in self.operands], given.tensors
+        grads, tensors = [operands[0] for operands in self.operands], of_step.tensors
         if self.moves:
             tensors, of_grads = [*tensors, *grads], inductor.kinds(grads)
         else:
             of_grads = (*map(id, grads),)  # which are kept, so that no other one has such a number
-        kinds, call = (given.kinds, of_grads), self._call
-        if call is not None and kinds == self._kinds and call.fits:
-            call(tensors)
+        kind = of_step.kinds, of_grads
+        if self._kept.serves(kind):
+            self._kept(tensors)
             return
-        fixed = [it for operands in self.operands for it in operands[self.moves :]]
-        fixed.append(self.numbers)
-        epilogues, steps, factor, skip, of_ranges = given.arguments
+        bound = [tensor for operands in self.operands for tensor in operands[self.moves :]]
+        bound.append(self.numbers)
+        epilogues, steps, factor, skip, of_ranges = of_step.arguments
         if of_ranges:
-            fixed.append(factor := self.factors)
+            bound.append(factor := self.factors)
         dtypes = tuple(operand.dtype for operand in self.operands[0])
-        absent = tuple(None if it is None else it.dim() for it in (steps, factor))
+        absent = tuple(None if scalar is None else scalar.dim() for scalar in (steps, factor))
         kernel = _kernel(self.fusion, dtypes, absent)
         kernel(self.fusion, self.operands, self.numbers, epilogues, steps, factor, skip)
-        every = [*fixed, *tensors]
-        call = inductor.last_call(every)
-        is_clear = len({*map(id, every)}) == len(every)  # which operand an argument is
-        self._call = call.with_first(fixed) if call is not None and is_clear else None
-        self._kinds = kinds
+        self._kept.keep(kind, bound, tensors)
 
 
 class StepTensors:
@@ -101,7 +96,8 @@ class StepTensors:
         epilogues, steps = behind
         self.arguments = epilogues, steps, factor, skip, of_ranges
         numbers = itertools.chain.from_iterable(epilogues)
-        self.tensors = [it for it in (steps, factor, skip, *numbers) if it is not None]
+        tensors = (steps, factor, skip, *numbers)
+        self.tensors = [tensor for tensor in tensors if tensor is not None]
         absent = steps is None, factor is None, of_ranges
         self.kinds = *absent, *map(len, epilogues), *inductor.kinds(self.tensors)
 
@@ -155,28 +151,28 @@ def in_batches(ranges: Sequence[Range]) -> tuple[list[list[Range]], list[Range]]
     """Sort the ranges of one rule into batches, and ranges that are called one by one: few of a
     kind, and ends that are no whole rows."""
     kinds: dict[Any, list[Range]] = {}
-    for one in ranges:
-        shard = one.state.shard
+    for part in ranges:
+        shard = part.state.shard
         assert shard.grads is not None
         # Dtypes of all other operands follow from these.
-        kind = one.fusion, shard.grads.own.dtype, shard.published.dtype
-        kinds.setdefault(kind, []).append(one)
+        kind = part.fusion, shard.grads.own.dtype, shard.published.dtype
+        kinds.setdefault(kind, []).append(part)
     batches: list[list[Range]] = []
     alone: list[Range] = []
     for members in kinds.values():
         whole: list[Range] = []
         ends: list[Range] = []
-        for one in members:
-            rows, row = one.rows, one.fusion.row
-            stop = one.part.start + rows * row
-            if rows < LEAST or len(members) < FEWEST or not _is_light(one.fusion):
-                ends.append(one)
-            elif stop < one.part.stop:
-                first, end = one.cut(stop)
+        for member in members:
+            rows, row = member.rows, member.fusion.row
+            stop = member.part.start + rows * row
+            if rows < LEAST or len(members) < FEWEST or not _is_light(member.fusion):
+                ends.append(member)
+            elif stop < member.part.stop:
+                first, end = member.cut(stop)
                 whole.append(first)
                 ends.append(end)
             else:
-                whole.append(one)
+                whole.append(member)
         _fill_up(whole)
         count = len(whole) // BATCH * BATCH
         batches += [whole[start : start + BATCH] for start in range(0, count, BATCH)]
@@ -194,11 +190,11 @@ def _fill_up(whole: list[Range]) -> None:
     """Cut the longest ranges in two until they make full batches, if they are long enough."""
     while len(whole) % BATCH:
         number = max(range(len(whole)), key=lambda n: whole[n].rows)
-        one = whole[number]
-        if one.rows < 2 * LEAST:
+        longest = whole[number]
+        if longest.rows < 2 * LEAST:
             return
-        half = one.part.start + one.rows // 2 * one.fusion.row
-        whole[number : number + 1] = one.cut(half)
+        half = longest.part.start + longest.rows // 2 * longest.fusion.row
+        whole[number : number + 1] = longest.cut(half)
 
 
 class RuleNumbers:
@@ -224,13 +220,13 @@ class RuleNumbers:
         own = [batch for batch in batches if keys[batch[0].key].rule == rule]
         # A row for each key, and behind them for each range of the batches.
         rows = [keys[number] for number in numbers] + [
-            keys[it.key] for batch in own for it in batch
+            keys[part.key] for batch in own for part in batch
         ]
         self._groups = [*dict.fromkeys(key.group for key in rows)]
         of = [self._groups.index(key.group) for key in rows]
         self._of = to_device(of, torch.int64, device) if len(self._groups) > 1 else None
-        places = [key.place for key in rows]
-        self._places = None if uniform else to_device(places, torch.int64, device)
+        fragments = [key.place for key in rows]
+        self._places = None if uniform else to_device(fragments, torch.int64, device)
         count = len(rule.terms(param_groups[self._groups[0].position]))
         table = StepNumbers(of, count, device)
         self._table = table if count else None
@@ -238,18 +234,18 @@ class RuleNumbers:
         # Kept apart from what they are views of: a compiled graph would be bound to that, too.
         self.scalars: dict[int, UpdateScalars] = {}
         for row, number in enumerate(numbers):
-            step = _compat.own_storage(steps[places[row]])
+            step = _compat.own_storage(steps[fragments[row]])
             of_rule = _compat.own_storage(table.table[row]).unbind() if count else ()
             self.scalars[number] = UpdateScalars(step, tuple(of_rule))
         self._batches: list[Batch] = []
         start = len(numbers)
         for batch in own:
-            its = slice(start, start := start + len(batch))
-            operands = [one.fetch_in_rows() for one in batch]
+            places = slice(start, start := start + len(batch))
+            operands = [part.fetch_in_rows() for part in batch]
             in_batch, factors = (
-                _compat.own_storage(it[its]) for it in (table.table, self._factors)
+                _compat.own_storage(of_all[places]) for of_all in (table.table, self._factors)
             )
-            moves = not all(grads.stays for one in batch if (grads := one.state.shard.grads))
+            moves = not all(grads.stays for part in batch if (grads := part.state.shard.grads))
             self._batches.append(Batch(batch[0].fusion, operands, in_batch, factors, moves))
 
     def compute(self, param_groups: Sequence[Mapping[str, Any]], steps: Tensor) -> None:
@@ -275,9 +271,9 @@ class RuleNumbers:
         shared = all(other is factor for other in of_groups)
         if not shared:
             assert self._of is not None
-            one = torch.ones_like(self._factors[0])
-            several = torch.stack([one if it is None else it for it in of_groups])
+            without = torch.ones_like(self._factors[0])
+            several = torch.stack([without if it is None else it for it in of_groups])
             torch.index_select(several, 0, self._of, out=self._factors)
-        given = StepTensors(behind, factor if shared else None, skip, not shared)
+        of_step = StepTensors(behind, factor if shared else None, skip, not shared)
         for batch in self._batches:
-            batch(given)
+            batch(of_step)

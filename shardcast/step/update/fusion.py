@@ -222,12 +222,11 @@ class Operands(list[Tensor]):
 
     Attributes:
         in_rows: the same memory in the shape of :func:`update_`, once it was needed.
-        call, kinds: how a graph was called with them, and what with, see :meth:`Executor.call`.
+        last_call: of a graph with them.
     """
 
     in_rows: list[Tensor] | None = None
-    call: inductor.Call | None = None
-    kinds: Any = None
+    last_call: inductor.KeptCall | None = None
 
 
 class Executor:
@@ -294,7 +293,7 @@ class Executor:
     ) -> None:  # fmt: skip
         """Update a range again: by a direct call of the graph where all is like the last time.
 
-        Operands, the count and the rule's numbers are the very tensors of then, which the call has;
+        Operands, the count and the rule's numbers are the very tensors of then, which are bound;
         others may be new ones of the same kinds. They are those of many ranges, and looked at once.
         """
         changing = [factor, skip, numbers.epilogue_steps]
@@ -306,14 +305,14 @@ class Executor:
             absent = [it is None for it in changing]
             self._changing, self._present = changing, present
             self._kinds = absent, [*map(len, numbers.epilogues)], inductor.kinds(present)
-        fixed = [*in_rows, numbers.step, *numbers.rule]
-        kinds, call = ([*map(id, fixed)], self._kinds), operands.call
-        if call is not None and kinds == operands.kinds and call.fits:
+        bound = [*in_rows, numbers.step, *numbers.rule]
+        kind, call = ([*map(id, bound)], self._kinds), operands.last_call
+        if call is not None and call.serves(kind):
             call(self._present)
             return
-        call = _compiled(fusion, in_rows, numbers, factor, skip)
-        operands.call = None if call is None else call.with_first(fixed)
-        operands.kinds = kinds
+        _compiled(fusion, in_rows, numbers, factor, skip, keeps=True)
+        operands.last_call = inductor.KeptCall()
+        operands.last_call.keep(kind, bound, self._present)
 
     def _in_rows(self, fusion: Fusion, operands: Sequence[Tensor]) -> list[Tensor]:
         """View the same memory as rows.
@@ -338,21 +337,19 @@ def in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> No
 
 
 def _compiled(
-    in_kernel: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars, *others: Tensor | None
-) -> inductor.Call | None:
+    in_kernel: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars, *others: Tensor | None,
+    keeps: bool = False,
+) -> None:  # fmt: skip
     """Run one kernel for all operands of these dtypes, with or without a factor and a skip.
 
-    Returns:
-        Its call with operands, the count, the rule's numbers, and others that are there, in the
-        order of :meth:`Executor._call`; ``None`` if it is not to be had.
+    Args:
+        keeps: the caller keeps the call of its graph, which else would hold the operands.
     """
     dtypes = tuple(tensor.dtype for tensor in operands)
     absent = tuple(other is None for other in others)
     _kernel(in_kernel, dtypes, absent)(in_kernel, operands, numbers, *others)
-    more = [*others, numbers.epilogue_steps, *itertools.chain.from_iterable(numbers.epilogues)]
-    every = [*operands, numbers.step, *numbers.rule, *(it for it in more if it is not None)]
-    call = inductor.last_call(every)
-    return call if len({*map(id, every)}) == len(every) else None
+    if not keeps:
+        inductor.last_call(())
 
 
 @functools.cache  # one compiled function, so that models of one process share its graph

@@ -278,7 +278,7 @@ class Range:
             if operands:
                 operands[0] = nothing
         if self.operands:
-            self.operands.call = None
+            self.operands.last_call = None
 
     @property
     def rows(self) -> int:
