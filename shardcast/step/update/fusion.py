@@ -31,7 +31,7 @@ from shardcast.step.compiling import compiles, or_eager
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
 from shardcast.step.update.rules import Rule
 
-CHUNK = 1 << 17  # elements per thread and eager call on a CPU: all operands stay in its cache
+CHUNK = 1 << 18  # elements per thread and eager call on a CPU: all operands stay in its cache
 PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
 RULE_STATES = 4  # chances that are the rule's; those of epilogues come after them
 VECTOR = 16  # fp32 elements of the longest vector of a CPU
