@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,12 +16,11 @@ from shardcast.config import ShardcastConfig
 
 COMPILERS = {"cpu": ("c++", "g++", "clang++"), "cuda": ("cc", "gcc", "clang")}
 
+T = TypeVar("T")
 ATTEMPTS = 2  # at compiling a kernel: what other processes do to the cache passes
 
 
-def or_eager(
-    compiled: Callable[..., None], eager: Callable[..., None], kernel: str
-) -> Callable[..., None]:
+def or_eager(compiled: Callable[..., T], eager: Callable[..., T], kernel: str) -> Callable[..., T]:
     """Return ``compiled``, which becomes ``eager`` once compiling it has failed twice in a row.
 
     An error on one rank alone would leave the others waiting in their next collective, so there
@@ -34,13 +33,13 @@ def or_eager(
     """
     attempts = ATTEMPTS
 
-    def run(*args: Any) -> None:
+    def run(*args: Any) -> T:
         nonlocal attempts
         while attempts:
             try:
-                compiled(*args)
+                results = compiled(*args)
                 attempts = ATTEMPTS
-                return
+                return results
             except inductor.compile_errors() as error:  # nothing has run yet
                 attempts -= 1
                 if not attempts:
@@ -51,7 +50,7 @@ def or_eager(
                         "compiler works and that the cache directory of torch.compile "
                         "(TORCHINDUCTOR_CACHE_DIR) can be written, or use fuse 'eager'"
                     )
-        eager(*args)
+        return eager(*args)
 
     return run
 

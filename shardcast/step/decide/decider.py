@@ -6,8 +6,8 @@ method here waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, islice
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from shardcast.memory.gradients import Gradients
 from shardcast.option_values import load_extension
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList
-from shardcast.step.decide.decision import Decision, Presence
+from shardcast.step.compiling import compiles
+from shardcast.step.decide.decision import Arithmetic, Decision, Members, Presence
 from shardcast.step.decide.loss_scale import LossScale
-from shardcast.step.decide.norm import PNorm, clamp_, clip_factors
+from shardcast.step.decide.norm import PNorm, clamp_, product
 from shardcast.step.decide.options import OptionCheck
 from shardcast.step.decide.signal import (
     LEFT,
@@ -78,7 +79,6 @@ class Decider:
         self._micro_batches, self._alignment = micro_batches, config.alignment
         norm = PNorm if micro_batches is None else micro_batches.norm
         self._norm: PNorm = norm(config.norm_type, device)
-        self._one_each = torch.ones(2, dtype=torch.float64, device=device)
         self._presence = Presence(grads, process_groups, device)
         self.refusal = Refusal(process_groups.everyone, device)
         self._options = OptionCheck(
@@ -93,22 +93,18 @@ class Decider:
             *(it.signal(config, process_groups, device) for it in options if it.signal),
             *(Later(name, mistakes, device) for name, (_, mistakes) in config.later().items()),
         ]  # fmt: skip
-        self._index()
-        skips = sorted((it for signal in self.signals for it in signal.skips), reverse=True)
-        ranks = process_groups.dp.size
-        self._skipping = slice(3, 3 + ranks + sum(skips))  # packs and mistakes that skip a step
-        # A report skips a step if this product is not 0: with a norm that is not finite it is NaN.
-        skips_if = [0.0, 0.0, 0.0, *[0.0] * ranks, *map(float, skips)]
-        self._skips_if = to_device(skips_if, torch.float64, device)
-        # Finite powers have a finite norm here; a loss scale of 0 has not.
-        self._norm_is_finite = process_groups.model.size == 1 and config.norm_type >= 1
-        self._members: Tensor | None = None  # of which group each pack is, (packs, groups), bool
-        self._members_shape = (0, 0)
+        self._members = Members((0, 0), None)
+        mistakes = sum(len(signal.skips) for signal in self.signals)
         self.skips = SkipReport(
-            grads, process_groups.dp, device, self._refuse, len(skips), config.max_skipped_steps,
+            grads, process_groups.dp, device, self._refuse, mistakes, config.max_skipped_steps,
             self.loss_scale is not None and self.loss_scale.dynamic, self.signals,
             process_groups.everyone,
         )  # fmt: skip
+        in_graph = not _compat.is_host(device) and compiles(config, device)
+        self._arithmetic = Arithmetic(
+            self._norm, config.norm_type, self.signals, process_groups, device, self.skips, in_graph
+        )
+        self._index()
 
     def _index(self) -> None:
         """Note which signals define a method: in a step the others cost nothing."""
@@ -117,12 +113,10 @@ class Decider:
             default = getattr(Signal, method)
             return [n for n, it in enumerate(self.signals) if getattr(type(it), method) != default]
 
-        self._gives, self._reads = defining("arguments"), defining("read")
-        self._scales, self._judges = defining("scale"), defining("judge")
+        self._gives, self._judges = defining("arguments"), defining("judge")
         self._concludes = defining("conclude")
         self._takes_loss = [signal for signal in self.signals if signal.takes_loss]
-        # Of which reading each part of the mistakes in a report is: those that skip a step first.
-        self._mistakes = [*_mistakes(self.signals, True), *_mistakes(self.signals, False)]
+        self._arithmetic.index()
 
     def counting(self) -> Any:
         """The signal of counted tokens, which takes its place when a script counts some."""
@@ -194,58 +188,54 @@ class Decider:
             with self.refusal.held():
                 self._take_loss(loss)
         self._options.given = self._arguments(max_norm)
-        pack_powers = self._pack_powers()
-        parts = [
-            self._group_powers([*limits], pack_powers),
-            self.skips.first_nonfinite(pack_powers),
-            *(signal.local() for signal in self.signals),
-        ]
-        vector = torch.cat(parts)
+        powers = self._pack_powers()
+        own = [signal.local() for signal in self.signals]
+        vector, sizes = self._arithmetic.vector(powers, self._groups_of([*limits]), own)
         self._process_groups.dp.all_reduce(vector, "the control vector")
-        group_powers, first_nonfinite, *totals = vector.split([part.numel() for part in parts])
-        powers = self._norm.agreed(group_powers, self._process_groups.dp.size)
-        readings = [*totals]
-        for place in self._reads:
-            readings[place] = self.signals[place].read(totals[place])
-        if self._process_groups.model.size > 1:
-            powers, readings = self._merged(powers, readings)
-        mistakes = [readings[place][part] for place, part in self._mistakes]
-        scale, unscale = self._scale(readings)
-        norm = bounded = self._norm.root(powers, scale)  # bounded: what max_norm is a bound of
-        report = torch.cat([norm.view(1), self._one_each, first_nonfinite, *mistakes])
-        if _compat.is_host(self._device):
-            self._refuse(report[3 + self._process_groups.dp.size :].tolist())
-        if self._norm_is_finite and scale is None:
-            skip = report[self._skipping].any()
+        verdicts: Mapping[Signal, Verdict] = {}
+        declined = None
+        graphs = self._arithmetic.graphs
+        if pending is None and graphs is not None:
+            outcome = graphs.outcome(vector, sizes, *self._bounds(max_norm, limits))
         else:
-            skip = (report * self._skips_if).any()
-        verdicts: Mapping[Signal, Verdict] = {} if pending is None else pending.verdicts
-        factors: dict[GroupId, Tensor | None] = dict.fromkeys(limits, unscale)
-        if pending is not None:
-            factors.update(pending.factors)
-        elif judges:
-            verdicts = self._judged(readings, norm)
-            factors = dict.fromkeys(limits, _with_factors(unscale, verdicts))
-        if pending is not None or any(factor is not unscale for factor in factors.values()):
-            powers = self._norm.multiplied(powers, list(factors.values()), scale)
-            bounded = self._norm.root(powers, scale)
-        declined = _declined(verdicts)
-        skip = skip if declined is None else skip | declined
-        clips = clip_factors(self._norm, powers, scale, max_norm, list(limits.values()), bounded)
+            agreed = self._arithmetic.agree(vector, sizes, {})
+            if _compat.is_host(self._device):
+                self._refuse(agreed.report[3 + self._process_groups.dp.size :].tolist())
+            before: list[Tensor | None] | None = None
+            if pending is not None:
+                verdicts = pending.verdicts
+                before = [pending.factors[group] for group in limits]
+            elif judges:
+                verdicts = self._judged(agreed.readings, agreed.norm)
+                factor = _with_factors(agreed.unscale, verdicts)
+                before = None if factor is agreed.unscale else [factor] * len(limits)
+            declined = _declined(verdicts)
+            outcome = self._arithmetic.settle(
+                agreed, *self._bounds(max_norm, limits), before, pending is not None, declined
+            )
+        of_presence = slice(sum(sizes[:2]), sum(sizes[:3]))
         return Decision(
-            norm=norm if pending is None else bounded,
-            skip=skip,
-            factors={
-                number: _product(factor, clip)
-                for (number, factor), clip in zip(factors.items(), clips, strict=True)
-            },
-            unscale=unscale,
+            norm=outcome.norm,
+            skip=outcome.skip,
+            factors=dict(zip(limits, outcome.factors, strict=True)),
+            unscale=outcome.unscale,
             verdicts=verdicts,
             declined=declined,
-            present=self._presence.anywhere(totals[0]),
-            report=report[1:],
-            weights=self.skips.weights(skip),
+            present=self._presence.anywhere(vector[of_presence]),
+            taken=outcome.taken,
+            multiplier=outcome.multiplier,
+            increment=outcome.increment,
         )
+
+    def _bounds(
+        self, max_norm: float | None, limits: Mapping[GroupId, Any]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return the bounds of norms on the device: the common one, and that of each group."""
+        limit_of_all, *of_groups = (
+            None if limit is None else self._norm.on_device(limit)
+            for limit in (max_norm, *limits.values())
+        )
+        return limit_of_all, of_groups
 
     def _judged(self, readings: Sequence[Tensor], norm: Tensor) -> dict[Signal, Verdict]:
         verdicts = {}
@@ -270,23 +260,6 @@ class Decider:
         self._clip_value = None
         return arguments
 
-    def _scale(self, readings: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scale of the gradients in the own spans, and the factor that removes it."""
-        scale: Tensor | None = None
-        for number in self._scales:
-            scale = _product(self.signals[number].scale(readings[number]), scale)
-        return scale, None if scale is None else (1.0 / scale).float()
-
-    def _merged(self, powers: Tensor, readings: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Merge powers per group and readings of model-parallel ranks, by a small all-gather."""
-        comm, parts = self._process_groups.model, [powers, *readings]
-        row = torch.cat(parts)
-        gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
-        comm.all_gather(gathered.view(-1), row, "the decision")
-        all_powers, *rows = gathered.split([part.numel() for part in parts], 1)
-        merged = [s.merge(row) for s, row in zip(self.signals, rows, strict=True)]
-        return self._norm.merge(all_powers), merged
-
     def _trained(self) -> dict[nn.Parameter, str]:
         """Name the parameters that are reduced."""
         packs = [grads.pack for grads in self._grads]
@@ -298,35 +271,18 @@ class Decider:
         rows = [self._alignment // grads.pack.layout.dtype.itemsize for grads in self._grads]
         return self._norm.powers([grads.own for grads in self._grads], rows)
 
-    def _group_powers(self, groups: Sequence[GroupId], powers: Tensor) -> Tensor:
-        """Return this rank's :attr:`ControlVector.powers`, of the ``powers`` of its packs.
-
-        Of a copy that counts elsewhere it matters only whether it is finite.
-        """
-        if self._members_shape != (len(powers), len(groups)):
-            self._members_shape = len(powers), len(groups)
+    def _groups_of(self, groups: Sequence[GroupId]) -> Members:
+        """Return the group of each pack."""
+        if self._members.shape != (len(self._grads), len(groups)):
             layouts = [grads.pack.layout for grads in self._grads]
             in_groups = [
                 [pack.pack_groups.is_primary and pack.group == group for group in groups]
                 for pack in layouts
             ]
-            self._members = None
-            if len(groups) > 1 or not all(map(all, in_groups)):
-                members = to_device(in_groups, torch.bool, self._device)
-                self._members = members.view(-1, len(groups), *[1] * (powers.dim() - 1))
-        if not len(powers):
-            own = powers.new_zeros(len(groups), *powers.shape[1:], dtype=torch.float64)
-        elif self._members is None:
-            own = self._norm.merge(powers)
-        else:
-            by_group = powers[:, None]
-            counts = self._members | ~by_group.isfinite()
-            own = self._norm.merge(torch.where(counts, by_group, 0.0))
-        if not self._norm.is_maximum:
-            return own.view(-1)
-        by_rank = own.new_zeros(self._process_groups.dp.size, len(groups))
-        by_rank[self._process_groups.dp.rank] = own
-        return by_rank.view(-1)
+            are_all = len(groups) == 1 and all(map(all, in_groups))
+            mask = None if are_all else to_device(in_groups, torch.bool, self._device)
+            self._members = Members((len(self._grads), len(groups)), mask)
+        return self._members
 
     def clip_value(self, limit: float, pending: Decision | None) -> None:
         """Clamp the own spans to ``[-limit, limit]``, loss scale considered.
@@ -340,7 +296,7 @@ class Decider:
         if pending is None and any(signal.agrees_scale for signal in self.signals):
             unscale = self.decide(None, judges=False).unscale
         elif pending is None:
-            unscale = self._scale([None] * len(self.signals))[1]
+            unscale = self._arithmetic.scale([None] * len(self.signals))[1]
         self._clip_value = limit
         for grads in self._grads:
             group = grads.pack.layout.group
@@ -355,7 +311,7 @@ class Decider:
         if not any(mistakes):
             return
         numbers, by_signal = iter(mistakes), [[0.0] * len(it.skips) for it in self.signals]
-        for place, part in self._mistakes:
+        for place, part in self._arithmetic.mistakes:
             by_signal[place][part] = islice(numbers, part.stop - part.start)
         for signal, own in zip(self.signals, by_signal, strict=True):
             if any(own) and (error := signal.error(own)) is not None:
@@ -385,25 +341,10 @@ class Decider:
             self._micro_batches.load(state.get("micro_batches", 0))
 
 
-def _mistakes(signals: Sequence[Signal], skips: bool) -> Iterator[tuple[int, slice]]:
-    """Give the mistakes of readings that skip a step, or that do not, in runs."""
-    for place, signal in enumerate(signals):
-        for does_skip, run in groupby(range(len(signal.skips)), key=signal.skips.__getitem__):
-            first, *others = run
-            if does_skip == skips:
-                yield place, slice(first, first + 1 + len(others))
-
-
-def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first * second
-
-
 def _with_factors(unscale: Tensor | None, verdicts: Mapping[Signal, Verdict]) -> Tensor | None:
     for verdict in verdicts.values():
         if verdict.factor is not None:
-            unscale = _product(unscale, verdict.factor.float())
+            unscale = product(unscale, verdict.factor.float())
     return unscale
 
 

@@ -1,10 +1,15 @@
-"""The decision for one step, and the gradients that take part in it."""
+"""The decision for one step, the gradients that take part in it, and its arithmetic.
+
+The arithmetic leads from the norms of packs to a control vector, and from the sum of all ranks'
+vectors to the tensors of a decision. None of its operations looks at a value.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +19,19 @@ from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.messages import by_rank
 from shardcast.plan.layout import GroupId
-from shardcast.step.decide.signal import Signal, Verdict, known, to_device
+from shardcast.step.decide.norm import PNorm, clip_factors, product
+from shardcast.step.decide.signal import (
+    Signal,
+    Verdict,
+    arithmetic,
+    is_arithmetic,
+    known,
+    to_device,
+)
+
+if TYPE_CHECKING:  # they import this module
+    from shardcast.step.decide.graphs import Graphs
+    from shardcast.step.decide.skip_report import SkipReport
 
 CLEARED = 1 << 32  # more than there are ranks; sums of it are exact in fp64
 
@@ -35,10 +52,9 @@ class Decision:
         declined: 0-dim bool, a verdict skips the step; ``None`` where none does.
         present: per pack that is reduced, and slot, whether any rank has a gradient; exact for
             the slots that this rank owns a part of.
-        report: 1-d fp64, what :class:`.SkipReport` counts: 1, 1, per data-parallel rank its first
-            pack that is not finite (see :meth:`.SkipReport.first_nonfinite`), and the mistakes of
-            all signals.
-        weights: see :meth:`.SkipReport.weights`.
+        taken: 1 where the step is made, 0 where it is skipped; 0-dim fp64.
+        multiplier, increment: 1-d fp64: a step multiplies the totals of :class:`.SkipReport` by the
+            first, and adds the second.
     """
 
     norm: Tensor
@@ -48,13 +64,9 @@ class Decision:
     verdicts: Mapping[Signal, Verdict]
     declined: Tensor | None
     present: Mapping[Pack, tuple[bool, ...]]
-    report: Tensor
-    weights: Tensor
-
-    @property
-    def taken(self) -> Tensor:
-        """Return 1 where the step is made, 0 where it is skipped; 0-dim fp64."""
-        return self.weights[0, -1]
+    taken: Tensor
+    multiplier: Tensor
+    increment: Tensor
 
 
 class Presence(Signal):
@@ -104,6 +116,7 @@ class Presence(Signal):
                 counts[places] -= grads.joint
         return counts
 
+    @arithmetic
     def read(self, total: Tensor) -> Tensor:
         """Return whether a gradient is there on some ranks, and was cleared on others."""
         if not self._asks:
@@ -158,3 +171,248 @@ class Presence(Signal):
             }
         slots = iter(local)
         return {grads.pack: tuple(islice(slots, len(grads.owned))) for grads in self._grads}
+
+
+class Members(NamedTuple):
+    """The group of each pack.
+
+    Attributes:
+        shape: (packs, groups).
+        mask: bool, of that shape: packs of the group that count here; ``None``: there is one group,
+            and all count.
+    """
+
+    shape: tuple[int, int]
+    mask: Tensor | None
+
+
+class Agreement(NamedTuple):
+    """The reading of the sum of the control vectors, by itself.
+
+    Attributes:
+        powers: of the norm of each group, see :class:`.PNorm`.
+        readings: of each signal.
+        scale: of the gradients in the own spans, 0-dim; ``unscale`` is its inverse, fp32.
+        norm, skip: as in :class:`.Decision`, before a verdict.
+        report: 1-d fp64: the norm; 1, 1, per data-parallel rank its first pack that is not finite
+            (see :meth:`.SkipReport.first_nonfinite`), and the mistakes of all signals, which
+            :class:`.SkipReport` counts.
+    """
+
+    powers: Tensor
+    readings: list[Tensor]
+    scale: Tensor | None
+    unscale: Tensor | None
+    norm: Tensor
+    skip: Tensor
+    report: Tensor
+
+
+class Outcome(NamedTuple):
+    """The tensors of a decision, a factor for each group."""
+
+    norm: Tensor
+    skip: Tensor
+    taken: Tensor
+    multiplier: Tensor
+    increment: Tensor
+    unscale: Tensor | None
+    factors: Sequence[Tensor | None]
+
+
+class Arithmetic:
+    """The arithmetic from norms and signals to an outcome, waiting for nothing.
+
+    Args:
+        signals: in the order of the vector; :meth:`index` is called after each change.
+        norm_type: p of ``norm``.
+        compiles: as a graph, where that is possible.
+
+    Attributes:
+        mistakes: of which reading each part of the mistakes in a report is, those that skip a step
+            first.
+        graphs: by which all is done; ``None`` where a signal judges, or gives a scale but by
+            arithmetic, and where ranks of other stages have a part in it. A norm that is exact
+            keeps its own order.
+    """
+
+    def __init__(
+        self, norm: PNorm, norm_type: float, signals: Sequence[Signal],
+        process_groups: ProcessGroups, device: torch.device, skips: SkipReport, compiles: bool,
+    ) -> None:  # fmt: skip
+        self._norm, self._signals, self._process_groups = norm, signals, process_groups
+        self._skips, self._compiles = skips, compiles
+        self._one_each = torch.ones(2, dtype=torch.float64, device=device)
+        ranks = process_groups.dp.size
+        skips_step = sorted((it for signal in signals for it in signal.skips), reverse=True)
+        # Of a report, packs and mistakes that skip a step.
+        self._skipping = slice(3, 3 + ranks + sum(skips_step))
+        # A report skips a step if this product is not 0: with a norm that is not finite it is NaN.
+        skips_if = [0.0, 0.0, 0.0, *[0.0] * ranks, *map(float, skips_step)]
+        self._skips_if = to_device(skips_if, torch.float64, device)
+        # Finite powers have a finite norm here; a loss scale of 0 has not.
+        self._norm_is_finite = process_groups.model.size == 1 and norm_type >= 1
+        self.index()
+
+    def index(self) -> None:
+        """Note which signals define a method: in a step the others cost nothing."""
+
+        def defining(method: str) -> list[int]:
+            default = getattr(Signal, method)
+            return [n for n, it in enumerate(self._signals) if getattr(type(it), method) != default]
+
+        self._reads, self._scales, self._judges = map(defining, ("read", "scale", "judge"))
+        self.mistakes = [*_mistakes(self._signals, True), *_mistakes(self._signals, False)]
+        self.graphs: Graphs | None = None
+        scales = all(is_arithmetic(self._signals[number].scale) for number in self._scales)
+        is_alone = not self._judges and self._process_groups.model.size == 1
+        if self._compiles and scales and is_alone and type(self._norm) is PNorm:
+            from shardcast.step.decide.graphs import Graphs
+
+            reads = {n: self._signals[n] for n in self._reads}
+            others = {n: it for n, it in reads.items() if not is_arithmetic(it.read)}
+            self.graphs = Graphs(self, others)
+
+    def vector(
+        self, powers: Tensor, members: Members, own: Sequence[Tensor]
+    ) -> tuple[Tensor, list[int]]:
+        """Return the control vector of this rank, and the length of each of its parts.
+
+        Args:
+            powers: of the norm of the own span of each pack, see :class:`.PNorm`.
+            own: the parts of the signals.
+        """
+        from_last = self._skips.from_last(len(powers))
+        ranks = self._process_groups.dp.size
+        of_groups = (
+            members.shape[1] * powers.shape[1:].numel() * (ranks if self._norm.is_maximum else 1)
+        )
+        sizes = [of_groups, ranks, *map(Tensor.numel, own)]
+        if self.graphs is None or not len(powers):
+            return self.joined(powers, members, from_last, own, True), sizes
+        return self.graphs.vector(powers, members, from_last, own), sizes
+
+    def joined(
+        self, powers: Tensor, members: Members, from_last: Tensor, own: Sequence[Tensor],
+        in_place: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Return the control vector.
+
+        Args:
+            in_place: a part of it may be in memory of its own.
+        """
+        first = self._skips.first_nonfinite(powers, from_last, in_place)
+        return torch.cat([self._group_powers(powers, members), first, *own])
+
+    def _group_powers(self, powers: Tensor, members: Members) -> Tensor:
+        """Return this rank's powers of each group; with a maximum of each rank and group.
+
+        Of a copy that counts elsewhere it matters only whether it is finite.
+        """
+        groups, mask = members.shape[1], members.mask
+        if not len(powers):
+            own = powers.new_zeros(groups, *powers.shape[1:], dtype=torch.float64)
+        elif mask is None:
+            own = self._norm.merge(powers)
+        else:
+            by_group = powers[:, None]
+            counts = mask.view(-1, groups, *[1] * (powers.dim() - 1)) | ~by_group.isfinite()
+            own = self._norm.merge(torch.where(counts, by_group, 0.0))
+        if not self._norm.is_maximum:
+            return own.view(-1)
+        by_rank = own.new_zeros(self._process_groups.dp.size, groups)
+        by_rank[self._process_groups.dp.rank] = own
+        return by_rank.view(-1)
+
+    def agree(
+        self, vector: Tensor, sizes: Sequence[int], readings: Mapping[int, Tensor]
+    ) -> Agreement:
+        """Read the sum.
+
+        Args:
+            sizes: of its parts: powers of the norm, first packs that are not finite, signals'.
+            readings: those that are there, by the place of the signal.
+        """
+        parts = vector.split(sizes)
+        group_powers, first_nonfinite, totals = parts[0], parts[1], list(parts[2:])
+        powers = self._norm.agreed(group_powers, self._process_groups.dp.size)
+        for place in self._reads:
+            known = readings.get(place)
+            totals[place] = self._signals[place].read(totals[place]) if known is None else known
+        if self._process_groups.model.size > 1:
+            powers, totals = self._merged(powers, totals)
+        mistakes = [totals[place][part] for place, part in self.mistakes]
+        scale, unscale = self.scale(totals)
+        norm = self._norm.root(powers, scale)
+        report = torch.cat([norm.view(1), self._one_each, first_nonfinite, *mistakes])
+        if self._norm_is_finite and scale is None:
+            skip = report[self._skipping].any()
+        else:
+            skip = (report * self._skips_if).any()
+        return Agreement(powers, totals, scale, unscale, norm, skip, report)
+
+    def scale(self, readings: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+        """Return the scale of the gradients in the own spans, and the factor that removes it."""
+        scale: Tensor | None = None
+        for number in self._scales:
+            scale = product(self._signals[number].scale(readings[number]), scale)
+        return scale, None if scale is None else (1.0 / scale).float()
+
+    def _merged(self, powers: Tensor, readings: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Merge powers per group and readings of model-parallel ranks, by a small all-gather."""
+        comm, parts = self._process_groups.model, [powers, *readings]
+        row = torch.cat(parts)
+        gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
+        comm.all_gather(gathered.view(-1), row, "the decision")
+        all_powers, *rows = gathered.split([part.numel() for part in parts], 1)
+        merged = [s.merge(row) for s, row in zip(self._signals, rows, strict=True)]
+        return self._norm.merge(all_powers), merged
+
+    def outcome(
+        self, vector: Tensor, sizes: Sequence[int], readings: Mapping[int, Tensor],
+        bound: Tensor | None, bounds: Sequence[Tensor | None],
+    ) -> Outcome:  # fmt: skip
+        """Agree and settle, on gradients that were not clipped before; for a compiler.
+
+        Of what it returns nothing is a view: else torch would make the views anew in each call.
+        """
+        outcome = self.settle(self.agree(vector, sizes, readings), bound, bounds)
+        norm, skip, taken, multiplier, increment, unscale, factors = outcome
+        taken, multiplier = taken.clone(), multiplier.clone()
+        return Outcome(norm, skip, taken, multiplier, increment, unscale, factors)
+
+    def settle(
+        self, agreed: Agreement, bound: Tensor | None, bounds: Sequence[Tensor | None],
+        before: Sequence[Tensor | None] | None = None, is_clipped: bool = False,
+        declined: Tensor | None = None,
+    ) -> Outcome:  # fmt: skip
+        """Clip, and say whether the step is made.
+
+        Args:
+            bound, bounds: of norms, see :func:`.clip_factors`.
+            before: of each group what its gradients are multiplied with before they are clipped;
+                ``None``: with what removes the scale.
+            is_clipped: that is an earlier clip, and the norm is that of the clipped gradients.
+            declined: as in :class:`.Decision`.
+        """
+        powers, _, scale, unscale, norm, skip, report = agreed
+        if before is None:
+            factors = clip_factors(self._norm, powers, scale, bound, bounds, norm, unscale)
+        else:
+            powers = self._norm.multiplied(powers, before, scale)
+            multiplied = self._norm.root(powers, scale)
+            clips = clip_factors(self._norm, powers, scale, bound, bounds, multiplied)
+            factors = [product(*pair) for pair in zip(before, clips, strict=True)]
+            norm = multiplied if is_clipped else norm
+        skip = skip if declined is None else skip | declined
+        taken, multiplier, increment = self._skips.tally(skip, report[1:])
+        return Outcome(norm, skip, taken, multiplier, increment, unscale, factors)
+
+
+def _mistakes(signals: Sequence[Signal], skips: bool) -> Iterator[tuple[int, slice]]:
+    """Give the mistakes of readings that skip a step, or that do not, in runs."""
+    for place, signal in enumerate(signals):
+        for does_skip, run in groupby(range(len(signal.skips)), key=signal.skips.__getitem__):
+            first, *others = run
+            if does_skip == skips:
+                yield place, slice(first, first + 1 + len(others))

@@ -21,10 +21,16 @@ EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class PNorm:
-    """The arithmetic of one p-norm; its results are 0-dim or 1-d on ``device``."""
+    """The arithmetic of one p-norm; its results are 0-dim or 1-d on ``device``.
+
+    Attributes:
+        is_maximum: powers are merged by their maximum, not by their sum.
+    """
 
     def __init__(self, p: float, device: torch.device) -> None:
         self._p, self._device = p, device
+        # Of these a compiler's graph has one case; p itself would be a number that is given to it.
+        self.is_maximum, self._is_euclidean = math.isinf(p), p == 2.0
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._limits: dict[float, Tensor] = {}
 
@@ -39,11 +45,6 @@ class PNorm:
                 self._limits.clear()
             self._limits[limit] = torch.full_like(self._zero, limit, dtype=torch.float64)
         return self._limits[limit]
-
-    @property
-    def is_maximum(self) -> bool:
-        """Return whether powers are merged by their maximum, not by their sum."""
-        return math.isinf(self._p)
 
     def powers(self, spans: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         """Return the power of each 1-d span, 1-d.
@@ -98,7 +99,9 @@ class PNorm:
     def root(self, powers: Tensor, scale: Tensor | None) -> Tensor:
         """Return the norm, 0-dim, of a whole with parts of these powers, ``scale`` removed."""
         norm = self.merge(powers)
-        if not self.is_maximum:
+        if self._is_euclidean:
+            norm = norm.sqrt()
+        elif not self.is_maximum:
             norm = norm.pow(1.0 / self._p)
         return norm if scale is None else norm / scale
 
@@ -116,40 +119,45 @@ class PNorm:
         return powers * (each if self.is_maximum else each.pow(self._p))
 
 
+def product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return a product, of which ``None`` is 1."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first * second
+
+
 def clip_factors(
-    norm: PNorm,
-    powers: Tensor,
-    scale: Tensor | None,
-    max_norm: float | None,
-    limits: Sequence[float | None],
-    total: Tensor,
-) -> list[Tensor | None]:
+    norm: PNorm, powers: Tensor, scale: Tensor | None, bound: Tensor | None,
+    bounds: Sequence[Tensor | None], total: Tensor, times: Tensor | None = None,
+) -> list[Tensor | None]:  # fmt: skip
     """Return per group the factor that keeps its bound, 0-dim fp32; ``None`` without one.
+
+    Groups that are clipped together have the same tensor.
 
     Args:
         powers: per group, see :class:`PNorm`; the gradients have the loss scale ``scale``.
-        max_norm: bound of the norm of all groups that have none of their own.
-        limits: per group, a bound of its own, by which it is clipped by itself.
+        bound: of the norm of all groups that have none of their own, see :meth:`PNorm.on_device`.
+        bounds: per group, one of its own, by which it is clipped by itself.
         total: the norm of all groups.
+        times: 0-dim fp32, multiplies all of them.
     """
 
-    def clip(limit: float | None, members: list[int]) -> Tensor | None:
-        if limit is None:
-            return None
+    def clip(bound: Tensor | None, members: list[int]) -> Tensor | None:
+        if bound is None:
+            return times
         norm_of_members = total
-        if len(members) < len(limits):
+        if len(members) < len(bounds):
             # Not powers[members]: a list as an index is copied to the device, which waits for it.
             of_members = torch.stack([powers[member] for member in members])
             norm_of_members = norm.root(of_members, scale)
-        bound = norm.on_device(limit)  # 1 where the norm keeps it, in three launches
+        # 1 where the norm keeps it, in three launches.
         above = torch.maximum(norm_of_members + EPS, bound)
-        return torch.div(bound, above, out=torch.empty_like(above, dtype=torch.float32))
+        factor = torch.div(bound, above, out=torch.empty_like(above, dtype=torch.float32))
+        return product(times, factor)
 
-    unlimited = [number for number, limit in enumerate(limits) if limit is None]
-    shared = clip(max_norm, unlimited) if unlimited else None
-    return [
-        shared if limit is None else clip(limit, [number]) for number, limit in enumerate(limits)
-    ]
+    unbounded = [number for number, own in enumerate(bounds) if own is None]
+    shared = clip(bound, unbounded) if unbounded else None
+    return [shared if own is None else clip(own, [number]) for number, own in enumerate(bounds)]
 
 
 def clamp_(own: Tensor, limit: float, factor: Tensor | None) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardcast.comm import ProcessGroups
 from shardcast.plan.validate import ON_DEVICE, plain
 from shardcast.step.decide import option_differences
-from shardcast.step.decide.signal import Signal, to_device
+from shardcast.step.decide.signal import Signal, arithmetic, to_device
 
 BITS = 16  # fewer in a world of more than 1,448 ranks: (ranks * d)**2 is an exact double
 DIGESTS = 3  # one of requires_grad, where a difference is no error, and two of options
@@ -100,7 +100,7 @@ class OptionCheck(Signal):
 
     def _digest(self) -> None:
         values = [plain(value) for value in self._objects]
-        self._changing = not all(map(_is_constant, self._objects))
+        self._changing = not all(map(is_constant, self._objects))
         self._on_device = [*_on_device(self._objects)]
         digest = zlib.crc32(repr(values).encode())
         digests = zlib.crc32(self._trained), digest, digest >> BITS
@@ -109,6 +109,7 @@ class OptionCheck(Signal):
             self._numbers, self._digests = numbers, to_device(numbers, torch.int64, self._device)
             self._pairs = self._paired(self._digests)
 
+    @arithmetic
     def read(self, sums: Tensor) -> Tensor:
         """Return mistakes, and with model parallelism the sums."""
         if not sums.numel():
@@ -162,8 +163,8 @@ def _on_device(value: Any) -> Iterator[Tensor]:
         yield value
 
 
-def _is_constant(value: Any) -> bool:
+def is_constant(value: Any) -> bool:
     """Return whether the same object has the same value in the next step."""
     if type(value) is tuple:
-        return all(map(_is_constant, value))
+        return all(map(is_constant, value))
     return not isinstance(value, (Tensor, list))

@@ -61,7 +61,7 @@ class SkipReport:
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
-        refuse: raises for mistakes of ``Decision.report``.
+        refuse: raises for mistakes of ``Agreement.report``.
         mistakes: how many these are.
         bound: steps skipped in a row that raise.
         usual: a skip now and then is the normal work of a dynamic loss scale: no warning.
@@ -86,7 +86,7 @@ class SkipReport:
         self._refuse, self._bound, self._usual = refuse, bound, usual
         self._noting = [signal for signal in signals if signal.noted]
         # Steps skipped so far and in a row; of the last skipped one, per rank, its first pack that
-        # is not finite; of all steps since they were reported the mistakes. As in Decision.report.
+        # is not finite; of all steps since they were reported the mistakes. As in Agreement.report.
         ranks = comm.size
         sizes = [1, 1, ranks, mistakes]
         self._counted = sum(sizes)
@@ -103,42 +103,50 @@ class SkipReport:
         self._none = torch.zeros((), dtype=torch.float64, device=device)
         self._first_by_rank = self._none.new_zeros(ranks)
         self._first = self._first_by_rank[comm.rank]
+        is_own = [float(rank == comm.rank) for rank in range(ranks)]
+        self._is_own = to_device(is_own, torch.float64, device)
         self._from_last = torch.empty(0)
         self._host = HostCopy(device)
         self._reported = 0.0
 
-    def first_nonfinite(self, powers: Tensor) -> Tensor:
-        """Return the first pack that is not finite, counted from the last, which is 1; 0: none.
+    def from_last(self, packs: int) -> Tensor:
+        """Return the numbers of the packs, counted from the last, which is 1; fp64."""
+        if len(self._from_last) != packs:  # not in every step
+            self._from_last = to_device([*range(packs, 0, -1)], torch.float64, self._device)
+        return self._from_last
+
+    def first_nonfinite(self, powers: Tensor, from_last: Tensor, in_place: bool = True) -> Tensor:
+        """Return the first pack that is not finite, counted from the last; 0: none.
 
         Counted back, for what comes first is the largest then. 1-d, at the place of this rank among
-        all; it is overwritten by the next call.
+        all.
 
         Args:
             powers: of the own span of each pack, see :class:`PNorm`.
+            in_place: the next call overwrites it.
         """
         if not len(powers):
             return self._first_by_rank
-        if len(self._from_last) != len(powers):  # not in every step
-            numbers = list(range(len(powers), 0, -1))
-            self._from_last = to_device(numbers, torch.float64, self._device)
         if powers.dim() > 1:
             powers = powers.sum(1)
         # Not numbers[index]: to index by a tensor of no dimension is to ask for its value.
-        # In place, for it takes a launch to put a number into a row.
-        torch.amax(torch.where(powers < math.inf, self._none, self._from_last), 0, out=self._first)
+        numbers = torch.where(powers < math.inf, self._none, from_last)
+        if not in_place:
+            return self._is_own * numbers.amax(0)
+        torch.amax(numbers, 0, out=self._first)  # for it takes a launch to put it into a row
         return self._first_by_rank
 
-    def weights(self, skip: Tensor) -> Tensor:
-        """Return by what totals and a report are multiplied in a step; a row for each.
-
-        Each ends with 1, or 0 for a skipped step: one launch for all that follows from it.
-        """
-        return torch.where(skip, self._if_skipped, self._if_made)
+    def tally(self, skip: Tensor, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``taken``, ``multiplier`` and ``increment`` of a decision."""
+        # Rows by which totals and report are multiplied; each ends with 1, or 0 for a skipped step:
+        # one launch for all that follows from it.
+        weights = torch.where(skip, self._if_skipped, self._if_made)
+        multiplier, of_report = weights[:, :-1].unbind()
+        return weights[0, -1], multiplier, report * of_report
 
     def count(self, decision: Decision) -> None:
         """Note whether the step is skipped; some later :meth:`poll` reports it."""
-        of_totals, of_report = decision.weights[:, :-1]
-        self._totals.mul_(of_totals).addcmul_(decision.report, of_report)
+        torch.addcmul(decision.increment, self._totals, decision.multiplier, out=self._totals)
         for signal in self._noting:
             signal.note(decision)
         self._host.send(self._sent)

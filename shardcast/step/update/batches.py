@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from shardcast import _compat
 from shardcast._compat import inductor
 from shardcast.plan.layout import GroupId
 from shardcast.step.compiling import or_eager
+from shardcast.step.decide.options import is_constant
 from shardcast.step.decide.signal import to_device
 from shardcast.step.update.fusion import Fusion, UpdateScalars, in_pieces, update_
 from shardcast.step.update.rules import Rule, StepNumbers
@@ -51,7 +53,7 @@ class Batch:
     numbers: Tensor
     factors: Tensor
     moves: bool = False
-    _kept: inductor.KeptCall = field(default_factory=inductor.KeptCall)
+    _last_call: inductor.KeptCall = field(default_factory=inductor.KeptCall)
 
     def __call__(self, of_step: StepTensors) -> None:
         """Update the ranges, see :func:`update_all_`."""
@@ -61,8 +63,8 @@ class Batch:
         else:
             of_grads = (*map(id, grads),)  # which are kept, so that no other one has such a number
         kind = of_step.kinds, of_grads
-        if self._kept.serves(kind):
-            self._kept(tensors)
+        if self._last_call.serves(kind):
+            self._last_call(tensors)
             return
         bound = [tensor for operands in self.operands for tensor in operands[self.moves :]]
         bound.append(self.numbers)
@@ -73,7 +75,7 @@ class Batch:
         absent = tuple(None if scalar is None else scalar.dim() for scalar in (steps, factor))
         kernel = _kernel(self.fusion, dtypes, absent)
         kernel(self.fusion, self.operands, self.numbers, epilogues, steps, factor, skip)
-        self._kept.keep(kind, bound, tensors)
+        self._last_call.keep(kind, bound, tensors)
 
 
 class StepTensors:
@@ -206,6 +208,8 @@ class RuleNumbers:
         param_groups: of the optimizer.
         steps: the counts of all fragments.
         uniform: whether they are equal.
+        compiled: whether numbers are computed by a graph, which takes a C++ compiler as long as the
+            whole update.
 
     Attributes:
         scalars: of each key of this rule, by its place; in the same memory in every step.
@@ -213,7 +217,7 @@ class RuleNumbers:
 
     def __init__(
         self, rule: Rule, keys: Sequence[Key], batches: Sequence[Sequence[Range]],
-        param_groups: Sequence[Mapping[str, Any]], steps: Tensor, uniform: bool,
+        param_groups: Sequence[Mapping[str, Any]], steps: Tensor, uniform: bool, compiled: bool,
     ) -> None:  # fmt: skip
         self._rule, device = rule, steps.device
         numbers = [number for number, key in enumerate(keys) if key.rule == rule]
@@ -228,8 +232,10 @@ class RuleNumbers:
         fragments = [key.place for key in rows]
         self._places = None if uniform else to_device(fragments, torch.int64, device)
         count = len(rule.terms(param_groups[self._groups[0].position]))
-        table = StepNumbers(of, count, device)
+        table = StepNumbers(of, count, steps, self._places, compiled)
         self._table = table if count else None
+        self._options: list[Any] = []  # of all groups, in the last step
+        self._are_constants = False
         self._factors = torch.ones(len(rows), device=device)
         # Kept apart from what they are views of: a compiled graph would be bound to that, too.
         self.scalars: dict[int, UpdateScalars] = {}
@@ -248,11 +254,18 @@ class RuleNumbers:
             moves = not all(grads.stays for part in batch if (grads := part.state.shard.grads))
             self._batches.append(Batch(batch[0].fusion, operands, in_batch, factors, moves))
 
-    def compute(self, param_groups: Sequence[Mapping[str, Any]], steps: Tensor) -> None:
-        """Compute the numbers of this step, in four launches."""
-        if self._table is not None:
-            terms = [self._rule.terms(param_groups[of.position]) for of in self._groups]
-            self._table(terms, steps[0] if self._places is None else steps[self._places])
+    def compute(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Compute the numbers of this step."""
+        if self._table is None:
+            return
+        groups = [param_groups[of.position] for of in self._groups]
+        options = [group[name] for group in groups for name in self._rule.options]
+        # By identity: to compare a tensor with a number would wait for its device.
+        if self._are_constants and all(map(operator.is_, options, self._options)):
+            self._table(())
+            return
+        self._options, self._are_constants = options, all(map(is_constant, options))
+        self._table([self._rule.terms(group) for group in groups])
 
     def run(
         self, factors: Mapping[GroupId, Tensor | None],

@@ -204,7 +204,7 @@ class FusedUpdate(Update):
         """Return this step's numbers of each key; those of batches are in their tables then."""
         groups = self._optimizer.param_groups
         for numbers in plan.numbers:
-            numbers.compute(groups, self._steps)
+            numbers.compute(groups)
         if not self._execute.on_host:
             if not self._active:
                 return plan.scalars
@@ -257,7 +257,15 @@ class FusedUpdate(Update):
             groups, steps, keys_of = self._optimizer.param_groups, self._steps, known
             for rule in dict.fromkeys(key.rule for key in keys_of):
                 plan.numbers.append(
-                    RuleNumbers(rule, keys_of, batches, groups, steps, self._uniform)
+                    RuleNumbers(
+                        rule,
+                        keys_of,
+                        batches,
+                        groups,
+                        steps,
+                        self._uniform,
+                        self._execute.in_batches,
+                    )
                 )
             found = {n: it for numbers in plan.numbers for n, it in numbers.scalars.items()}
             plan.scalars = [found[number] for number in range(len(keys_of))]

@@ -18,11 +18,13 @@ import shardcast
 from shardcast import _compat
 from shardcast._compat import inductor
 from shardcast.optimizer.stateful import packed_of
+from shardcast.step.decide import graphs
 from shardcast.step.reduce import mean
-from shardcast.step.update import batches, fusion
+from shardcast.step.update import batches, fusion, rules
 
 pytestmark = pytest.mark.timeout(120)
 KERNEL: Any = fusion._kernel
+NUMBERS: Any = rules._kernel
 SIZES = (700, 64, 130, 64, 2000, 129, 513, 320)
 
 
@@ -115,9 +117,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     direct: list[int] = []
     call = inductor.Call.__call__
 
-    def counted(self: inductor.Call, operands: Any) -> None:
+    def counted(self: inductor.Call, operands: Any) -> Any:
         direct.append(len(operands))
-        call(self, operands)
+        return call(self, operands)
 
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
     monkeypatch.setattr(batches, "BATCH", 4)
@@ -125,6 +127,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(inductor.Call, "__call__", counted)
     monkeypatch.setattr(fusion, "_kernel", lambda *_: fusion.in_pieces)
     monkeypatch.setattr(mean, "_kernel", lambda *_: mean.mean_)
+    monkeypatch.setattr(rules, "_kernel", lambda *_: rules.numbers_)
+    monkeypatch.setattr(graphs, "_compiled", lambda function: function)
     batches._kernel.cache_clear()
     yield direct
     batches._kernel.cache_clear()
@@ -293,3 +297,55 @@ def test_no_graph_is_made_for_what_is_absent_or_of_equal_length(
         trained(None, watch, {"max_grad_norm": 1.0})
     assert traced and counts[-1] == counts[1] > counts[0]
     batches._kernel.cache_clear()
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+def test_numbers_of_a_step_without_dynamo_have_the_same_bits(
+    uniform: bool, traced: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    """Also where the learning rate of one group is another one in each step."""
+    monkeypatch.setattr(rules, "_kernel", NUMBERS)
+    NUMBERS.cache_clear()
+    rule, steps = rules.AdamRule(decays=True), torch.zeros(3)
+    places = None if uniform else torch.tensor([0, 2])
+    tables = [rules.StepNumbers([0, 1], 7, steps, places, compiled) for compiled in (True, False)]
+    with torch.no_grad():
+        for number in range(4):
+            steps += torch.tensor([1.0, 1.0, 1.0 if uniform else 2.0])
+            group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+            terms = [rule.terms(group), rule.terms({**group, "lr": 0.1 / (1 + number)})]
+            for table in tables:
+                table(terms)
+            assert torch.equal(tables[0].table[:2], tables[1].table)
+            table = tables[0].table.clone()
+            tables[0](())  # the same again
+            assert torch.equal(tables[0].table, table)
+    assert len(traced) == 7
+    NUMBERS.cache_clear()
+
+
+class Code:
+    """Generated code in what Inductor has around it, which does nothing."""
+
+    def current_callable(self, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        return (inputs[0] + 1,)
+
+    def __call__(self, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        return self.current_callable(inputs)
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 2)])
+def test_a_call_gives_what_is_made_of_the_results_of_the_code(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """As views, where something around the code makes them."""
+    from torch._inductor import output_code
+
+    def graph(operand: Tensor) -> Any:
+        results = code([operand])
+        return results if shape == (2,) else (results[0].view(shape),)
+
+    monkeypatch.setattr(output_code, "CompiledFxGraph", Code)
+    code, operand = Code(), torch.zeros(2)
+    results, boxed = inductor._run(graph, (operand,))
+    assert results[0].shape == boxed([operand])[0].shape == shape
