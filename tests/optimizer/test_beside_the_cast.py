@@ -18,7 +18,6 @@ from bag import Bag
 from models import adamw, assert_same_bits, exact_muon, run_world
 from oracle import pair
 from torch import Tensor, nn, optim
-from weekly import this_week
 
 import shardcast
 from shardcast import checkpoint
@@ -186,7 +185,7 @@ CASES: list[tuple[Any, tuple[int, int], int, Any, float, bool, dict[str, Any]]] 
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", this_week(range(len(CASES))))
+@pytest.mark.parametrize("number", range(len(CASES)))
 def test_each_is_that_of_one_process_by_hand_and_goes_on_in_another_world(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
