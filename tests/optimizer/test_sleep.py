@@ -12,6 +12,7 @@ import gc
 import os
 import resource
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +25,6 @@ from test_replica_check import received
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from weekly import this_week
 
 import shardcast
 from shardcast import checkpoint
@@ -654,6 +654,16 @@ def test_tensor_parallel_parameters_sleep_and_are_named():
         assert_same_bits(*both)
 
     threaded_world({"dp": 2, "tp": 2}, run)
+
+
+def test_memory_that_a_thread_of_a_collective_has_a_moment_longer_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model, optimizer = made(None)
+    held = [model.b.weight.detach()]
+    monkeypatch.setattr(time, "sleep", lambda _seconds: held.clear())
+    optimizer.sleep()
+    assert not held and optimizer.wake()
 
 
 def test_two_models_sleep_each_by_itself():

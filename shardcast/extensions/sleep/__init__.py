@@ -17,6 +17,7 @@ import gc
 import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -36,6 +37,9 @@ from shardcast.option_values import Option
 from shardcast.step.step_hook import StepHook
 
 KINDS = ("parameters", "masters", "state")  # what may stay
+# Before memory is called held, in seconds: gloo's threads have the tensors of a collective for a
+# moment after it was waited for, which is long where they get no core.
+PATIENCE = (0.001, 0.01, 0.1, 0.3)
 WAY_OUT = "the optimizer is asleep: call optimizer.wake() on every rank first"
 
 
@@ -254,6 +258,11 @@ class Sleep(StepHook):
         names = self._holders()
         if names:
             gc.collect()  # what a cycle holds, as a traceback does
+            names = self._holders()
+        for seconds in PATIENCE:
+            if not names:
+                return
+            time.sleep(seconds)
             names = self._holders()
         if names:
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
