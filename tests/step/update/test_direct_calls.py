@@ -12,7 +12,6 @@ from models import assert_same_bits, run_world
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
-from weekly import this_week
 
 import shardcast
 from shardcast import _compat
@@ -198,19 +197,17 @@ def trained(group: Any, change: Change, fields: dict[str, Any]) -> dict[str, Ten
 
 @pytest.mark.parametrize(
     ("change", "fields", "ranks"),
-    this_week(
-        [
-            (clips_now_and_then, {}, 1),
-            (has_bounds_of_groups, {}, 1),
-            (turns_round, {}, 1),
-            (has_bounds_of_groups, {"max_grad_norm": 1.0}, 1),
-            (misses_some, {"averages": {"ema": 0.9}}, 1),
-            (decays_no_more, {}, 1),
-            (moves_gradients, {"grads": "sharded"}, 2),
-            (moves_gradients, {}, 2),
-            (has_more_threads, {}, 1),
-        ]
-    ),
+    [
+        (clips_now_and_then, {}, 1),
+        (has_bounds_of_groups, {}, 1),
+        (turns_round, {}, 1),
+        (has_bounds_of_groups, {"max_grad_norm": 1.0}, 1),
+        (misses_some, {"averages": {"ema": 0.9}}, 1),
+        (decays_no_more, {}, 1),
+        (moves_gradients, {"grads": "sharded"}, 2),
+        (moves_gradients, {}, 2),
+        (has_more_threads, {}, 1),
+    ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_step_without_dynamo_has_the_bits_of_one_with_it(
@@ -229,16 +226,14 @@ def test_a_step_without_dynamo_has_the_bits_of_one_with_it(
 
 @pytest.mark.parametrize(
     ("change", "fields", "ranks"),
-    this_week(
-        [
-            (clips_now_and_then, {"moments": "bf16"}, 1),
-            (turns_round, {"master": "split16"}, 1),
-            (misses_some, {"averages": {"ema": 0.9}}, 1),
-            (has_bounds_of_groups, {}, 1),
-            (moves_gradients, {}, 2),
-            (moves_gradients, {"grads": "sharded"}, 2),
-        ]
-    ),
+    [
+        (clips_now_and_then, {"moments": "bf16"}, 1),
+        (turns_round, {"master": "split16"}, 1),
+        (misses_some, {"averages": {"ema": 0.9}}, 1),
+        (has_bounds_of_groups, {}, 1),
+        (moves_gradients, {}, 2),
+        (moves_gradients, {"grads": "sharded"}, 2),
+    ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_ranges_alone_have_the_same_bits_without_dynamo(
