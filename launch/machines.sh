@@ -137,7 +137,8 @@ done
 try "no compiler" "$work/bare" "$venv" env -u CC -u CXX PATH="$work/bin"
 
 try "a CPU without AVX-512" "$work/avx2" "$venv" env \
-    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+    TORCHINDUCTOR_CACHE_DIR="$work/avx2-kernels" # those of this CPU are others, under the same keys
 
 if command -v taskset >/dev/null; then
     core=$(taskset -cp $$ | grep --only-matching --extended-regexp '[0-9]+' | tail -n 1)
