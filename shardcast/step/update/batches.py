@@ -222,10 +222,10 @@ class RuleNumbers:
         self._rule, device = rule, steps.device
         numbers = [number for number, key in enumerate(keys) if key.rule == rule]
         own = [batch for batch in batches if keys[batch[0].key].rule == rule]
-        # A row for each key, and behind them for each range of the batches.
-        rows = [keys[number] for number in numbers] + [
-            keys[part.key] for batch in own for part in batch
-        ]
+        # A row for each range of the batches, and behind them for each key. What a batch has begins
+        # at a multiple of 16 bytes then; Inductor would copy on a GPU what does not, in each call.
+        of_batches = [keys[part.key] for batch in own for part in batch]
+        rows = of_batches + [keys[number] for number in numbers]
         self._groups = [*dict.fromkeys(key.group for key in rows)]
         of = [self._groups.index(key.group) for key in rows]
         self._of = to_device(of, torch.int64, device) if len(self._groups) > 1 else None
@@ -239,12 +239,12 @@ class RuleNumbers:
         self._factors = torch.ones(len(rows), device=device)
         # Kept apart from what they are views of: a compiled graph would be bound to that, too.
         self.scalars: dict[int, UpdateScalars] = {}
-        for row, number in enumerate(numbers):
+        for row, number in enumerate(numbers, len(of_batches)):
             step = _compat.own_storage(steps[fragments[row]])
             of_rule = _compat.own_storage(table.table[row]).unbind() if count else ()
             self.scalars[number] = UpdateScalars(step, tuple(of_rule))
         self._batches: list[Batch] = []
-        start = len(numbers)
+        start = 0
         for batch in own:
             places = slice(start, start := start + len(batch))
             operands = [part.fetch_in_rows() for part in batch]

@@ -15,6 +15,7 @@ import shardcast
 from shardcast import _compat
 from shardcast.step.reduce import mean
 from shardcast.step.update import batches, fusion
+from shardcast.step.update.batches import Batch
 from shardcast.step.update.state import ShardState
 
 pytestmark = pytest.mark.timeout(60)
@@ -131,6 +132,21 @@ def test_a_step_like_the_last_one_prepares_nothing(monkeypatch: pytest.MonkeyPat
     first, *later = shardcast.testing.threaded_world(1, run)[0]
     assert first > 0 and later[:2] == [0, 0], "the rate alone has changed"
     assert later[2] > 0 and later[4] > 0, "a gradient is absent, and is there again"
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_all_that_a_batch_has_begins_at_a_multiple_of_16_bytes(
+    kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+):
+    """Inductor copies on a GPU what does not, in each call."""
+    made: list[batches.Batch] = []
+    monkeypatch.setattr(batches, "Batch", lambda *args: made.append(Batch(*args)) or made[-1])
+    trained(None, kind, {})
+    assert len(made) > 1
+    for batch in made:
+        tensors = [batch.numbers, batch.factors, *itertools.chain(*batch.operands)]
+        assert {tensor.data_ptr() % 16 for tensor in tensors} == {0}
 
 
 @pytest.mark.parametrize("count", [4, 7, 8, 9, 40])
