@@ -32,6 +32,7 @@ from shardcast.step.decide.signal import (
     Reserved,
     Signal,
     Verdict,
+    defining,
     to_device,
 )
 from shardcast.step.decide.skip_report import SkipReport
@@ -108,13 +109,9 @@ class Decider:
 
     def _index(self) -> None:
         """Note which signals define a method: in a step the others cost nothing."""
-
-        def defining(method: str) -> list[int]:
-            default = getattr(Signal, method)
-            return [n for n, it in enumerate(self.signals) if getattr(type(it), method) != default]
-
-        self._gives, self._judges = defining("arguments"), defining("judge")
-        self._concludes = defining("conclude")
+        self._gives, self._judges, self._concludes = (
+            defining(method, self.signals) for method in ("arguments", "judge", "conclude")
+        )
         self._takes_loss = [signal for signal in self.signals if signal.takes_loss]
         self._arithmetic.index()
 

@@ -24,6 +24,7 @@ from shardcast.step.decide.signal import (
     Signal,
     Verdict,
     arithmetic,
+    defining,
     is_arithmetic,
     known,
     to_device,
@@ -256,12 +257,9 @@ class Arithmetic:
 
     def index(self) -> None:
         """Note which signals define a method: in a step the others cost nothing."""
-
-        def defining(method: str) -> list[int]:
-            default = getattr(Signal, method)
-            return [n for n, it in enumerate(self._signals) if getattr(type(it), method) != default]
-
-        self._reads, self._scales, self._judges = map(defining, ("read", "scale", "judge"))
+        self._reads, self._scales, self._judges = (
+            defining(method, self._signals) for method in ("read", "scale", "judge")
+        )
         self.mistakes = [*_mistakes(self._signals, True), *_mistakes(self._signals, False)]
         self.graphs: Graphs | None = None
         scales = all(is_arithmetic(self._signals[number].scale) for number in self._scales)

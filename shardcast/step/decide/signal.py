@@ -242,6 +242,12 @@ class Later(Signal):
         return self._nothing
 
 
+def defining(method: str, signals: Sequence[Signal]) -> list[int]:
+    """Return the places of the signals that define a method, not only inherit it."""
+    default = getattr(Signal, method)
+    return [place for place, it in enumerate(signals) if getattr(type(it), method) != default]
+
+
 def known(value: T, comm: Comm, device: torch.device) -> dict[int, T]:
     """Return each rank's ``value``; on an accelerator, where ranks come later, this one's."""
     if _compat.is_host(device):

@@ -256,17 +256,10 @@ class FusedUpdate(Update):
                     plan.ranges[one.state.shard].append(one)
             groups, steps, keys_of = self._optimizer.param_groups, self._steps, known
             for rule in dict.fromkeys(key.rule for key in keys_of):
-                plan.numbers.append(
-                    RuleNumbers(
-                        rule,
-                        keys_of,
-                        batches,
-                        groups,
-                        steps,
-                        self._uniform,
-                        self._execute.in_batches,
-                    )
+                numbers = RuleNumbers(
+                    rule, keys_of, batches, groups, steps, self._uniform, self._execute.in_batches
                 )
+                plan.numbers.append(numbers)
             found = {n: it for numbers in plan.numbers for n, it in numbers.scalars.items()}
             plan.scalars = [found[number] for number in range(len(keys_of))]
         return plan
