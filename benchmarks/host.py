@@ -1,7 +1,8 @@
 """What backward and ``step()`` cost the host of an accelerator, by the number of packs, compiled.
 
-A CPU passes for the accelerator, collectives return at once, and spans are so small that what is
-computed costs next to nothing. Times are of the processor, on one thread.
+Collectives return at once, and spans are so small that what is computed costs next to nothing.
+Without an accelerator a CPU passes for one, and times are of the processor, on one thread; with one
+they are of the wall, which the host has to itself.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import shardcast
 from benchmarks.worlds import Given, Idle
 from shardcast import _compat
 
+CPU = torch.device("cpu")
 ELEMENTS = 128  # of the span of a rank
 COLUMNS = ("packs", "ranks", "backward us", "least", "step us", "least", "us per pack")
 
 
 @dataclass
 class Costs:
-    """Processor seconds of some steps."""
+    """Seconds of some steps, on the host."""
 
     packs: int
     ranks: int
@@ -42,22 +44,26 @@ def measure(counts: Sequence[int], ranks: int, rounds: int) -> list[Costs]:
         _compat.is_host = is_host
 
 
-def one(costs: Costs, rounds: int) -> Costs:
+def one(costs: Costs, rounds: int, device: torch.device = CPU, fuse: str = "compile") -> Costs:
     """Train some steps, and note the times."""
+    on_cpu = device.type == "cpu"
+    clock = time.process_time if on_cpu else time.perf_counter
     shape = 2, ELEMENTS * costs.ranks // 2
-    model = nn.ParameterList(torch.ones(shape) for _ in range(costs.packs))
+    model = nn.ParameterList(torch.ones(shape, device=device) for _ in range(costs.packs))
     optimizer = shardcast.shard(
         model, torch.optim.AdamW(model.parameters()), process_group=Idle(0, costs.ranks),
-        param_dtype=torch.bfloat16, pack_params=1, fuse="compile", max_grad_norm=1.0,
+        param_dtype=torch.bfloat16, pack_params=1, fuse=fuse, max_grad_norm=1.0,
     )  # fmt: skip
-    grad = torch.full(shape, 1e-3, dtype=torch.bfloat16)
+    grad = torch.full(shape, 1e-3, dtype=torch.bfloat16, device=device)
     for number in range(rounds + 3):
         loss = Given.apply(grad, *model)
-        begin = time.process_time()
+        if not on_cpu:  # else the host might wait for room in a queue
+            torch.cuda.synchronize(device)
+        begin = clock()
         loss.backward()
-        middle = time.process_time()
+        middle = clock()
         optimizer.step()
-        end = time.process_time()
+        end = clock()
         optimizer.zero_grad()
         if number >= 3:  # state, graphs and operands are there
             costs.backward.append(middle - begin)

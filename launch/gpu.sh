@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure shardcast on this machine's GPU in at most nine minutes; writes gpu-report/.
+# Measure shardcast on this machine's GPU in at most ten minutes; writes gpu-report/.
 #
 # Usage: bash launch/gpu.sh [--dry-run] [--output FOLDER] [PART ...]
 #        bash launch/gpu.sh --speedrun [--dry-run] [--data FOLDER] [--script FILE] [--steps N]

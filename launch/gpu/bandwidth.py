@@ -60,6 +60,10 @@ def forms() -> dict[str, Callable[[int, Bench], Callable[[], object]]]:
     }
     if importlib.util.find_spec("apex") is not None:
         found["Apex FusedAdam"] = apex
+    if importlib.util.find_spec("flashoptim") is not None:
+        less: dict[str, Any] = {"quantize": False, "master_weight_bits": 32}
+        found["FlashAdamW, 32-bit masters, bf16 moments"] = lambda n, b: flash(n, b, **less)
+        found["FlashAdamW"] = flash
     return found
 
 
@@ -122,6 +126,17 @@ def apex(numel: int, bench: Bench) -> Callable[[], object]:
 
     model: nn.Module = flat_model(numel, bench.device).bfloat16()
     optimizer = FusedAdam(model.parameters(), lr=1e-4, capturable=True, master_weights=True)
+    give_gradients(model)
+    step: Callable[[], object] = optimizer.step
+    return step
+
+
+def flash(numel: int, bench: Bench, **options: Any) -> Callable[[], object]:
+    """FlashOptim: parameters in bf16 with correction bits; by default moments of 8 bits."""
+    from flashoptim import FlashAdamW
+
+    model: nn.Module = flat_model(numel, bench.device).bfloat16()
+    optimizer = FlashAdamW(model.parameters(), lr=1e-4, **options)
     give_gradients(model)
     step: Callable[[], object] = optimizer.step
     return step

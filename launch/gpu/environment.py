@@ -15,7 +15,7 @@ from gpu.bench import Bench
 
 PACKAGES = (
     "torch", "triton", "accelerate", "transformers", "lightning", "apex", "deepspeed",
-    "megatron-fsdp", "matplotlib", "pytest",
+    "megatron-fsdp", "flashoptim", "matplotlib", "pytest",
 )  # fmt: skip
 
 
