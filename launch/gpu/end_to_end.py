@@ -89,7 +89,10 @@ def _autocast(model: nn.Module, device: torch.device) -> Callable[[Tensor, Tenso
 
 
 def trained(system: System, config: GPTConfig, batch: int, bench: Bench) -> dict[str, Any]:
-    """Times and memory of a few steps on one batch, and the last loss."""
+    """Times and memory of a few steps on one batch, and the losses.
+
+    Those of large models part after some steps, of the same system too: the first ones tell.
+    """
     torch.manual_seed(0)
     figures: dict[str, Any] = {}
     x, y = tokens(bench, batch, config.context, config.vocabulary)
@@ -109,7 +112,7 @@ def trained(system: System, config: GPTConfig, batch: int, bench: Bench) -> dict
         milliseconds = bench.time(step, rounds=STEPS)
     figures["ms"] = milliseconds
     figures["tokens/s"] = 1e3 * batch * config.context / milliseconds
-    figures["last loss"] = losses[-1].item()
+    figures["losses"] = " ".join(f"{loss.item():.3f}" for loss in losses)
 
     def phase() -> None:
         optimizer.step()
