@@ -35,8 +35,10 @@ import torch
 from benchmarks.report import table
 from codegen import blocks, forms
 from codegen.kernels import Kernel, examine
+from codegen.lower import DECISION
 from codegen.trace import SMALL, Pass, Step, trace
-from codegen.values import Difference, compare, interpret, record, slip
+from codegen.values import Difference, Recorded, compare, interpret, record, slip
+from codegen.values import decision as launches_of
 from torch.optim import SGD, Adam, AdamW
 
 from shardcast.extensions.averages import Average, AverageOptions
@@ -72,9 +74,12 @@ class Variant:
         """How many it may launch."""
         return self.packs // BATCH or 1
 
-    def shapes(self, numel: int) -> dict[str, Any]:
-        """Of its parameters, where they are not the usual ones."""
-        return {"shapes": ((numel,),) * self.packs, "pack_params": 1} if self.packs else {}
+    def shapes(self, numel: int, step: int = 0) -> dict[str, Any]:
+        """Of its parameters, where they are not the usual ones; each has ``step`` more elements."""
+        if not self.packs:
+            return {}
+        shapes = tuple((numel + step * number,) for number in range(self.packs))
+        return {"shapes": shapes, "pack_params": 1}
 
 
 def variants() -> list[Variant]:
@@ -204,7 +209,12 @@ def measure(variant: Variant, source: bool = False) -> Row:
                 elif graph.stage == variant.stage:
                     print(text if source else "", end="")
                     launches.append((examine(name, text), elements / step.elements))
-    return Row(variant, step, launches, passes, small, values(variant))
+    return Row(variant, step, launches, passes, small + decision(variant), values(variant))
+
+
+def decision(variant: Variant) -> int:
+    """How many kernels the decision of a variant's step launches."""
+    return launches_of(recorded(variant, DECISION))
 
 
 def measure_form(variant: Variant, source: bool) -> Row:
@@ -229,12 +239,18 @@ def values(variant: Variant, edit: Callable[[str], str] = str) -> Difference:
     calls = [
         call
         for nan in ((False, True) if variant.stage == "update" else (False,))
-        for call in record(variant.kind, dict(variant.options), variant.ranks, variant.stage,
-                           variant.epilogues, nan, **dict(variant.fields),
-                           **variant.shapes(1 << 10))
-    ]  # fmt: skip
+        for call in recorded(variant, variant.stage, nan)
+    ]
     interpret(calls, edit)
     return compare(calls)
+
+
+def recorded(variant: Variant, stage: str, nan: bool = False) -> list[Recorded]:
+    """What a step of a variant compiles in a stage."""
+    return record(
+        variant.kind, dict(variant.options), variant.ranks, stage, variant.epilogues, nan,
+        **dict(variant.fields), **variant.shapes(1 << 10, 100),
+    )  # fmt: skip
 
 
 def main() -> None:

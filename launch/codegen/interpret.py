@@ -53,6 +53,7 @@ class Libdevice:
 
     NUMPY: ClassVar = {
         "nearbyint": np.rint, "copysign": np.copysign, "sqrt": np.sqrt, "isnan": np.isnan,
+        "pow": np.power,
     }  # fmt: skip
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -25,7 +26,11 @@ from torch.fx.experimental import _config
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from shardcast.step.decide import graphs
+
 CUDA = torch.device("cuda:0")
+DECISION = "decision"
+LAUNCH = re.compile(r"^ +triton_\w+\.run\(", re.M)
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''\n(.*?)\n''', device_str", re.S)
 
 
@@ -57,6 +62,11 @@ class Graph:
     others: list[str]
     calls: list[int] = field(default_factory=list)
 
+    @property
+    def launches(self) -> int:
+        """How many kernels a call launches."""
+        return len(LAUNCH.findall(self.source)) + len(self.others)
+
 
 class _WrittenError(Exception):
     """The code is there; nothing else is wanted of Inductor."""
@@ -65,19 +75,28 @@ class _WrittenError(Exception):
 class Compiler:
     """Stands for ``torch.compile`` while tensors are fake: notes the calls, which compute nothing.
 
+    The graphs of a decision give tensors, and have further ones than their arguments: they run, and
+    are counted (:func:`codegen.values.decision`).
+
     Attributes:
         calls: in order.
+        unseen: makes a context in which no operation is noted.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.unseen: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def __call__(self, function: Callable[..., None], **options: Any) -> Callable[..., None]:
-        """As ``torch.compile(function, **options)``, for a function that returns nothing."""
+    def __call__(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """As ``torch.compile(function, **options)``."""
 
-        def call(*args: Any) -> None:
+        def call(*args: Any) -> Any:
+            if stage_of(function) == DECISION:
+                with self.unseen():
+                    return function(*args)
             with _disable_current_modes():
                 self.calls.append(Call(function, options, on_host(args)))
+            return None
 
         return call
 
@@ -89,7 +108,7 @@ def lower(
 
     ``note`` gets the source of each call's graph, with the arguments of the source's ``call``.
     """
-    graphs: list[Graph] = []
+    found: list[Graph] = []
     compiled: dict[Any, Callable[..., None]] = {}
     torch.compiler.reset()
     for call in calls:
@@ -104,7 +123,7 @@ def lower(
             patches: dict[str, Any] = patches,
         ) -> Callable[..., Any]:
             graph = generated(of, graph_module, patches)
-            graphs.append(graph)
+            found.append(graph)
             outputs = next(node for node in graph_module.graph.nodes if node.op == "output")
 
             def run(*args: Any) -> tuple[None, ...]:
@@ -119,7 +138,7 @@ def lower(
         # As the library compiles several ranges in one graph: equal lengths mean nothing.
         with _config.patch(use_duck_shape=not patches.get("combo_kernels")):
             compiled[call.function](*call.args)
-    return graphs
+    return found
 
 
 def on_host(args: Any) -> Any:
@@ -140,9 +159,14 @@ def on_host(args: Any) -> Any:
 
 
 def stage_of(function: Callable[..., None]) -> str:
-    """The stage of a step in whose folder a function is; of an option's, what it is called."""
+    """The stage of a step in whose folder a function is; of an option's, what it is called.
+
+    The graphs of a decision are a stage of their own.
+    """
     if function.__module__.startswith("shardcast.extensions."):
         return function.__name__
+    if function.__module__ == graphs.__name__:
+        return DECISION
     return function.__module__.removeprefix("shardcast.step.").partition(".")[0]
 
 
