@@ -21,14 +21,20 @@ SEVERAL: dict[str, Any] = {  # kernels of one graph become one; of these version
     "combo_kernel_max_num_args": 1000,
     "combo_kernel_peak_memory_pct_threshold": None,
 }
+FEW: dict[str, Any] = {  # what parts or sums have in common is computed in one kernel, not in many
+    "force_pointwise_cat": True,
+    "unroll_reductions_threshold": 64,  # numbers
+}
 
 
 def compiled(
-    function: Callable[..., Any], several: bool = False, notes: bool = False
+    function: Callable[..., Any], several: bool = False, notes: bool = False, few: bool = False
 ) -> Callable[..., Any]:
     """Compile ``function`` as one graph for all lengths of its tensors.
 
     Args:
+        few: it works on a few numbers, so that launches are all that it costs. It is compiled for
+            the lengths of one call, which all others must have.
         several: it does the same to several sets of tensors, which on a GPU become one kernel; that
             some are of equal lengths when it is compiled means nothing.
         notes: :func:`last_call` is asked after each call, by a :class:`KeptCall` for example.
@@ -37,9 +43,9 @@ def compiled(
     itself runs.
     """
     how: dict[str, Any] = (
-        {"backend": _noting(several)} if notes else {"options": _settings(several)}
+        {"backend": _noting(several, few)} if notes else {"options": _settings(several, few)}
     )
-    graph = torch.compile(_with_own_code(function), dynamic=True, fullgraph=True, **how)
+    graph = torch.compile(_with_own_code(function), dynamic=not few, fullgraph=True, **how)
 
     def run(*args: Any) -> Any:
         return (graph if _get_current_dispatch_mode() is None else function)(*args)
@@ -250,9 +256,9 @@ class _Seen(threading.local):
 _seen = _Seen()
 
 
-def _noting(several: bool = False) -> Callable[..., Any]:
+def _noting(several: bool = False, few: bool = False) -> Callable[..., Any]:
     """Return Inductor as a backend of Dynamo that notes its settings and each call of a graph."""
-    settings = _settings(several)
+    settings = _settings(several, few)
 
     def backend(module: Any, inputs: Any) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx  # slow to import
@@ -327,7 +333,7 @@ def _with_own_code(function: Callable[..., None]) -> Callable[..., None]:
     )
 
 
-def _settings(several: bool = False) -> dict[str, Any]:
+def _settings(several: bool = False, few: bool = False) -> dict[str, Any]:
     # Triton would else try two block sizes in the first step, on copies of all that the kernel
     # overwrites: memory that no estimate has. The one that is left suits what memory bounds.
     settings: dict[str, Any] = {"triton.autotune_pointwise": False}
@@ -335,8 +341,8 @@ def _settings(several: bool = False) -> dict[str, Any]:
         settings["size_asserts"] = False
     if divides_exactly():
         settings[EXACT_DIVISION] = True
-    if several:
-        settings |= {name: SEVERAL[name] for name in SEVERAL.keys() & known_settings()}
+    wanted = (SEVERAL if several else {}) | (FEW if few else {})
+    settings |= {name: wanted[name] for name in wanted.keys() & known_settings()}
     return settings
 
 
