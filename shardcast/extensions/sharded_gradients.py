@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
-from shardcast.memory.gradients import Gradients, check_given, own_part
+from shardcast.memory.gradient_access import check_given
+from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.pack import Pack
 from shardcast.memory.ungathered import hide
 from shardcast.option_values import Option, one_of

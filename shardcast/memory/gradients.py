@@ -14,7 +14,7 @@ from shardcast.comm import REDUCTIONS, Buffers, Reduction
 from shardcast.memory.local_param import LocalParam
 from shardcast.memory.marks import Marks
 from shardcast.memory.pack import Pack
-from shardcast.memory.ungathered import OWNERS, UngatheredGradient, hide, name_of, reveal
+from shardcast.memory.ungathered import OWNERS, UngatheredGradient, hide, reveal
 from shardcast.plan.precision import MASTER_DTYPE
 
 
@@ -210,6 +210,8 @@ class Gradients:
                 if grad is None or self._is_own(position, grad):
                     continue
                 if type(grad) is not Tensor or grad.layout != torch.strided:
+                    from shardcast.memory.gradient_access import check_given
+
                     check_given(self.pack, position, grad)
                 if grad.requires_grad:
                     self.has_graph = True
@@ -254,7 +256,7 @@ class Gradients:
         self.take_back()  # or zeros would be left of what nobody may have had
         if not set_to_none:
             self.zeroed.update(range(len(self.pack.params)))
-            self._reveal()  # zeros are what they seem to be
+            self.reveal()  # zeros are what they seem to be
 
     def local(self, sent: Tensor) -> Tensor:
         """Return the own span of ``sent``; ``own`` itself where that is the same memory."""
@@ -276,48 +278,13 @@ class Gradients:
             if (view := shown()) is not None:
                 hide(view)
 
-    def _reveal(self) -> None:
+    def reveal(self) -> None:
         """Show gradients as they are."""
         if self.is_ungathered:
             self.is_ungathered = False
             for shown in self._shown:
                 if (view := shown()) is not None:
                     reveal(view)
-
-    def name_at(self, address: int) -> str | None:
-        """Name the parameter whose gradient in ``data`` has this address."""
-        position = self._position_at(address)
-        return None if position is None else self.pack.layout.slots[position].name
-
-    def has(self, address: int) -> bool:
-        """Return whether it is in ``data``."""
-        data = self._data
-        return data is not None and 0 <= address - data.data_ptr() < data.nbytes
-
-    def _position_at(self, address: int) -> int | None:
-        slots, offset = (
-            self.pack.layout.slots,
-            (address - self.data.data_ptr()) // self.dtype.itemsize,
-        )
-        return next((n for n, slot in enumerate(slots) if offset < slot.end), None)
-
-    def note_edit(self, grad: Tensor, clears: bool) -> bool:
-        """Hear that a script edits a hidden gradient, or a view of it; return whether it may.
-
-        Not while means are kept apart: what is shown is not all of the gradient.
-        """
-        position = self._position_at(grad.data_ptr())
-        if position is None:
-            return True
-        if clears and grad.numel() == self.pack.layout.slots[position].numel:
-            self.zeroed.add(position)
-            if self.carry is not None:
-                self.carry[own_part(self.pack, position)].zero_()
-            if len(self.zeroed) == len(self.pack.params):
-                self._reveal()  # zeros are what they seem to be
-            return True
-        self.zeroed.discard(position)
-        return self.carry is None
 
     def own_before(self, offset: int) -> Tensor:
         """Return this rank's own value in another one's span. On a host, after ``landed()``."""
@@ -339,7 +306,7 @@ class Gradients:
         means = self.own.to(MASTER_DTYPE, copy=True)
         self.data.zero_()
         if self.zeroed.issuperset(kept):  # nothing is kept but zeros
-            self._reveal()
+            self.reveal()
         else:
             self._hide()
         return means
@@ -360,7 +327,7 @@ class Gradients:
         if data is not self.data:
             self.data[: own.start].copy_(data[: own.start])
             self.data[own.stop :].copy_(data[own.stop :])
-        self._reveal()
+        self.reveal()
         self.take_back()
         for position, param in enumerate(pack.params):
             if present[position]:
@@ -404,25 +371,6 @@ def own_part(pack: Pack, position: int) -> slice:
     slot, own = pack.layout.slots[position], pack.own
     start = min(max(slot.offset, own.start), own.stop)
     return slice(start - own.start, max(start, min(slot.end, own.stop)) - own.start)
-
-
-def check_given(pack: Pack, position: int, grad: Tensor) -> None:
-    """Raise a TypeError for a sparse gradient, a RuntimeError for one of another parameter."""
-    slot = pack.layout.slots[position]
-    if isinstance(grad, UngatheredGradient) and (
-        name_of(grad) not in (slot.name, None) or tuple(grad.shape) != slot.shape
-    ):
-        raise RuntimeError(
-            f"gradient of {slot.name!r}: expected its own, got .grad of {name_of(grad)!r}, of "
-            "which this rank has the mean of other elements; call optimizer.gather_gradients() "
-            "before"
-        )
-    if grad.layout != torch.strided:
-        raise TypeError(
-            f"gradient of {slot.name!r}: expected a dense tensor, got "
-            f"{grad.layout}; use sparse=False in the embedding, or leave this parameter to an "
-            "optimizer of its own"
-        )
 
 
 def set_grad_dtype(pack: Pack, dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from weekly import this_week
 
 import shardcast
-from shardcast.memory import gradients, ungathered
+from shardcast.memory import gradient_access, gradients
 from shardcast.memory.ungathered import UngatheredGradient
 from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import ThreadedWorld, assert_same_sequence
@@ -116,7 +116,7 @@ def test_reads_raise_by_name_and_edits_questions_and_views_do_not(partition: str
             optimizer.step()
         for code in cases(VIEWS):
             names = parameter(model, optimizer, batch)
-            views = [*ungathered.tensors(run(code, names))]
+            views = [*gradient_access.tensors(run(code, names))]
             assert views and all(type(view) is UngatheredGradient for view in views), code
             with pytest.raises(RuntimeError, match=r"'2\.weight'"):
                 views[-1].sum()
@@ -172,7 +172,7 @@ def test_torch_has_no_other_in_place_methods_that_compute_an_element_from_others
                 differs[1, 2] = False
                 if differs.any():
                     mixing.add(name)
-    assert mixing == ungathered.MIXING
+    assert mixing == gradient_access.MIXING
     assert len(called) > 100
 
 
