@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import shardcast
 from shardcast import _compat
 from shardcast.step.update.fusion import Epilogue, Fusion
-from shardcast.step.update.rules import numbers_
+from shardcast.step.update.numbers_of_rules import numbers_
 from shardcast.testing import fake_world
 
 SHAPES = ((250, 70), (70,), (42, 701), (33,))  # 47,045 elements: no multiple of anything

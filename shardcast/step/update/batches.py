@@ -26,7 +26,8 @@ from shardcast.step.compiling import or_eager
 from shardcast.step.decide.options import is_constant
 from shardcast.step.decide.signal import to_device
 from shardcast.step.update.fusion import Fusion, UpdateScalars, in_pieces, update_
-from shardcast.step.update.rules import Rule, StepNumbers
+from shardcast.step.update.numbers_of_rules import StepNumbers
+from shardcast.step.update.rules import Rule
 from shardcast.step.update.state import Key, Range
 
 BATCH, FEWEST = 8, 4  # fewer ranges than these are called one by one: not worth a graph of its own

@@ -7,15 +7,14 @@ A rule holds the flags of a parameter group; :func:`.fusion.update_` applies it.
   ``_single_tensor_sgd``, so that fp32 results equal theirs to the bit. A group with ``fused=True``
   gets torch's own fused kernel.
 * 0-dim tensors for ``torch.compile``, which no other number makes compile again, and for
-  accelerators, where the step count is on the device.
+  accelerators, where the step count is on the device (:mod:`.numbers_of_rules`).
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,9 +22,6 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast._compat import inductor
-from shardcast.step.compiling import or_eager
-from shardcast.step.decide.signal import to_device
 
 STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
@@ -44,87 +40,6 @@ class Term(NamedTuple):
     scale: Any
     base: Any = 0.0
     exponent: Any = 0.0
-
-
-class StepNumbers:
-    """The numbers of a step for ranges of one rule, computed on the device.
-
-    Args:
-        groups: of each range, the place of its parameter group among those of a call.
-        count: how many numbers a range has.
-        steps: the counts of all fragments.
-        places: of each range, whose count it has; ``None``: all counts are equal.
-        compiled: by one graph, else in four launches.
-
-    Attributes:
-        table: those of the last call, ``(ranges, count)``, fp32; the same memory in every step.
-    """
-
-    def __init__(
-        self, groups: Sequence[int], count: int, steps: Tensor, places: Tensor | None,
-        compiled: bool,
-    ) -> None:  # fmt: skip
-        device = steps.device
-        if compiled:  # by one graph, however many ranges and groups there are: for two at least
-            groups = [*groups, *[groups[0]] * (2 - len(groups))]
-            if places is None:
-                places = steps.new_zeros(len(groups), dtype=torch.int64)
-            places = torch.cat([places, places[:1]])[: len(groups)]
-        self._run = _kernel(len(steps) == 1) if compiled else numbers_
-        self._steps, self._places = steps, places
-        self._last_call = inductor.KeptCall() if compiled else None
-        of_groups = torch.zeros(1 + max(groups), count, 3, dtype=torch.float64, device=device)
-        self._of_groups = of_groups
-        self._values = [[math.nan] * (3 * count) for _ in of_groups]  # on the device; NaN: tensors
-        is_one = len(of_groups) == 1 and not compiled
-        self._groups = None if is_one else to_device(groups, torch.int64, device)
-        self._of_ranges = of_groups
-        self.table = torch.zeros(len(groups), count, device=device)
-
-    def __call__(self, terms: Sequence[Sequence[Term]]) -> None:
-        """Compute the numbers of a step.
-
-        Args:
-            terms: of each parameter group; none: those of the last call.
-        """
-        changed = False
-        for group, of_group in enumerate(terms):
-            known = self._values[group]
-            for number, value in enumerate(itertools.chain.from_iterable(of_group)):
-                # By kernels, as a rule one or two for another learning rate: a copy from the host
-                # would wait, or be read again when a captured graph is replayed.
-                if isinstance(value, Tensor):
-                    self._of_groups[group].view(-1)[number].fill_(0).add_(value)
-                    changed, known[number] = True, math.nan
-                elif value != known[number]:
-                    self._of_groups[group].view(-1)[number].fill_(value)
-                    changed, known[number] = True, value
-        if self._groups is not None and changed:
-            self._of_ranges = self._of_groups.index_select(0, self._groups)
-        call, places, terms_of_ranges = self._last_call, self._places, [self._of_ranges]
-        if call is not None and call.serves(None):  # of which kind it is never changes
-            call(terms_of_ranges)
-            return
-        self._run(self._of_ranges, self._steps, places, self.table)
-        if call is not None and places is not None:
-            call.keep(None, [self._steps, self.table, places], terms_of_ranges)
-
-
-def numbers_(of_ranges: Tensor, steps: Tensor, places: Tensor | None, table: Tensor) -> None:
-    """Overwrite the table of :class:`StepNumbers`.
-
-    Args:
-        of_ranges: the terms, fp64 of shape ``(ranges or 1, count, 3)``.
-    """
-    scales, bases, exponents = of_ranges.unbind(2)
-    powers = bases ** (steps[0] if places is None else steps[places][:, None])
-    torch.mul(scales.expand_as(table), (1.0 - powers) ** exponents, out=table)
-
-
-@functools.cache  # one compiled function, so that models of one process share its graph
-def _kernel(_is_one_count: bool) -> Callable[..., None]:
-    graph = inductor.compiled(numbers_, several=True, notes=True)
-    return or_eager(graph, numbers_, "the numbers of a step")
 
 
 @dataclass(frozen=True)
@@ -161,7 +76,7 @@ class AdamRule:
         return step_size, 1 - beta1, beta2, 1 - beta2, root, group["eps"], decay
 
     def terms(self, group: Mapping[str, Any]) -> tuple[Term, ...]:
-        """Return :meth:`numbers` for :class:`StepNumbers`."""
+        """Return :meth:`numbers` for :class:`.StepNumbers`."""
         step_size, weight1, beta2, weight2, _, eps, decay = self.numbers(group, math.inf)
         return (
             Term(step_size, group["betas"][0], -1.0), Term(weight1), Term(beta2), Term(weight2),
@@ -214,7 +129,7 @@ class SGDRule:
         )  # fmt: skip
 
     def terms(self, group: Mapping[str, Any]) -> tuple[Term, ...]:
-        """Return :meth:`numbers` for :class:`StepNumbers`."""
+        """Return :meth:`numbers` for :class:`.StepNumbers`."""
         *constants, _ = self.numbers(group, math.inf)
         # Whether it is the first step: (-1)**-1022 is 1, (-3)**-1022 is 0.
         return (*map(Term, constants), Term(1.0, 2.0, -1022.0))

@@ -19,11 +19,11 @@ from shardcast._compat import inductor
 from shardcast.optimizer.stateful import packed_of
 from shardcast.step.decide import graphs
 from shardcast.step.reduce import mean
-from shardcast.step.update import batches, fusion, rules
+from shardcast.step.update import batches, fusion, numbers_of_rules, rules
 
 pytestmark = pytest.mark.timeout(120)
 KERNEL: Any = fusion._kernel
-NUMBERS: Any = rules._kernel
+NUMBERS: Any = numbers_of_rules._kernel
 SIZES = (700, 64, 130, 64, 2000, 129, 513, 320)
 
 
@@ -126,7 +126,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(inductor.Call, "__call__", counted)
     monkeypatch.setattr(fusion, "_kernel", lambda *_: fusion.in_pieces)
     monkeypatch.setattr(mean, "_kernel", lambda *_: mean.mean_)
-    monkeypatch.setattr(rules, "_kernel", lambda *_: rules.numbers_)
+    monkeypatch.setattr(numbers_of_rules, "_kernel", lambda *_: numbers_of_rules.numbers_)
     monkeypatch.setattr(graphs, "_compiled", lambda function: function)
     batches._kernel.cache_clear()
     yield direct
@@ -299,11 +299,14 @@ def test_numbers_of_a_step_without_dynamo_have_the_same_bits(
     uniform: bool, traced: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     """Also where the learning rate of one group is another one in each step."""
-    monkeypatch.setattr(rules, "_kernel", NUMBERS)
+    monkeypatch.setattr(numbers_of_rules, "_kernel", NUMBERS)
     NUMBERS.cache_clear()
     rule, steps = rules.AdamRule(decays=True), torch.zeros(3)
     places = None if uniform else torch.tensor([0, 2])
-    tables = [rules.StepNumbers([0, 1], 7, steps, places, compiled) for compiled in (True, False)]
+    tables = [
+        numbers_of_rules.StepNumbers([0, 1], 7, steps, places, compiled)
+        for compiled in (True, False)
+    ]
     with torch.no_grad():
         for number in range(4):
             steps += torch.tensor([1.0, 1.0, 1.0 if uniform else 2.0])
