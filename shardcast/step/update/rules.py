@@ -1,5 +1,7 @@
 """Rules: the arithmetic of one optimizer step on tensors of equal shape, one class per optimizer.
 
+Here are Adam's, and the rule that changes nothing; those of SGD are in :mod:`.sgd`.
+
 A rule holds the flags of a parameter group; :func:`.fusion.update_` applies it. Numbers of the step
 (learning rate, bias corrections) come in two kinds:
 
@@ -16,12 +18,15 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shardcast import _compat
+
+if TYPE_CHECKING:
+    from shardcast.step.update.sgd import SGDRule
 
 STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
@@ -90,7 +95,7 @@ class AdamRule:
         if self.maximize:
             grad.neg_()
         if self.decays and self.coupled:
-            _add_scaled_(grad, master, decay)
+            add_scaled_(grad, master, decay)
         elif self.decays:
             master.mul_(decay)
         exp_avg.lerp_(grad, weight1)
@@ -99,62 +104,6 @@ class AdamRule:
             torch.maximum(state[2], exp_avg_sq, out=state[2])
         denominator = state[-1].sqrt().div_(root).add_(eps)
         _add_quotient_(master, exp_avg, denominator, step_size)
-
-
-@dataclass(frozen=True)
-class SGDRule:
-    """The flags of an SGD group."""
-
-    momentum: bool = False
-    decays: bool = False
-    nesterov: bool = False
-    maximize: bool = False
-
-    options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum", "dampening")
-
-    @property
-    def state(self) -> tuple[str, ...]:
-        return STATE_NAMES[torch.optim.SGD] if self.momentum else ()
-
-    @property
-    def edits(self) -> bool:
-        """Return whether :meth:`apply_` overwrites its gradient."""
-        return self.maximize or self.decays or self.nesterov
-
-    def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
-        """Return the numbers of one step; ``step`` is a float, or a 0-dim fp64 tensor."""
-        return (
-            -group["lr"], group["weight_decay"], group["momentum"], 1 - group["dampening"],
-            step <= 1,
-        )  # fmt: skip
-
-    def terms(self, group: Mapping[str, Any]) -> tuple[Term, ...]:
-        """Return :meth:`numbers` for :class:`.StepNumbers`."""
-        *constants, _ = self.numbers(group, math.inf)
-        # Whether it is the first step: (-1)**-1022 is 1, (-3)**-1022 is 0.
-        return (*map(Term, constants), Term(1.0, 2.0, -1022.0))
-
-    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
-        """Update master and state in place."""
-        negative_lr, decay, momentum, weight, first = numbers
-        if self.maximize:
-            grad.neg_()
-        if self.decays:
-            _add_scaled_(grad, master, decay)
-        direction = grad
-        if self.momentum:
-            (buffer,) = state
-            if first is True:  # torch starts from the bare gradient
-                buffer.copy_(grad)
-            else:
-                _add_scaled_(buffer.mul_(momentum), grad, weight)
-            if isinstance(first, Tensor):
-                torch.where(first != 0, grad, buffer, out=buffer)
-            direction = buffer
-            if self.nesterov:
-                _add_scaled_(grad, buffer, momentum)
-                direction = grad
-        _add_scaled_(master, direction, negative_lr)
 
 
 @dataclass(frozen=True)
@@ -208,24 +157,7 @@ class TorchAdamRule(AdamRule):
         )  # fmt: skip
 
 
-class TorchSGDRule(SGDRule):
-    """The rule of SGD by torch's fused CPU kernel, for groups with ``fused=True``."""
-
-    edits = False
-
-    def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
-        names = ("lr", "weight_decay", "momentum", "dampening")
-        return step <= 1, {name: float(group[name]) for name in names}
-
-    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
-        first, options = numbers
-        _compat.fused_sgd_(
-            [master], [grad], list(state), is_first_step=first, nesterov=self.nesterov,
-            maximize=self.maximize, **options,
-        )  # fmt: skip
-
-
-Rule = AdamRule | SGDRule | NoRule
+Rule: TypeAlias = "AdamRule | SGDRule | NoRule"
 
 
 def rule_of(
@@ -239,15 +171,21 @@ def rule_of(
     decays, maximize = bool(group["weight_decay"] != 0), bool(group["maximize"])
     if kind is torch.optim.SGD:
         momentum, nesterov = bool(group["momentum"] != 0), bool(group["nesterov"])
-        return _rule(TorchSGDRule if fused else SGDRule, momentum, decays, nesterov, maximize)
+        return _sgd_rule(fused, momentum, decays, nesterov, maximize)
     coupled = not group.get("decoupled_weight_decay", kind is torch.optim.AdamW)
-    adam = TorchAdamRule if fused else AdamRule
-    return _rule(adam, coupled, decays, bool(group["amsgrad"]), maximize)
+    return _adam_rule(fused, coupled, decays, bool(group["amsgrad"]), maximize)
 
 
 @functools.cache  # one object for the same flags: rules are compared in every step
-def _rule(kind: type[AdamRule] | type[SGDRule], *flags: bool) -> AdamRule | SGDRule:
-    return kind(*flags)
+def _adam_rule(fused: bool, *flags: bool) -> AdamRule:
+    return (TorchAdamRule if fused else AdamRule)(*flags)
+
+
+@functools.cache
+def _sgd_rule(fused: bool, *flags: bool) -> SGDRule:
+    from shardcast.step.update.sgd import SGDRule, TorchSGDRule
+
+    return (TorchSGDRule if fused else SGDRule)(*flags)
 
 
 def as_tensors(numbers: Sequence[Any], like: Tensor) -> tuple[Tensor, ...]:
@@ -260,7 +198,7 @@ def as_tensors(numbers: Sequence[Any], like: Tensor) -> tuple[Tensor, ...]:
 # the same, which a compiler fuses. The order of roundings is that of the scalar form.
 
 
-def _add_scaled_(out: Tensor, other: Tensor, scale: float | Tensor) -> None:
+def add_scaled_(out: Tensor, other: Tensor, scale: float | Tensor) -> None:
     if isinstance(scale, Tensor):
         out.add_(other * scale)
     else:
