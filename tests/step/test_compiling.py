@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 
 from shardcast import shard
 from shardcast.step import compiling
-from shardcast.step.reduce import mean
+from shardcast.step.reduce import compiled_mean
 from shardcast.step.update import batches, fusion
 from shardcast.testing import SpawnedWorld
 
@@ -31,15 +31,15 @@ def forgotten() -> Iterator[None]:
     """What was compiled before, or within, is not in use."""
     try:
         torch._dynamo.reset()
-        mean._kernel.cache_clear()
-        mean._graph.cache_clear()
+        compiled_mean._kernel.cache_clear()
+        compiled_mean._graph.cache_clear()
         fusion._kernel.cache_clear()
         batches._kernel.cache_clear()
         yield
     finally:
         torch._dynamo.reset()
-        mean._kernel.cache_clear()
-        mean._graph.cache_clear()
+        compiled_mean._kernel.cache_clear()
+        compiled_mean._graph.cache_clear()
         fusion._kernel.cache_clear()
         batches._kernel.cache_clear()
 
@@ -174,5 +174,5 @@ def test_no_kernel_counts_against_the_limit_of_graphs_of_another(monkeypatch: py
             for carry in (None, torch.zeros(64)):
                 first, second = torch.zeros(2, 64, dtype=dtype)
                 for out in (first, second, first.clone()):
-                    mean.compiled_mean_([first, second], 2, carry, out)
+                    compiled_mean.compiled_mean_([first, second], 2, carry, out)
     assert graphs.frame_count == 5 + 3 * 2 * 3

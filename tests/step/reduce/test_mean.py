@@ -14,8 +14,9 @@ from weekly import WEEK
 from shardcast import ShardcastConfig
 from shardcast._compat import inductor
 from shardcast.comm import Buffer
-from shardcast.step.reduce import mean
-from shardcast.step.reduce.mean import choose_mean, mean_, mean_in_chunks_
+from shardcast.step.reduce import compiled_mean, mean
+from shardcast.step.reduce.compiled_mean import mean_
+from shardcast.step.reduce.mean import choose_mean, mean_in_chunks_
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -99,23 +100,23 @@ def test_dynamo_looks_at_a_length_once_and_every_length_has_its_own_bits(
 ):
     """Later calls go to the graph: there is no Python of ours that Dynamo could run eagerly."""
     lengths = 2048, 64, 70_000, 96
-    mean.compiled_mean_(*call_of(8, 4096, 0)[0])
+    compiled_mean.compiled_mean_(*call_of(8, 4096, 0)[0])
     for numel in lengths:
-        mean.compiled_mean_(*call_of(8, numel, 0)[0])
+        compiled_mean.compiled_mean_(*call_of(8, numel, 0)[0])
     expected = {numel: call_of(8, numel, 1) for numel in lengths}
     for arguments, plain in expected.values():
         pieces, size, carry, _ = arguments
         mean_(pieces, size, carry, plain)
-    monkeypatch.setattr(mean, "mean_", None)
+    monkeypatch.setattr(compiled_mean, "mean_", None)
     for arguments, plain in expected.values():
         with torch.compiler.set_stance("force_eager"):
-            mean.compiled_mean_(*arguments)
+            compiled_mean.compiled_mean_(*arguments)
         assert torch.equal(arguments[3], plain)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), pytest.raises(TypeError):
-        mean.compiled_mean_(*arguments)  # another state of the thread
+        compiled_mean.compiled_mean_(*arguments)  # another state of the thread
     arguments, _ = call_of(8, 128, 2)
     with torch.compiler.set_stance("force_eager"), pytest.raises(TypeError):
-        mean.compiled_mean_(*arguments)  # the control: a length that Dynamo has not seen
+        compiled_mean.compiled_mean_(*arguments)  # the control: a length that Dynamo has not seen
 
 
 def call_of(size: int, numel: int, seed: int) -> tuple[Any, Tensor]:
@@ -127,14 +128,15 @@ def call_of(size: int, numel: int, seed: int) -> tuple[Any, Tensor]:
 
 def test_views_that_are_made_once_do_not_keep_the_memory_of_what_was_received():
     """Without the garbage collector, which does not see what a tensor holds."""
+    rows_of = compiled_mean._rows_of
     for numel in (1 << 12, 24):  # in rows, and too short for them
-        mean._rows_of(torch.empty(64), 16)  # imports
+        rows_of(torch.empty(64), 16)  # imports
         gc.disable()
         try:
             buffer = Buffer(8 * numel, BF16, CPU)
             pieces = buffer.pieces(numel)
-            row = mean.ROW if numel % mean.ROW == 0 else 0
-            assert all(mean._rows_of(p, row) is mean._rows_of(p, row) for p in pieces)
+            row = compiled_mean.ROW if numel % compiled_mean.ROW == 0 else 0
+            assert all(rows_of(p, row) is rows_of(p, row) for p in pieces)
             assert all(a is b for a, b in zip(pieces, buffer.pieces(numel), strict=True))
             alive = [weakref.ref(piece) for piece in pieces]
             del buffer, pieces
@@ -160,16 +162,16 @@ def test_a_mean_in_the_memory_of_the_last_one_has_its_own_bits(
     from torch._inductor import compile_fx
 
     served: list[bool] = []
-    serves = mean._LastMean.serves
+    serves = compiled_mean._LastMean.serves
 
     def noted(*arguments: Any) -> bool:
         served.append(serves(*arguments))
         return served[-1]
 
-    monkeypatch.setattr(mean._LastMean, "serves", noted)
+    monkeypatch.setattr(compiled_mean._LastMean, "serves", noted)
     monkeypatch.setattr(compile_fx, "compile_fx", lambda module, *_, **__: module.forward)
-    mean._graph.cache_clear()
-    mean._kernel.cache_clear()
+    compiled_mean._graph.cache_clear()
+    compiled_mean._kernel.cache_clear()
     out, last = torch.empty(64, dtype=BF16), None
     plain = 2, 2, BF16, False, True
     others = [
@@ -188,10 +190,10 @@ def test_a_mean_in_the_memory_of_the_last_one_has_its_own_bits(
             out.copy_(pieces[own])
             pieces[own] = out
         served.append(False)
-        mean.compiled_mean_(pieces, size, carry, out)
+        compiled_mean.compiled_mean_(pieces, size, carry, out)
         assert torch.equal(out, expected), case
         is_like = case[:4] == (last or case)[:4] and (own is None or case == last)
         assert served[-1] == (is_like and last is not None and not carries), case
         last = case
-    mean._graph.cache_clear()
-    mean._kernel.cache_clear()
+    compiled_mean._graph.cache_clear()
+    compiled_mean._kernel.cache_clear()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast import _compat
-from shardcast.step.reduce import mean
+from shardcast.step.reduce import compiled_mean
 from shardcast.step.update import batches, fusion
 from shardcast.step.update.batches import Batch
 from shardcast.step.update.state import ShardState
@@ -28,7 +28,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
     monkeypatch.setattr(batches, "_kernel", lambda *_: batches._one_by_one)
     monkeypatch.setattr(fusion, "_kernel", lambda *_: fusion.in_pieces)
-    monkeypatch.setattr(mean, "_kernel", lambda *_: mean.mean_)
+    monkeypatch.setattr(compiled_mean, "_kernel", lambda *_: compiled_mean.mean_)
 
 
 def optimizer_of(group: Any, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **fields: Any):

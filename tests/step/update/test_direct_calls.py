@@ -18,7 +18,7 @@ from shardcast import _compat
 from shardcast._compat import inductor
 from shardcast.optimizer.stateful import packed_of
 from shardcast.step.decide import graphs
-from shardcast.step.reduce import mean
+from shardcast.step.reduce import compiled_mean
 from shardcast.step.update import batches, fusion, numbers_of_rules, rules
 
 pytestmark = pytest.mark.timeout(120)
@@ -125,7 +125,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(compile_fx, "compile_fx", graph)
     monkeypatch.setattr(inductor.Call, "__call__", counted)
     monkeypatch.setattr(fusion, "_kernel", lambda *_: fusion.in_pieces)
-    monkeypatch.setattr(mean, "_kernel", lambda *_: mean.mean_)
+    monkeypatch.setattr(compiled_mean, "_kernel", lambda *_: compiled_mean.mean_)
     monkeypatch.setattr(numbers_of_rules, "_kernel", lambda *_: numbers_of_rules.numbers_)
     monkeypatch.setattr(graphs, "_compiled", lambda function: function)
     batches._kernel.cache_clear()
