@@ -19,6 +19,7 @@ from shardcast.extensions.averages import Average, AverageOptions
 from shardcast.extensions.metrics import SquareSums
 from shardcast.memory.codecs import ROW, master_codec, moment_codec
 from shardcast.step.update import rules
+from shardcast.step.update.compiled_update import CompiledExecutor
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars
 from shardcast.step.update.state import SUM_ROW
@@ -49,7 +50,7 @@ def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
     by_torch, _ = fused(0, by_torch=True)
     source = torch.ones(elements * BYTES // 2, dtype=torch.uint8)  # as many are written as read
     target = torch.empty_like(source)
-    eager = Executor(compiled=False, on_host=True)
+    eager = Executor(on_host=True)
     candidates: dict[str, Callable[[], object]] = {
         "copy of the same bytes": lambda: target.copy_(source),
         "chunks, torch's operations": runner(eager, fusion, operands),
@@ -58,7 +59,7 @@ def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
     }
     compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
     if compiler:
-        compiled = Executor(compiled=True, on_host=False)
+        compiled = CompiledExecutor()
         candidates["torch.compile"] = runner(compiled, fusion, operands)
     for name, epilogue in EPILOGUES.items():
         fusion, held = fused(elements, by_torch=True, epilogues=(epilogue,))

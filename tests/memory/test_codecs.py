@@ -285,7 +285,7 @@ def test_parts_of_blocks_that_end_in_padding_are_read_and_written():
 
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of the step and the decision are tensors there, and nothing may ask for them."""
-    monkeypatch.setattr(update, "choose_executor", lambda *_: Executor(False, on_host=False))
+    monkeypatch.setattr(update, "choose_executor", lambda *_: Executor(on_host=False))
 
 
 @pytest.mark.parametrize(("kind", "device"), zip(KINDS, ["cpu", "accelerator"] * 3, strict=True))

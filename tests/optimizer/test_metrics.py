@@ -100,9 +100,7 @@ def test_metrics_on_an_accelerators_path_are_those_of_one_process_by_hand(
     """With an absent gradient, and a skipped step, which keeps those of the step before."""
     if "fuse" not in fields:  # else compiled, which decides there, too
         for module in (fused, any_update):
-            monkeypatch.setattr(
-                module, "choose_executor", lambda *_: Executor(False, on_host=False)
-            )
+            monkeypatch.setattr(module, "choose_executor", lambda *_: Executor(on_host=False))
     exact_muon(monkeypatch)
 
     def run(group: Any) -> Norms:
@@ -150,7 +148,7 @@ def test_changes_that_a_form_swallows_are_counted_behind_its_cast(
     kind, form, world, fields = case
     """On both paths; where a script has written, with an absent gradient, and a skipped step."""
     for module in (fused, any_update):
-        monkeypatch.setattr(module, "choose_executor", lambda *_: Executor(False, on_host=on_host))
+        monkeypatch.setattr(module, "choose_executor", lambda *_: Executor(on_host=on_host))
 
     def run(group: Any) -> Norms:
         model = gpt()

@@ -277,7 +277,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def of(way: str) -> None:
         if way.startswith("device"):
-            executor = Executor(compiled=False, on_host=False)
+            executor = Executor(on_host=False)
             monkeypatch.setattr(fused, "choose_executor", lambda *_: executor)
 
     return of

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounter
 from shardcast import shard
 from shardcast.step import compiling
 from shardcast.step.reduce import compiled_mean
-from shardcast.step.update import batches, fusion
+from shardcast.step.update import batches, compiled_update
 from shardcast.testing import SpawnedWorld
 
 pytestmark = [
@@ -33,14 +33,14 @@ def forgotten() -> Iterator[None]:
         torch._dynamo.reset()
         compiled_mean._kernel.cache_clear()
         compiled_mean._graph.cache_clear()
-        fusion._kernel.cache_clear()
+        compiled_update._kernel.cache_clear()
         batches._kernel.cache_clear()
         yield
     finally:
         torch._dynamo.reset()
         compiled_mean._kernel.cache_clear()
         compiled_mean._graph.cache_clear()
-        fusion._kernel.cache_clear()
+        compiled_update._kernel.cache_clear()
         batches._kernel.cache_clear()
 
 

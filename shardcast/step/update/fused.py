@@ -114,7 +114,7 @@ class FusedUpdate(Update):
         self._histories: list[Hashable] = []  # parallel to the steps; None before the first one
         self._uniform = True  # whether all histories are equal
         self._groups: list[GroupId] = []  # of the shards
-        self._execute = Executor(compiled=False, on_host=True)
+        self._execute = Executor(on_host=True)
         self._state_on_host = self._config.state_on_host
         self._transfer: Callable[..., None] | None = None
         self._plan: _Plan | None = None

@@ -1,8 +1,8 @@
 """One pass over a range of elements: unscale, clip, update, cast, and what else is fused into it.
 
 :func:`update_` is the only arithmetic of Adam, AdamW and SGD here, whatever codecs masters and
-moments have. It runs in two ways (see :mod:`.execute`): compiled, where decoded values are in
-registers only, and eagerly, a piece at a time. Traffic in bytes per element of AdamW with bf16
+moments have. It runs in two ways: eagerly, a piece at a time, and compiled, where decoded values
+are in registers only (:mod:`.compiled_update`). Traffic in bytes per element of AdamW with bf16
 parameters (all but the gradient, which is read, is read and written): 30; with ``moments: bf16``
 22; with ``split16`` too 18.3; with ``split16`` and ``int8`` 14.5.
 
@@ -12,24 +12,23 @@ a script has written, becomes the master before the rule.
 
 from __future__ import annotations
 
-import functools
-import itertools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast._compat import inductor
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Codec, Pieces, shown, take_shown_
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.compiling import compiles, or_eager
+from shardcast.step.compiling import compiles
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
 from shardcast.step.update.rules import Rule
+
+if TYPE_CHECKING:
+    from shardcast._compat import inductor
 
 CHUNK = 1 << 18  # elements per thread and eager call on a CPU: all operands stay in its cache
 PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
@@ -230,45 +229,33 @@ class Operands(list[Tensor]):
 
 
 class Executor:
-    """Runs :func:`.fusion.update_` on ranges of any length.
+    """Runs :func:`update_` on ranges of any length, eagerly and a piece at a time.
 
     Args:
-        compiled: as one kernel; else eagerly, a piece at a time.
-        on_host: numbers of the step and the decision to skip are the host's; only eagerly.
-        in_batches: whether several ranges are compiled as one. A graph of them takes a C++ compiler
-            ten seconds, and on a CPU the host's part is nothing that is waited for.
+        on_host: numbers of the step and the decision to skip are the host's.
+
+    Attributes:
+        in_batches: whether several ranges are compiled as one.
     """
 
-    def __init__(self, compiled: bool, on_host: bool, in_batches: bool = False) -> None:
-        self.compiled, self.on_host, self.in_batches = compiled, on_host, compiled and in_batches
-        self._run: Callable[..., object] = _compiled if compiled else in_pieces
-        self._changing: list[Tensor | None] = []
-        self._present: list[Tensor] = []
-        self._kinds: Any = None
+    in_batches = False
+
+    def __init__(self, on_host: bool) -> None:
+        self.on_host = on_host
+        self._run: Callable[..., object] = in_pieces
 
     def __call__(
         self, fusion: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars,
         factor: Tensor | None, skip: Tensor | None,
     ) -> None:  # fmt: skip
-        """Run :func:`.fusion.update_`; operands are 1-d, begin with a row, may end within one."""
+        """Run :func:`update_`; operands are 1-d, begin with a row, may end within one."""
         in_rows: list[Tensor] | None = getattr(operands, "in_rows", None)
-        if in_rows is not None and self.compiled and isinstance(operands, Operands):
-            self._call(operands, in_rows, fusion, numbers, factor, skip)
-            return
         if in_rows is not None:
             self._run(fusion, in_rows, numbers, factor, skip)
             return
         row, counts = fusion.row, fusion.counts
         numel = operands[0].numel()
-        if self.compiled:
-            # One graph serves any number of rows but 0 and 1.
-            least, rows = 2, numel // row
-            rows = rows if rows >= least else 0
-        else:
-            # torch's fused kernels round what is left after the last whole vector in another way:
-            # results would depend on where ranks and packs are cut.
-            least = max(1, VECTOR // row)
-            rows = numel // row // least * least
+        rows, least = self._whole(numel // row, row)
         pairs = list(zip(operands, counts, strict=True))
         if rows:
             whole = operands if rows * row == numel else [t[: rows * count] for t, count in pairs]
@@ -287,45 +274,18 @@ class Executor:
         for copy, end in list(zip(copies, ends, strict=True))[1:]:  # the gradient is only read
             end.copy_(copy[: end.numel()])
 
-    def _call(
-        self, operands: Operands, in_rows: Sequence[Tensor], fusion: Fusion, numbers: UpdateScalars,
-        factor: Tensor | None, skip: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Update a range again: by a direct call of the graph where all is like the last time.
-
-        Operands, the count and the rule's numbers are the very tensors of then, which are bound;
-        others may be new ones of the same kinds. They are those of many ranges, and looked at once.
-        """
-        changing = [factor, skip, numbers.epilogue_steps]
-        changing += itertools.chain.from_iterable(numbers.epilogues)
-        if len(changing) != len(self._changing) or not all(
-            map(operator.is_, changing, self._changing)
-        ):
-            present = [it for it in changing if it is not None]
-            absent = [it is None for it in changing]
-            self._changing, self._present = changing, present
-            self._kinds = absent, [*map(len, numbers.epilogues)], inductor.kinds(present)
-        bound = [*in_rows, numbers.step, *numbers.rule]
-        kind, call = ([*map(id, bound)], self._kinds), operands.last_call
-        if call is not None and call.serves(kind):
-            call(self._present)
-            return
-        _compiled(fusion, in_rows, numbers, factor, skip, keeps=True)
-        operands.last_call = inductor.KeptCall()
-        operands.last_call.keep(kind, bound, self._present)
+    def _whole(self, rows: int, row: int) -> tuple[int, int]:
+        """Return how many of ``rows`` rows are run as they are, and how many a padded copy has."""
+        # torch's fused kernels round what is left after the last whole vector in another way:
+        # results would depend on where ranks and packs are cut.
+        least = max(1, VECTOR // row)
+        return rows // least * least, least
 
     def _in_rows(self, fusion: Fusion, operands: Sequence[Tensor]) -> list[Tensor]:
-        """View the same memory as rows.
-
-        Their fixed length lets a compiler see that addresses are multiples of 16 bytes, which it
-        then moves at a time.
-        """
-        row = fusion.row
-        return [
-            _compat.rows_of(tensor, 0 if count < row else row) if self.compiled
-            else tensor if count < row else tensor.view(-1, row)
-            for tensor, count in zip(operands, fusion.counts, strict=True)
-        ]  # fmt: skip
+        """View the same memory as rows."""
+        row, counts = fusion.row, fusion.counts
+        pairs = zip(operands, counts, strict=True)
+        return [tensor if count < row else tensor.view(-1, row) for tensor, count in pairs]
 
 
 def in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> None:
@@ -336,29 +296,11 @@ def in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> No
         update_(in_kernel, piece, *others)
 
 
-def _compiled(
-    in_kernel: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars, *others: Tensor | None,
-    keeps: bool = False,
-) -> None:  # fmt: skip
-    """Run one kernel for all operands of these dtypes, with or without a factor and a skip.
-
-    Args:
-        keeps: the caller keeps the call of its graph, which else would hold the operands.
-    """
-    dtypes = tuple(tensor.dtype for tensor in operands)
-    absent = tuple(other is None for other in others)
-    _kernel(in_kernel, dtypes, absent)(in_kernel, operands, numbers, *others)
-    if not keeps:
-        inductor.last_call(())
-
-
-@functools.cache  # one compiled function, so that models of one process share its graph
-def _kernel(in_kernel: Fusion, dtypes: tuple[torch.dtype, ...], *_: Any) -> Callable[..., None]:
-    name = f"the update by {in_kernel.rule} of gradients in {dtypes[0]}"
-    return or_eager(inductor.compiled(update_, notes=True), in_pieces, name)
-
-
 def choose_executor(config: ShardcastConfig, device: torch.device) -> Executor:
     """Choose how to run the update on ``device``; raises as :func:`compiles` does."""
-    compiled, is_host = compiles(config, device), _compat.is_host(device)
-    return Executor(compiled, on_host=is_host and not compiled, in_batches=not is_host)
+    is_host = _compat.is_host(device)
+    if compiles(config, device):
+        from shardcast.step.update.compiled_update import CompiledExecutor
+
+        return CompiledExecutor(in_batches=not is_host)
+    return Executor(on_host=is_host)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardcast
 from shardcast import _compat
 from shardcast.step.reduce import compiled_mean
-from shardcast.step.update import batches, fusion
+from shardcast.step.update import batches, compiled_update, fusion
 from shardcast.step.update.batches import Batch
 from shardcast.step.update.state import ShardState
 
@@ -27,7 +27,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU passes for an accelerator, and compiled functions run as they are."""
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
     monkeypatch.setattr(batches, "_kernel", lambda *_: batches._one_by_one)
-    monkeypatch.setattr(fusion, "_kernel", lambda *_: fusion.in_pieces)
+    monkeypatch.setattr(compiled_update, "_kernel", lambda *_: fusion.in_pieces)
     monkeypatch.setattr(compiled_mean, "_kernel", lambda *_: compiled_mean.mean_)
 
 

@@ -19,10 +19,10 @@ from shardcast._compat import inductor
 from shardcast.optimizer.stateful import packed_of
 from shardcast.step.decide import graphs
 from shardcast.step.reduce import compiled_mean
-from shardcast.step.update import batches, fusion, numbers_of_rules, rules
+from shardcast.step.update import batches, compiled_update, fusion, numbers_of_rules, rules
 
 pytestmark = pytest.mark.timeout(120)
-KERNEL: Any = fusion._kernel
+KERNEL: Any = compiled_update._kernel
 NUMBERS: Any = numbers_of_rules._kernel
 SIZES = (700, 64, 130, 64, 2000, 129, 513, 320)
 
@@ -124,7 +124,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(batches, "BATCH", 4)
     monkeypatch.setattr(compile_fx, "compile_fx", graph)
     monkeypatch.setattr(inductor.Call, "__call__", counted)
-    monkeypatch.setattr(fusion, "_kernel", lambda *_: fusion.in_pieces)
+    monkeypatch.setattr(compiled_update, "_kernel", lambda *_: fusion.in_pieces)
     monkeypatch.setattr(compiled_mean, "_kernel", lambda *_: compiled_mean.mean_)
     monkeypatch.setattr(numbers_of_rules, "_kernel", lambda *_: numbers_of_rules.numbers_)
     monkeypatch.setattr(graphs, "_compiled", lambda function: function)
@@ -243,7 +243,7 @@ def test_ranges_alone_have_the_same_bits_without_dynamo(
     monkeypatch.setattr(batches, "FEWEST", 1000)
     expected, _ = run_world(ranks, trained, change, fields)
     assert not traced
-    monkeypatch.setattr(fusion, "_kernel", KERNEL)
+    monkeypatch.setattr(compiled_update, "_kernel", KERNEL)
     KERNEL.cache_clear()
     found, _ = run_world(ranks, trained, change, fields)
     assert bool(traced) == (fields.get("grads") != "sharded")
@@ -258,7 +258,7 @@ def test_under_a_mode_no_step_goes_to_a_graph(
 ):
     if not in_batches:
         monkeypatch.setattr(batches, "FEWEST", 1000)
-        monkeypatch.setattr(fusion, "_kernel", KERNEL)
+        monkeypatch.setattr(compiled_update, "_kernel", KERNEL)
         KERNEL.cache_clear()
 
     def watch(step: int, _model: Any, optimizer: Any) -> None:

@@ -18,17 +18,18 @@ import shardcast
 from shardcast.extensions.split_masters import Split16
 from shardcast.memory.codecs import Codec, moment_codec
 from shardcast.step.update import fusion, rules
+from shardcast.step.update.compiled_update import CompiledExecutor
 from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(120)
 needs_compiler = pytest.mark.needs_compiler
 compiled = pytest.param(
-    Executor(True, False) if shutil.which("c++") else None,
+    CompiledExecutor() if shutil.which("c++") else None,
     marks=[pytest.mark.slow, needs_compiler, pytest.mark.timeout(240)],
     id="compiled",
 )
-ON_HOST, ON_DEVICE = Executor(False, True), Executor(False, False)
+ON_HOST, ON_DEVICE = Executor(on_host=True), Executor(on_host=False)
 
 ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -127,7 +128,7 @@ def test_compiled_codecs_give_the_eager_values_within_a_step(master: str, moment
     eager, compiled = (Range("adamw", master, moments) for _ in range(2))
     for step, grad in enumerate(gradients(3), 1):
         eager.run(ON_DEVICE, grad, step)
-        compiled.run(Executor(True, False), grad, step)
+        compiled.run(CompiledExecutor(), grad, step)
         for left, right in zip(eager.operands, compiled.operands, strict=True):
             off = (left.double() - right.double()).abs()
             assert (off > 1e-6 * left.double().abs()).double().mean() < 0.01
