@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from shardcast import shard
-from shardcast.step import compiling
+from shardcast.step import fallback
 from shardcast.step.reduce import compiled_mean
 from shardcast.step.update import batches, compiled_update
 from shardcast.testing import SpawnedWorld
@@ -137,7 +137,7 @@ def test_what_fails_once_is_tried_again_and_what_fails_twice_is_not():
         if error is not None:
             raise error("the cache")
 
-    run = compiling.or_eager(compiled, lambda: calls.append("eager"), "a kernel")
+    run = fallback.or_eager(compiled, lambda: calls.append("eager"), "a kernel")
     run()
     run()
     assert calls == ["compiled"] * 4
@@ -152,7 +152,7 @@ def test_what_no_compiler_raises_is_raised():
         raise ValueError
 
     with pytest.raises(ValueError):
-        compiling.or_eager(compiled, lambda: None, "a kernel")()
+        fallback.or_eager(compiled, lambda: None, "a kernel")()
 
 
 def test_no_kernel_counts_against_the_limit_of_graphs_of_another(monkeypatch: pytest.MonkeyPatch):

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from shardcast._compat import inductor
-from shardcast.step.compiling import or_eager
 from shardcast.step.decide.decision import Arithmetic, Members, Outcome
 from shardcast.step.decide.signal import Signal
+from shardcast.step.fallback import or_eager
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast._compat import inductor
 from shardcast.plan.precision import sum_dtype
-from shardcast.step.compiling import or_eager
+from shardcast.step.fallback import or_eager
 from shardcast.step.reduce.mean import mean_in_chunks_
 
 ROW = 16  # elements: two or four loads of 16 bytes

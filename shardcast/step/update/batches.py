@@ -22,9 +22,9 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast._compat import inductor
 from shardcast.plan.layout import GroupId
-from shardcast.step.compiling import or_eager
 from shardcast.step.decide.options import is_constant
 from shardcast.step.decide.signal import to_device
+from shardcast.step.fallback import or_eager
 from shardcast.step.update.fusion import Fusion, UpdateScalars, in_pieces, update_
 from shardcast.step.update.numbers_of_rules import StepNumbers
 from shardcast.step.update.rules import Rule

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shardcast._compat import inductor
-from shardcast.step.compiling import or_eager
 from shardcast.step.decide.signal import to_device
+from shardcast.step.fallback import or_eager
 
 if TYPE_CHECKING:
     from shardcast.step.update.rules import Term
