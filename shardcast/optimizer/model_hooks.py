@@ -7,14 +7,13 @@ a sharded one. And a copy of the model, which has no masters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast._compat import dtensor
 from shardcast.comm import warn_first
 from shardcast.hook import Hook
 from shardcast.memory.shard import Shard
@@ -167,63 +166,13 @@ class ModelHooks:
                         "a new model"
                     )
 
-    @torch.no_grad()
     def _before_load(
-        self,
-        module: nn.Module,
-        state_dict: MutableMapping[str, Any],
-        prefix: str,
-        metadata: Mapping[str, Any],
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any],
         *_strictness: Any,
-    ) -> None:
-        """Give masters the loaded values in full precision; the model gets them cast.
-
-        Values of the parameter's own low precision, as ``model.state_dict()`` gives, say nothing
-        of a master whose cast they are: it stays, see :func:`.codecs.shown`.
-
-        Raises:
-            RuntimeError: ``assign=True``, which would replace parameters; nothing is changed.
-        """
-        if metadata.get("assign_to_params_buffers"):  # torch's own key for it
-            raise RuntimeError(
-                "model: load_state_dict(assign=True) would replace parameters of a sharded model; "
-                "load without assign, or before shardcast.shard"
-            )
-        self._sync.wait()  # split masters are written into the packs
-        loaded: dict[nn.Parameter, Tensor] = {}
-        for name, param in module.named_parameters(recurse=False):
-            value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor):
-                value = _compat.local_tensor(value)
-                if value.shape == _compat.local_tensor(param).shape:
-                    loaded[param] = value
-        for shard in self._shards:
-            if shard.in_place or loaded.keys().isdisjoint(shard.pack.in_model):
-                continue
-            for _, fragment, param in shard.owned():
-                if param in loaded:
-                    values = loaded[param].reshape(-1)[slice(*fragment.param_range)]
-                    if values.dtype == shard.published.dtype:
-                        values = shard.loaded(fragment, values)
-                    shard.set_exact(fragment, values)
-            if shard.pack.cast is not None:
-                self._load_rounded(shard, module, state_dict, prefix, loaded)
-
-    def _load_rounded(
-        self, shard: Shard, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str,
-        loaded: Mapping[nn.Parameter, Tensor],
     ) -> None:  # fmt: skip
-        """Have torch copy what is published of loaded values; its own cast is another one."""
-        pack = shard.pack
-        names = {param: name for name, param in module.named_parameters(recurse=False)}
-        for slot, param in zip(pack.layout.slots, pack.in_model, strict=True):
-            if param in loaded:
-                values = pack.rounded(slot, loaded[param].detach().reshape(-1)).view(slot.shape)
-                shard.note_loaded(slot, values)
-                if _compat.is_dtensor(param):
-                    whole: Any = param
-                    values = dtensor.wrap_local(values, param, whole.placements)
-                state_dict[prefix + names[param]] = values
+        from shardcast.optimizer.model_loading import before_load  # only where a script loads
+
+        before_load(self._shards, self._sync, module, state_dict, prefix, metadata)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,0 +1,77 @@
+"""The masters' part in ``model.load_state_dict``: they take what is loaded in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast._compat import dtensor
+from shardcast.memory.shard import Shard
+from shardcast.step.sync.sync import Sync
+
+
+@torch.no_grad()
+def before_load(
+    shards: Sequence[Shard], sync: Sync, module: nn.Module, state_dict: MutableMapping[str, Any],
+    prefix: str, metadata: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Give masters the loaded values in full precision; the model gets them cast. Local.
+
+    Values of the parameter's own low precision, as ``model.state_dict()`` gives, say nothing
+    of a master whose cast they are: it stays, see :func:`.codecs.shown`.
+
+    Args:
+        shards: those of all packs of the model.
+        sync: what may be under way still.
+        module: one of the model's, whose own parameters torch loads next.
+        state_dict: the values, by names that begin with ``prefix``; those of packs with a cast of
+            their own are replaced by what is published of them.
+
+    Raises:
+        RuntimeError: ``assign=True``, which would replace parameters; nothing is changed.
+    """
+    if metadata.get("assign_to_params_buffers"):  # torch's own key for it
+        raise RuntimeError(
+            "model: load_state_dict(assign=True) would replace parameters of a sharded model; "
+            "load without assign, or before shardcast.shard"
+        )
+    sync.wait()  # split masters are written into the packs
+    loaded: dict[nn.Parameter, Tensor] = {}
+    for name, param in module.named_parameters(recurse=False):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor):
+            value = _compat.local_tensor(value)
+            if value.shape == _compat.local_tensor(param).shape:
+                loaded[param] = value
+    for shard in shards:
+        if shard.in_place or loaded.keys().isdisjoint(shard.pack.in_model):
+            continue
+        for _, fragment, param in shard.owned():
+            if param in loaded:
+                values = loaded[param].reshape(-1)[slice(*fragment.param_range)]
+                if values.dtype == shard.published.dtype:
+                    values = shard.loaded(fragment, values)
+                shard.set_exact(fragment, values)
+        if shard.pack.cast is not None:
+            _round(shard, module, state_dict, prefix, loaded)
+
+
+def _round(
+    shard: Shard, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str,
+    loaded: Mapping[nn.Parameter, Tensor],
+) -> None:  # fmt: skip
+    """Have torch copy what is published of loaded values; its own cast is another one."""
+    pack = shard.pack
+    names = {param: name for name, param in module.named_parameters(recurse=False)}
+    for slot, param in zip(pack.layout.slots, pack.in_model, strict=True):
+        if param in loaded:
+            values = pack.rounded(slot, loaded[param].detach().reshape(-1)).view(slot.shape)
+            shard.note_loaded(slot, values)
+            if _compat.is_dtensor(param):
+                whole: Any = param
+                values = dtensor.wrap_local(values, param, whole.placements)
+            state_dict[prefix + names[param]] = values
