@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
+from shardcast.estimate.counts import by_owner, count_marks
 from shardcast.extensions.reproducible.tree import most_bytes
 from shardcast.extensions.shard_ranks import ranks_of_shards
 from shardcast.memory.codecs import Encoded, master_codec, row_of
-from shardcast.memory.marks import count_marks
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import FILL, shard_of
 from shardcast.optimizer.setup import Plan, plan_for
@@ -191,7 +191,7 @@ def estimate(
         sender=sent.index(max(sent)),
         collectives=_collectives(layout.trained, topology.backend, config, size, copies),
         imbalance=_over_mean(owned),
-        cost_imbalance=_over_mean(layout.by_owner(costs)),
+        cost_imbalance=_over_mean(by_owner(layout, costs)),
     )
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -13,10 +11,9 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.memory.pack import Pack
-from shardcast.plan.layout import PackLayout, Slot, Span
+from shardcast.plan.layout import Slot, Span
 
 MARKED = 1 << 10  # of so many elements that are no mean, one at least is NaN
-_END, _OFFSET = attrgetter("end"), attrgetter("offset")
 
 
 class Marks(NamedTuple):
@@ -34,7 +31,7 @@ class Marks(NamedTuple):
     def of(cls, pack: Pack, dtype: torch.dtype, device: torch.device) -> Marks:
         """Make the marks of all parts of slots that lie outside of the own span."""
         every = [torch.empty(0, dtype=torch.int64)]
-        for start, stop in _elsewhere(pack.layout.slots, pack.own):
+        for start, stop in elsewhere(pack.layout.slots, pack.own):
             every.append(torch.arange(start, stop, MARKED))
         positions = torch.cat(every)
         hidden = torch.empty(len(positions), dtype=dtype) if _compat.is_host(device) else None
@@ -58,19 +55,7 @@ class Marks(NamedTuple):
         return self.hidden[places[0, 0]] if self.hidden is not None and places.numel() else None
 
 
-def count_marks(pack: PackLayout) -> Iterator[int]:
-    """Count the marks of each rank, in the order of the spans."""
-    counts = [-(-slot.numel // MARKED) for slot in pack.slots]
-    every = sum(counts)
-    for span in pack.spans:
-        first = bisect_right(pack.slots, span.start, key=_END) if span.numel else 0
-        last = bisect_left(pack.slots, span.stop, lo=first, key=_OFFSET) if span.numel else 0
-        parts = _elsewhere(pack.slots[first:last], span)
-        marks = sum(-(-(stop - start) // MARKED) for start, stop in parts)
-        yield every - sum(counts[first:last]) + marks
-
-
-def _elsewhere(slots: Iterable[Slot], own: Span) -> Iterator[tuple[int, int]]:
+def elsewhere(slots: Iterable[Slot], own: Span) -> Iterator[tuple[int, int]]:
     """Give the parts of slots that lie outside of the own span."""
     for slot in slots:
         below = slot.offset, min(slot.end, own.start) if own.numel else slot.end

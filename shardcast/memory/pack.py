@@ -7,9 +7,7 @@ run once on flat memory) and of MegEngine's ParamPack. Parameters keep their ide
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import hashlib
 import itertools
 import operator
 from typing import Any
@@ -137,14 +135,6 @@ class Pack:
     def span(self, span: Span) -> Tensor:
         """Return the elements of one span, 1-d."""
         return self.data[span.start : span.stop]
-
-    def hashes(self) -> list[bytes]:
-        """Hash each slot to 16 bytes; copies the pack to the host."""
-        host, size = self.data.cpu(), self.data.element_size()
-        ranges = (
-            (host.data_ptr() + slot.offset * size, slot.numel * size) for slot in self.layout.slots
-        )
-        return [hashlib.blake2b(ctypes.string_at(*r), digest_size=16).digest() for r in ranges]
 
     def take_moved(self) -> None:
         """Take values that were assigned as ``param.data`` into the pack.

@@ -6,6 +6,8 @@ optimizer for a plain one. An error on one rank is an error of all.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_dict import MASTER, copied, plain_dict
@@ -123,7 +126,7 @@ class FullState:
         differing: list[str] = []
         for shard in optimizer.shards:
             pack, pack_groups = shard.pack, shard.pack.layout.pack_groups
-            hashes = pack.hashes()
+            hashes = _hashes(pack)
             comms = {"data-parallel": process_groups.data_parallel(pack_groups)}
             comms |= {name: process_groups.comm(name) for name in pack_groups.replicate}
             for name, comm in comms.items():
@@ -262,3 +265,12 @@ def _joined(parts: list[tuple[Fragment, dict[str, Any]]], elementwise: bool) -> 
             value = value.view(fragment.slot.shape)
         joined[name] = value
     return joined
+
+
+def _hashes(pack: Pack) -> list[bytes]:
+    """Hash each slot to 16 bytes; copies the pack to the host."""
+    host, size = pack.data.cpu(), pack.data.element_size()
+    ranges = (
+        (host.data_ptr() + slot.offset * size, slot.numel * size) for slot in pack.layout.slots
+    )
+    return [hashlib.blake2b(ctypes.string_at(*r), digest_size=16).digest() for r in ranges]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -247,14 +247,6 @@ class Layout:
         """Return the elements, with padding, whose masters ``rank`` holds; experts aside."""
         every = [pack for pack in self.packs if len(pack.spans) == self.world_size]
         return sum(pack.spans[rank].numel for pack in every)
-
-    def by_owner(self, values: Mapping[str, float]) -> list[float]:
-        """Return what each rank has of the values of trained parameters, by name; 0 for others."""
-        sums = [0.0] * self.world_size
-        for pack in self.trained:
-            for owner, slot, count in pack.parts():
-                sums[owner] += values.get(slot.name, 0.0) * (count / slot.numel)
-        return sums
 
     def slots(self) -> Iterator[tuple[PackLayout, Slot]]:
         for pack in self.packs:
