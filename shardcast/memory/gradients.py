@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import REDUCTIONS, Buffers, Reduction
-from shardcast.memory.local_param import LocalParam
 from shardcast.memory.marks import Marks
 from shardcast.memory.pack import Pack
 from shardcast.memory.ungathered import OWNERS, UngatheredGradient, hide, reveal
@@ -36,7 +35,7 @@ class Gradients:
 
     Attributes:
         stays: whether ``own`` is the same memory in each step.
-        cannot_gather: why :meth:`gather` cannot be called, for an error; empty: it can.
+        cannot_gather: why :func:`.gather` cannot be called, for an error; empty: it can.
         owned: per slot, whether part of it lies in the own span.
         has_graph: whether a gradient had a graph of its own, which the mean has not.
         culprits: ranks whose own gradients made the mean non-finite, where that is known.
@@ -47,6 +46,7 @@ class Gradients:
         is_ungathered: whether ``data`` has means in the own span alone, with other spans elsewhere.
         gone: slots whose gradient a script cleared after it was reduced.
         zeroed: slots that were zeroed after they landed, not set to ``None``.
+        narrow_dtype: the dtype of gradients before they were widened.
     """
 
     stays = True
@@ -56,8 +56,8 @@ class Gradients:
     joint: Tensor | None = None
     is_ungathered = False
     carry: Tensor | None = None
+    narrow_dtype: torch.dtype | None = None
     _marks: Marks | None = None
-    _gathered: torch.dtype | None = None  # of gradients before they were widened
 
     def __init__(self, pack: Pack, dtype: torch.dtype, wire: torch.dtype) -> None:
         self.pack, self.dtype, self.has_graph = pack, dtype, False
@@ -118,7 +118,7 @@ class Gradients:
         return marks + (0 if self._data is None else self._data.nbytes)
 
     def widen(self) -> None:
-        """Accumulate in fp32 from now on; :meth:`gather` sends what it would have sent."""
+        """Accumulate in fp32 from now on; :func:`.gather` sends what it would have sent."""
         if self.dtype == MASTER_DTYPE:
             return
         params, data = self.pack.params, self._data
@@ -126,7 +126,7 @@ class Gradients:
         for position in ours:
             params[position].grad = None  # not to be cast one by one
         set_grad_dtype(self.pack, MASTER_DTYPE)
-        self._gathered, self.dtype = self.dtype, MASTER_DTYPE
+        self.narrow_dtype, self.dtype = self.dtype, MASTER_DTYPE
         self._marks = None  # they are of another dtype
         if data is not None:
             self._allocate(data.to(MASTER_DTYPE))
@@ -310,30 +310,6 @@ class Gradients:
         else:
             self._hide()
         return means
-
-    @torch.no_grad()
-    def gather(self, present: Sequence[bool]) -> None:
-        """Have the means of all owners in ``data``, and shown where ``present``. Collective."""
-        pack, own = self.pack, self.pack.own
-        # In the dtype that ranks have which add fewer gradients up.
-        data = self.data if self._gathered is None else self.data.to(self._gathered)
-        if len(pack.layout.lengths) == 1:
-            pack.comm.all_gather(data, data[own.start : own.stop], pack.layout)
-        else:
-            spans = pack.layout.owned_spans
-            pieces = [(span.owner, data[span.start : span.stop]) for span in spans]
-            if pieces:
-                pack.comm.broadcast_all(pieces, pack.layout)
-        if data is not self.data:
-            self.data[: own.start].copy_(data[: own.start])
-            self.data[own.stop :].copy_(data[own.stop :])
-        self.reveal()
-        self.take_back()
-        for position, param in enumerate(pack.params):
-            if present[position]:
-                if isinstance(param, LocalParam):
-                    param.grad = None  # it was a part of the sum, and is all of it now
-                self.show(position)
 
     def _view(self, position: int) -> Tensor:
         """Make a new view of one slot, for another gradient."""

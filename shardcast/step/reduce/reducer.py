@@ -224,8 +224,10 @@ class Reducer:
         """
         if self.alone:
             return
+        from shardcast.memory.gathering import gather  # only where a script asks for it
+
         for pack, present in self._present_anywhere().items():
-            self.buckets[pack].grads.gather(present)
+            gather(self.buckets[pack].grads, present)
             self.buckets[pack].absent = {n for n, is_there in enumerate(present) if not is_there}
         self.edits.gathered()
 
