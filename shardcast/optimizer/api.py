@@ -29,7 +29,6 @@ from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import joined
 from shardcast.optimizer.tree import called_by_script
 from shardcast.plan.originals import OptimizerList
-from shardcast.plan.products import warn_of_slow_products
 from shardcast.step.compiling import compiles
 from shardcast.step.update import updates_of
 
@@ -176,8 +175,12 @@ def shard(
         launched.note_sharded(process_groups.everyone.rank)
         packed_dtypes = {pack.dtype for pack in plan.layout.packs}
         hints.install(plan.model, packed_dtypes)
-        if process_groups.everyone.rank == 0:
-            warn_of_slow_products(device, packed_dtypes)
+        if process_groups.everyone.rank == 0 and device.type == "cpu":
+            slow = {dtype for dtype in packed_dtypes if not _compat.has_products(dtype)}
+            if slow:
+                from shardcast.plan.products import warn_of_slow_products
+
+                warn_of_slow_products(slow)
         packed = PackedOptimizer(plan, shards, process_groups, dtypes, aliases)
         sharded = ShardedOptimizer(packed)
         if divisor is not None:

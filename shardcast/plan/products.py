@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 import torch
 
-from shardcast._compat import has_products
 from shardcast.messages import warn
 
 _SIZE, _TRIES = 128, 4
@@ -46,16 +45,13 @@ def slowdown(dtype: torch.dtype) -> float:
         torch.set_num_threads(threads)
 
 
-def warn_of_slow_products(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
-    """Warn, once per process and dtype, where parameters of ``dtypes`` make training slow."""
-    if device.type != "cpu":
-        return
+def warn_of_slow_products(dtypes: Iterable[torch.dtype]) -> None:
+    """Warn, once per process and dtype, that parameters of ``dtypes`` make training slow here."""
     for dtype in set(dtypes) - told:
         told.add(dtype)
-        if not has_products(dtype):
-            name = str(dtype).removeprefix("torch.")
-            warn(
-                f"param_dtype: products of matrices in {name} take {slowdown(dtype):.0f} times as "
-                "long as in float32 on this CPU, for which torch has no kernel; for trying things "
-                "out here pass param_dtype=torch.float32"
-            )
+        name = str(dtype).removeprefix("torch.")
+        warn(
+            f"param_dtype: products of matrices in {name} take {slowdown(dtype):.0f} times as "
+            "long as in float32 on this CPU, for which torch has no kernel; for trying things "
+            "out here pass param_dtype=torch.float32"
+        )

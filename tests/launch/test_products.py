@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from oracle import mlp
 from torch import Tensor
 
-from shardcast import shard
+from shardcast import _compat, shard
 from shardcast._compat import has_products
 from shardcast.plan import products as plan_products
 
@@ -22,8 +22,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """No product in low precision seems to have a kernel, and to take seven times as long."""
-    for module in (plan_products, products):
+    for module in (_compat, products):
         monkeypatch.setattr(module, "has_products", lambda dtype: dtype == torch.float32)
+    for module in (plan_products, products):
         monkeypatch.setattr(module, "slowdown", lambda _dtype: 7.0)
 
 
