@@ -167,7 +167,10 @@ def shard(
         dtypes = setup.dtypes_of(stages)
         if plan.outside and process_groups.everyone.rank == 0:
             warn_of_lowered_copies(plan)
-        setup.convert_rest(plan, stages, process_groups)
+        if plan.outside or any(True for stage in stages for _ in stage.buffers()):
+            from shardcast.optimizer.rest import convert_rest
+
+            convert_rest(plan, stages, process_groups)
         shards = setup.allocate(plan, process_groups)
         tie(aliases)  # before buffers are looked at
         for param in plan.params.values():

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import nn
 
 from shardcast.memory.aliases import tie
 from shardcast.memory.codecs import shown
-from shardcast.memory.convert import convert_tensor_
-from shardcast.memory.pack import as_packed
 from shardcast.memory.shard import Shard
 from shardcast.messages import warn
 from shardcast.optimizer.model_hooks import mark, unmark
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.optimizer.rest import restore_rest
 from shardcast.plan.precision import MASTER_DTYPE
 
 
@@ -66,7 +64,7 @@ def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
         _restore_shard(shard, [dtype or dtypes.get(param, low) for param, low in params])
     packed.shards.clear()
     packed.updates.clear()  # operands and state, which a script that keeps this would keep
-    _restore_rest(packed.stages, packed.given_dtypes)
+    restore_rest(packed.stages, packed.given_dtypes)
     tie(packed.aliases)
 
 
@@ -105,18 +103,3 @@ def _restore_shard(shard: Shard, dtypes: Sequence[torch.dtype]) -> None:
         if param.grad_dtype != dtype:
             param.grad_dtype = dtype
     pack.data = pack.own_data = pack.data[:0]
-
-
-def _restore_rest(stages: Sequence[nn.Module], dtypes: Sequence[Mapping[str, torch.dtype]]) -> None:
-    """Undo the casts of :func:`.setup.convert_rest`, whose rounding stays. Local.
-
-    Args:
-        dtypes: of :func:`.setup.dtypes_of`, before.
-    """
-    for stage, dtype_of in zip(stages, dtypes, strict=True):
-        for name, param in stage.named_parameters():
-            convert_tensor_(as_packed(param), dtype_of.get(name, param.dtype))
-        for prefix, module in stage.named_modules():
-            for name, buffer in module.named_buffers(prefix, recurse=False):
-                own_name = name.rpartition(".")[2]
-                module._buffers[own_name] = buffer.to(dtype_of.get(name, buffer.dtype))

@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardcast import _compat
-from shardcast.comm import Comm, ProcessGroups, is_dense
+from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
-from shardcast.memory.convert import convert_tensor_
-from shardcast.memory.pack import as_packed
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.option_values import load_extension
 from shardcast.plan import validate
@@ -246,61 +243,12 @@ def allocate(plan: Plan, process_groups: ProcessGroups) -> list[Shard]:
     ]
 
 
-def convert_rest(plan: Plan, stages: Sequence[nn.Module], process_groups: ProcessGroups) -> None:
-    """Make equal on all ranks, and cast, what the optimizer does not hold: parameters, buffers.
-
-    Args:
-        stages: the model, or the stages of it that this rank has.
-    """
-    precision = plan.precision
-    for name, param in sorted(
-        plan.outside.items(),
-        key=lambda pair: process_groups.parallel_dims.set_up_order(
-            plan.pack_groups_by_name[pair[0]]
-        ),
-    ):
-        local, pack_groups = as_packed(param), plan.pack_groups_by_name[name]
-        local.data = local.data.contiguous()
-        for comm in (
-            *process_groups.comms(pack_groups.replicate),
-            process_groups.data_parallel(pack_groups),
-        ):
-            comm.broadcast(local.data, 0)
-        convert_tensor_(local, precision.rest_dtype(param))
-    for module in (module for stage in stages for module in stage.modules()):
-        for name, buffer in module.named_buffers(recurse=False):
-            equal = _broadcast(name, buffer, process_groups.dp)
-            module._buffers[name] = equal.to(precision.buffer_dtype(module, buffer))
-
-
 def dtypes_of(stages: Sequence[nn.Module]) -> list[dict[str, torch.dtype]]:
     """Return the dtypes of all parameters and buffers of each stage, by name."""
     return [
         {name: t.dtype for name, t in (*stage.named_parameters(), *stage.named_buffers())}
         for stage in stages
     ]
-
-
-def _broadcast(name: str, buffer: Tensor, comm: Comm) -> Tensor:
-    """Return rank 0's buffer; on other ranks a sparse or quantized one is another object then."""
-    local = _compat.local_tensor(buffer)
-    if is_dense(local):
-        comm.broadcast(local, 0)
-        return buffer
-    if comm.size == 1:
-        return buffer
-
-    def pickled() -> bytes:
-        try:
-            return pickle.dumps(local.cpu()) if comm.rank == 0 else b""
-        except (NotImplementedError, RuntimeError, TypeError, pickle.PicklingError) as error:
-            raise TypeError(
-                f"model: buffer {name!r} is {local.layout} {local.dtype}, which cannot be sent to "
-                f"other ranks ({error}); expected a dense tensor, or one that can be pickled"
-            ) from error
-
-    data = comm.share(comm.together(pickled, buffer.device, "shard"), buffer.device)
-    return buffer if comm.rank == 0 else pickle.loads(data).to(buffer.device)
 
 
 @contextmanager
