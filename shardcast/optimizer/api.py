@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -21,7 +20,7 @@ from shardcast.extensions.waiting import Lookout
 from shardcast.keywords import Keywords
 from shardcast.memory.aliases import Alias, find_aliases, tie
 from shardcast.optimizer import hints, setup
-from shardcast.optimizer.memory_report import report_of
+from shardcast.optimizer.memory_report import summary_of
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
 from shardcast.optimizer.outside import warn_of_lowered_copies
 from shardcast.optimizer.packed import PackedOptimizer
@@ -189,24 +188,8 @@ def shard(
         if divisor is not None:
             sharded.divisor = divisor
         if process_groups.everyone.rank == 0 and LOGGER.isEnabledFor(logging.INFO):
-            LOGGER.info(_summary(packed))
+            LOGGER.info(summary_of(packed))
         return sharded
-
-
-def _summary(packed: PackedOptimizer) -> str:
-    """One line of what was sharded, and what rank 0 holds of it."""
-    packs, comm = packed.layout.packs, packed.process_groups.shard
-    numels: Counter[torch.dtype] = Counter()
-    for pack in packs:
-        numels[pack.dtype] += sum(slot.numel for slot in pack.slots)
-    dtypes = ", ".join(f"{n:,} in {str(d).removeprefix('torch.')}" for d, n in numels.items())
-    nbytes = report_of(packed).total
-    size = f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3f} MB"
-    return (
-        f"sharded {sum(len(pack.slots) for pack in packs)} parameters ({dtypes}) of "
-        f"{packed.originals.name} in {len(packs)} packs over {comm.size} of {packed.comm.size} "
-        f"data-parallel ranks; {size} per rank before the first step"
-    )
 
 
 class _Given(NamedTuple):

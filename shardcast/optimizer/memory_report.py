@@ -1,6 +1,10 @@
-"""The result of ``memory_report()``: bytes by kind, printed as a table."""
+"""The result of ``memory_report()``: bytes by kind, in one line; and what ``shard()`` logs."""
 
 from __future__ import annotations
+
+from collections import Counter
+
+import torch
 
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.step.decide.signal import Signal
@@ -35,3 +39,19 @@ def report_of(packed: PackedOptimizer) -> MemoryReport:
     parts: list[StepHook | Signal] = [*packed.step_hooks, *packed.decider.signals]
     report.update({hook.name: nbytes for hook in parts if (nbytes := hook.nbytes()) is not None})
     return report
+
+
+def summary_of(packed: PackedOptimizer) -> str:
+    """Say in one line what was sharded, and what this rank holds of it. Local."""
+    packs, comm = packed.layout.packs, packed.process_groups.shard
+    numels: Counter[torch.dtype] = Counter()
+    for pack in packs:
+        numels[pack.dtype] += sum(slot.numel for slot in pack.slots)
+    dtypes = ", ".join(f"{n:,} in {str(d).removeprefix('torch.')}" for d, n in numels.items())
+    nbytes = report_of(packed).total
+    size = f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3f} MB"
+    return (
+        f"sharded {sum(len(pack.slots) for pack in packs)} parameters ({dtypes}) of "
+        f"{packed.originals.name} in {len(packs)} packs over {comm.size} of {packed.comm.size} "
+        f"data-parallel ranks; {size} per rank before the first step"
+    )
