@@ -20,7 +20,7 @@ import torch
 
 from shardcast.launched import is_first_process
 from shardcast.messages import warn
-from shardcast.option_files import CONFIG_VARIABLE, parse_yaml, read_config
+from shardcast.option_files import CONFIG_VARIABLE, ENV_PREFIX, read_config, read_environment
 from shardcast.option_values import (
     ABOVE_0,
     COUNT,
@@ -33,13 +33,9 @@ from shardcast.option_values import (
     check_names,
     extension,
     load_extension,
-    nearest,
     one_of,
     option,
-    read_option,
 )
-
-ENV_PREFIX = "SHARDCAST_"
 
 
 @dataclass(frozen=True)
@@ -237,7 +233,14 @@ class ShardcastConfig(ValidatedOptions):
             )
         check_names(cls, values, "config")
         check_names(cls, keywords, "keyword")
-        return cls(**{**values, **_from_environment(), **keywords})
+        in_environment = {
+            name: text
+            for name, text in os.environ.items()
+            if name.startswith(ENV_PREFIX) and name != CONFIG_VARIABLE
+        }
+        if in_environment:
+            values = {**values, **read_environment(cls, in_environment)}
+        return cls(**{**values, **keywords})
 
     def replace(self, **changes: Any) -> ShardcastConfig:
         """A copy with some fields changed, checked as a new one is."""
@@ -296,21 +299,3 @@ class ShardcastConfig(ValidatedOptions):
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in YAML; callables and classes by qualified name."""
         return {each.name: as_yaml(getattr(self, each.name)) for each in fields(self)}
-
-
-def _from_environment() -> dict[str, Any]:
-    names = {ENV_PREFIX + each.name.upper(): each for each in fields(ShardcastConfig)}
-    values: dict[str, Any] = {}
-    for variable, text in os.environ.items():
-        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
-            continue
-        if variable not in names:
-            close = nearest(variable, [*names])
-            raise ValueError(f"environment: unknown variable {variable}{close}")
-        # As YAML a pattern that begins with * would be an alias.
-        value = text if text.startswith("*") else parse_yaml(text, variable)
-        try:
-            values[names[variable].name] = read_option(names[variable], value)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{variable}: {error}") from None
-    return values

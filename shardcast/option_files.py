@@ -1,4 +1,7 @@
-"""Options in files: YAML is read, and what is wrong in it is named by file, line and column."""
+"""Options in files and in environment variables: YAML, whose errors are named.
+
+By file, line and column, or by the variable.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shardcast.option_values import ValidatedOptions, read_option, unknown
+from shardcast.option_values import ValidatedOptions, nearest, read_option, unknown
 
-CONFIG_VARIABLE = "SHARDCAST_CONFIG"
+ENV_PREFIX = "SHARDCAST_"
+CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 PRESETS = ("lean",)  # by name in place of a file
 
 
@@ -93,3 +97,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping of options, got {type(content).__name__}")
     return content
+
+
+def read_environment(kind: type[ValidatedOptions], variables: Mapping[str, str]) -> dict[str, Any]:
+    """The options of a ``kind`` in ``SHARDCAST_<FIELD>`` variables, each YAML; they are checked.
+
+    Raises:
+        ValueError: a variable of no option, naming the nearest one, or something that is not YAML.
+        TypeError, ValueError: a value that the option cannot have.
+    """
+    declared = {ENV_PREFIX + each.name.upper(): each for each in fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for variable, text in variables.items():
+        if variable not in declared:
+            close = nearest(variable, [*declared])
+            raise ValueError(f"environment: unknown variable {variable}{close}")
+        # As YAML a pattern that begins with * would be an alias.
+        value = text if text.startswith("*") else parse_yaml(text, variable)
+        try:
+            values[declared[variable].name] = read_option(declared[variable], value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{variable}: {error}") from None
+    return values
