@@ -22,17 +22,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardcast.comm import Buffer, Buffers, Comm, Reduction
 from shardcast.extensions.reproducible.exact_norm import ExactNorm
 from shardcast.extensions.reproducible.storage import TreeGradients
+from shardcast.extensions.reproducible.zero_grad import ZeroGrad
 from shardcast.memory.pack import Pack
 from shardcast.messages import by_rank
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.decide.norm import PNorm
 from shardcast.step.reduce.mean import chunks, divide_
+from shardcast.step.reduce.reducer import Reducer
 
 Sum: TypeAlias = "Tensor | tuple[Sum, Sum]"
 
@@ -89,6 +91,10 @@ class MicroBatches:
         """Return the gradients of one more pack, and what this rank has of the tree in it."""
         self._sums.append(PartialSums(self, wire))
         return TreeGradients(pack, dtype, wire, self._sums[-1])
+
+    def watch(self, model: nn.Module, reducer: Reducer) -> ZeroGrad:
+        """Have ``model.zero_grad()`` clear sums of ``reducer`` too."""
+        return ZeroGrad(model, reducer)
 
     def norm(self, norm_type: float, device: torch.device) -> PNorm:
         """A sum of squares without an order; a maximum has none, other powers are rounded."""

@@ -5,13 +5,17 @@ An option gives such an object in place of none, see :class:`shardcast.option_va
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 
 from shardcast.comm import Buffers
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
+
+if TYPE_CHECKING:
+    from shardcast.step.reduce.reducer import Reducer
 
 
 class MicroBatches(Protocol):
@@ -41,6 +45,9 @@ class MicroBatches(Protocol):
 
     def storage(self, pack: Pack, dtype: torch.dtype, wire: torch.dtype) -> Gradients:
         """Return the storage of one more pack, whose gradients are sent as ``wire``."""
+
+    def watch(self, model: nn.Module, reducer: Reducer) -> Any:
+        """Notice ``model.zero_grad()`` until ``remove()`` of what is returned."""
 
     def norm(self, norm_type: float, device: torch.device) -> Any:
         """Return the :class:`.PNorm` whose value does not depend on how spans are cut."""

@@ -27,7 +27,7 @@ from shardcast.step.reduce.bucket import Bucket, State, assigned_in, drop_carrie
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.micro_batches import MicroBatches
 from shardcast.step.reduce.reduce_pass import ReducePass
-from shardcast.step.reduce.user_edits import GradientEdits, ZeroGrad
+from shardcast.step.reduce.user_edits import GradientEdits
 
 
 class Reducer:
@@ -165,8 +165,7 @@ class Reducer:
     def watch(self, model: nn.Module) -> None:
         """Notice ``model.zero_grad()``, which would not reach a tree's sums by ``.grad``."""
         if self.micro_batches is not None:
-            model.zero_grad = ZeroGrad(model, self._cleared_in)  # type: ignore[method-assign]
-            self._handles.append(model.zero_grad)
+            self._handles.append(self.micro_batches.watch(model, self))
 
     def close(self) -> None:
         """Remove the hooks from the parameters, and wait for what a failed backward has sent."""
@@ -287,17 +286,6 @@ class Reducer:
         """Note that means of this step, if there are any, are cleared."""
         landed = any(bucket.state is State.LANDED for bucket in self.buckets.values())
         self.history[CLEARS] += landed and not self.due
-
-    def _cleared_in(self, model: nn.Module, set_to_none: bool) -> None:
-        """Hear as :meth:`cleared` of a model that may be one of several with gradients here."""
-        params = {*model.parameters()}
-        if all(params.issuperset(pack.in_model) for pack in self.buckets):
-            self.cleared(set_to_none)
-            return
-        for pack, bucket in self.buckets.items():
-            for position, param in enumerate(pack.in_model):
-                if param in params:
-                    bucket.grads.discard(position)
 
     def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
         """Have the mean stay visible as ``.grad`` where only other ranks had a gradient.

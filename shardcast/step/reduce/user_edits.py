@@ -1,13 +1,11 @@
-"""Notice what a script does with gradients after a backward, and calls of ``zero_grad``."""
+"""Notice what a script does with gradients after a backward."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from types import MethodType
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import warn_first
@@ -76,25 +74,3 @@ class GradientEdits:
             self._seen = [*zip(refs, versions, strict=True)]
             self._version += 1
         return self._version
-
-
-class ZeroGrad:
-    """``model.zero_grad`` of one model; its copies and pickles have that of their class."""
-
-    def __init__(self, model: nn.Module, cleared: Callable[[nn.Module, bool], None]) -> None:
-        self._model, self._cleared = model, cleared
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        self._cleared(self._model, set_to_none)
-        type(self._model).zero_grad(self._model, set_to_none)
-
-    def remove(self) -> None:
-        vars(self._model).pop("zero_grad", None)
-
-    def __reduce__(self) -> Any:
-        return plain_zero_grad, (self._model,)
-
-
-def plain_zero_grad(model: nn.Module) -> Any:
-    """Return ``zero_grad`` of its class."""
-    return MethodType(type(model).zero_grad, model)
