@@ -20,7 +20,6 @@ from shardcast.comm import Buffers, ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
-from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
 from shardcast.step.history import ASSIGNED, BACKWARDS, CLEARS, NOTHING, STALE, SUMMED
 from shardcast.step.reduce.bucket import Bucket, State, assigned_in, drop_carried, land_all
@@ -221,38 +220,11 @@ class Reducer:
 
         To be called after :meth:`finish`; the next step and backwards go on from there.
         """
-        if self.alone:
-            return
-        from shardcast.memory.gathering import gather  # only where a script asks for it
+        from shardcast.step.reduce.gathering import gather_all
 
-        for pack, present in self._present_anywhere().items():
-            gather(self.buckets[pack].grads, present)
-            self.buckets[pack].absent = {n for n, is_there in enumerate(present) if not is_there}
-        self.edits.gathered()
-
-    def _present_anywhere(self) -> dict[Pack, list[bool]]:
-        """Return per pack and slot whether a rank has a gradient; an all-reduce per kind of pack.
-
-        The host waits for the answer only where a gradient is missing here.
-        """
-        kinds: dict[PackGroups, list[Pack]] = {}
-        for pack in self.buckets:
-            kinds.setdefault(pack.layout.pack_groups._replace(is_primary=True), []).append(pack)
-        present: dict[Pack, list[bool]] = {}
-        for pack_groups, packs in kinds.items():
-            flags = [has for pack in packs for has in self.buckets[pack].grads.presence()]
-            total = torch.tensor(flags, dtype=torch.float32).to(packs[0].data.device)
-            for comm in (
-                self.process_groups.data_parallel(pack_groups),
-                *self.process_groups.comms(pack_groups.reduce),
-            ):
-                comm.all_reduce(total, "gather_gradients")
-            if not all(flags):
-                flags = (total > 0).tolist()
-            for pack in packs:
-                count = len(pack.params)
-                present[pack], flags = flags[:count], flags[count:]
-        return present
+        if not self.alone:
+            gather_all(self.buckets, self.process_groups)
+            self.edits.gathered()
 
     def passed(self) -> None:
         """Hear that a pass has brought all means here."""
