@@ -41,6 +41,7 @@ class State(Enum):
 
 
 OPEN = State.COLLECTING, State.ADDING
+BEGUN = State.LANDED, State.ADDING  # with means of this step
 
 
 def land_all(buckets: Iterable[Bucket]) -> None:
@@ -49,22 +50,6 @@ def land_all(buckets: Iterable[Bucket]) -> None:
         if bucket.state is State.SENT:
             with torch.no_grad():
                 bucket.land()
-
-
-def drop_carried(buckets: Iterable[Bucket]) -> None:
-    """Drop means that a step used and a backward has begun upon, of gradients that are no more.
-
-    That backward failed, or was within ``no_sync()``, and no pass has ended since.
-    """
-    used = [bucket.grads for bucket in buckets if bucket.state is State.COLLECTING]
-    for grads in (grads for grads in used if grads.carry is not None):
-        presence = grads.presence()
-        if not any(presence):
-            grads.carry = None
-            continue
-        for position, is_here in enumerate(presence):
-            if grads.carry is not None and not is_here:
-                grads.carry[own_part(grads.pack, position)].zero_()
 
 
 def assigned_in(buckets: Iterable[Bucket], process_groups: ProcessGroups) -> dict[str, str]:

@@ -22,7 +22,7 @@ from shardcast.memory.gradients import Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
 from shardcast.step.history import ASSIGNED, BACKWARDS, CLEARS, NOTHING, STALE, SUMMED
-from shardcast.step.reduce.bucket import Bucket, State, assigned_in, drop_carried, land_all
+from shardcast.step.reduce.bucket import BEGUN, Bucket, State, assigned_in, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.micro_batches import MicroBatches
 from shardcast.step.reduce.reduce_pass import ReducePass
@@ -245,7 +245,7 @@ class Reducer:
     def cleared(self, set_to_none: bool = True) -> None:
         """Hear of cleared gradients. No pass is due for it: one rank alone may clear its own."""
         land_all(self.buckets.values())  # of a failed backward, before it is zeroed
-        self._note_clear()
+        self.note_clear()
         self.history.update({STALE: 0, ASSIGNED: "", SUMMED: ""})
         self.edits.changed()
         if self.micro_batches is not None:
@@ -254,7 +254,7 @@ class Reducer:
             bucket.forget()
             bucket.grads.zero(set_to_none)
 
-    def _note_clear(self) -> None:
+    def note_clear(self) -> None:
         """Note that means of this step, if there are any, are cleared."""
         landed = any(bucket.state is State.LANDED for bucket in self.buckets.values())
         self.history[CLEARS] += landed and not self.due
@@ -314,27 +314,11 @@ class Reducer:
         Raises:
             RuntimeError: more come and some were cleared; which ones, other ranks cannot know.
         """
-        drop_carried(self.buckets.values())
-        begun = [it for it in self.buckets.values() if it.state in (State.LANDED, State.ADDING)]
-        names: dict[bool, str] = {}  # of a gradient that is there, of one that is not
-        for bucket in begun:
-            slots, presence = bucket.grads.pack.layout.slots, bucket.grads.presence()
-            for position, (slot, is_here) in enumerate(zip(slots, presence, strict=True)):
-                if position not in bucket.absent:
-                    names.setdefault(is_here, slot.name)
-        if len(names) == 2 and more_come:
-            raise RuntimeError(
-                f"backward: .grad of {names[False]!r} was cleared after an earlier backward of "
-                f"this step, that of {names[True]!r} was not; between two backwards of a step "
-                "clear all gradients, by optimizer.zero_grad(), or none"
-            )
-        if len(names) == 2:
-            for bucket in begun:
-                bucket.drop_cleared()
-        elif False in names:
-            self._note_clear()
-            for bucket in begun:
-                bucket.forget()
+        buckets = self.buckets.values()
+        if any(it.state in BEGUN or it.grads.carry is not None for it in buckets):
+            from shardcast.step.reduce.cleared import drop_cleared
+
+            drop_cleared(self, more_come)
 
     def _running(self) -> ReducePass | None:
         reduce_pass = self._reduce_pass()
