@@ -5,24 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import (
-    Buffer,
-    Buffers,
-    Comm,
-    ProcessGroups,
-    Reduction,
-    ReplicaSumReduction,
-)
+from shardcast.comm import Buffer, Buffers, Comm, ProcessGroups, Reduction
 from shardcast.memory.gradients import Gradients, own_part
 from shardcast.memory.local_param import LocalParam
 from shardcast.step.history import ASSIGNED, SUMMED, listed
-from shardcast.step.reduce.mean import Divisor, Mean, added, mean_in_chunks_
+from shardcast.step.reduce.mean import Divisor, Mean, mean_in_chunks_
 
 
 class State(Enum):
@@ -212,10 +204,10 @@ class Bucket:
         """Start the collective, into one of the ``buffers``."""
         assert self.state in OPEN
         self._reduction = self.grads.send(buffers)
-        for further in () if self.late else self.sums:
-            self._reduction = ReplicaSumReduction(
-                self._reduction, further, self.grads.pack.layout, partial(added, room=0)
-            )
+        if self.sums and not self.late:
+            from shardcast.step.reduce.further_sums import reduced_further
+
+            self._reduction = reduced_further(self._reduction, self.sums, self.grads.pack.layout)
         self.state, data = State.SENT, self.grads.data
         self._unchanged = data, data._version
 
@@ -240,7 +232,9 @@ class Bucket:
             return None
         pieces, divisor = reduction.wait(), self.divisor.value
         if self.late:
-            pieces = [self._summed(pieces)]
+            from shardcast.step.reduce.further_sums import sum_of_copies
+
+            pieces = [sum_of_copies(self, pieces)]
         usual = self.divisor.given is None and not self.sums
         mean = self.mean if usual else mean_in_chunks_  # compiled anew for each other divisor
         if reduction.mean_ is not None:
@@ -252,15 +246,3 @@ class Bucket:
         if self.absent:
             grads.lend(position for position in self.absent if grads.owned[position])
         return reduction.received
-
-    def _summed(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Sum ``pieces`` over holders of copies, and with them who of these has a gradient."""
-        own, slots = self.grads.own.numel(), self.grads.pack.layout.slots
-        total = added(pieces, len(slots))
-        total[own:].fill_(1.0)  # to assign a number would wait for a GPU (torch < 2.13)
-        for position in self.absent:
-            total[own + position].fill_(0.0)
-        for comm in self.sums:
-            comm.all_reduce(total, self.grads.pack.layout)
-        self.grads.joint = total[own:].clone()
-        return total[:own]

@@ -64,16 +64,6 @@ def choose_mean(config: ShardcastConfig, size: int, device: torch.device) -> Mea
     return mean_in_chunks_
 
 
-def added(pieces: Sequence[Tensor], room: int) -> Tensor:
-    """Sum ``pieces`` in fp32, in the order of a mean, with ``room`` for more behind it."""
-    numel, dtype = pieces[0].numel(), sum_dtype(pieces[0].dtype)
-    total = pieces[0].new_empty(numel + room, dtype=dtype)
-    part = total[:numel].copy_(pieces[0])
-    for piece in pieces[1:]:
-        part += piece  # of a slice of ``total`` Python would copy the sum onto itself
-    return total.to(MASTER_DTYPE)
-
-
 def mean_in_chunks_(
     pieces: Sequence[Tensor], size: float | Tensor, carry: Tensor | None, out: Tensor
 ) -> None:
