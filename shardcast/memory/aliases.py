@@ -1,24 +1,16 @@
-"""Memory that a model shares with a parameter: a view made in ``__init__``, a buffer, a list entry.
+"""Views of a parameter that a model holds beside it, made anew on its memory in a pack.
 
-Parameters move into packs, so what shares their memory would stay behind, in fp32, and show the
-first values for ever. What is a view of one parameter is made anew on its new memory; all else is
-refused by name. A tensor that only the script holds is not found.
+A view made in ``__init__``, a buffer, a list entry; see :mod:`.sharing`, which finds them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from shardcast import _compat
-
-REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module, looked at otherwise
-KINDS = (Tensor, nn.Parameter, nn.Buffer)  # others may have no memory
 
 
 @dataclass(frozen=True)
@@ -46,84 +38,42 @@ class Alias:
             self.holder[self.key] = source.as_strided(self.shape, self.stride, begin)
 
 
-def find_aliases(stages: Sequence[nn.Module]) -> list[Alias]:
-    """Find views of parameters among attributes and buffers of all modules.
+def alias_of(
+    name: str, holder: Any, key: Any, tensor: Tensor, params: Mapping[nn.Parameter, str]
+) -> Alias | None:
+    """Return the alias that ``holder[key]`` is; ``None`` where it overlaps with no parameter.
+
+    Args:
+        name: of the tensor, for an error.
+        params: those in its storage, with their names.
 
     Raises:
-        ValueError: names what shares memory with a parameter, and is no view of one contiguous
-            parameter alone.
+        ValueError: it shares memory with a parameter, and is no view of one contiguous parameter
+            alone.
     """
-    params: dict[nn.Parameter, str] = {}
-    for stage in stages:
-        for name, param in stage.named_parameters():
-            params.setdefault(param, name)
-    in_storage: dict[int, list[nn.Parameter]] = defaultdict(list)
-    for param in params:
-        if _has_memory(param):
-            in_storage[param.untyped_storage().data_ptr()].append(param)
-    aliases = []
-    for name, holder, key, tensor in _tensors(stages):
-        if tensor in params or not _has_memory(tensor):
-            continue
-        shared = [
-            param
-            for param in in_storage.get(tensor.untyped_storage().data_ptr(), ())
-            if _overlap(tensor, param)
-        ]
-        if not shared:
-            continue
-        param = shared[0]
-        start, stop = _extent(tensor)
-        first, end = _extent(param)
-        is_view = (tensor.dtype, len(shared)) == (param.dtype, 1) and param.is_contiguous()
-        if isinstance(holder, tuple) or not (is_view and first <= start and stop <= end):
-            names = ", ".join(repr(params[each]) for each in shared)
-            raise ValueError(
-                f"model: {name!r} shares memory with parameter {names}, which moves into a pack, "
-                "so that it would show old values; make it after shardcast.shard, compute it in "
-                "forward, or hold a view of one whole parameter, which goes along"
-            )
-        differentiable = tensor.requires_grad and not tensor.is_leaf
-        place = (start - first) // param.itemsize
-        aliases.append(
-            Alias(holder, key, param, tensor.shape, tensor.stride(), place, differentiable)
+    shared = [param for param in params if _overlap(tensor, param)]
+    if not shared:
+        return None
+    param = shared[0]
+    start, stop = _extent(tensor)
+    first, end = _extent(param)
+    is_view = (tensor.dtype, len(shared)) == (param.dtype, 1) and param.is_contiguous()
+    if isinstance(holder, tuple) or not (is_view and first <= start and stop <= end):
+        names = ", ".join(repr(params[each]) for each in shared)
+        raise ValueError(
+            f"model: {name!r} shares memory with parameter {names}, which moves into a pack, "
+            "so that it would show old values; make it after shardcast.shard, compute it in "
+            "forward, or hold a view of one whole parameter, which goes along"
         )
-    return aliases
+    differentiable = tensor.requires_grad and not tensor.is_leaf
+    place = (start - first) // param.itemsize
+    return Alias(holder, key, param, tensor.shape, tensor.stride(), place, differentiable)
 
 
 def tie(aliases: Iterable[Alias]) -> None:
     """Make all views anew."""
     for alias in aliases:
         alias.tie()
-
-
-def _tensors(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """Give all tensors of modules, each with a name and its place: a container and a key."""
-    for stage in stages:
-        for path, module in stage.named_modules():
-            prefix = f"{path}." if path else ""
-            attributes = vars(module)
-            for key in [*attributes]:
-                if key not in REGISTERED:
-                    yield from _within(prefix + key, attributes, key)
-            for key in [*module._buffers]:
-                yield from _within(prefix + key, module._buffers, key)
-
-
-def _within(
-    name: str, holder: Any, key: Any, depth: int = 2
-) -> Iterator[tuple[str, Any, Any, Any]]:
-    value = holder[key]
-    if type(value) in KINDS:
-        yield name, holder, key, value
-    elif type(value) in (list, tuple, dict) and depth:
-        for inner in [*value] if isinstance(value, dict) else range(len(value)):
-            yield from _within(f"{name}[{inner!r}]", value, inner, depth - 1)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    plain = type(tensor) in KINDS and tensor.layout == torch.strided and not tensor.is_meta
-    return plain and tensor.numel() > 0 and not _compat.is_dtensor(tensor)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

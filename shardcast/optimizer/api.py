@@ -18,7 +18,7 @@ from shardcast.comm.watch import Watch
 from shardcast.config import ShardcastConfig
 from shardcast.extensions.waiting import Lookout
 from shardcast.keywords import Keywords
-from shardcast.memory.aliases import Alias, find_aliases, tie
+from shardcast.memory.sharing import find_aliases
 from shardcast.optimizer import hints, setup
 from shardcast.optimizer.memory_report import summary_of
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
@@ -33,6 +33,8 @@ from shardcast.step.update import updates_of
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.device_mesh import DeviceMesh
+
+    from shardcast.memory.aliases import Alias
 
 LOGGER = logging.getLogger("shardcast")
 Watch.lookout = Lookout()
@@ -171,7 +173,8 @@ def shard(
 
             convert_rest(plan, stages, process_groups)
         shards = setup.allocate(plan, process_groups)
-        tie(aliases)  # before buffers are looked at
+        for alias in aliases:  # before buffers are looked at
+            alias.tie()
         for param in plan.params.values():
             param.grad = None
         launched.note_sharded(process_groups.everyone.rank)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,10 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
-from shardcast.memory.aliases import Alias
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.optimizer.model_hooks import ModelHooks, mark
 from shardcast.optimizer.outside import watch_outside
-from shardcast.optimizer.setup import (
-    Plan,
-)
+from shardcast.optimizer.setup import Plan
 from shardcast.optimizer.tree import Tree, called_by_script
 from shardcast.option_values import CALLS
 from shardcast.plan.activations import install_casts
@@ -34,6 +31,9 @@ from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.step_hook import StepHook
 from shardcast.step.sync.sync import Sync
 from shardcast.step.update import Update, updates_of
+
+if TYPE_CHECKING:
+    from shardcast.memory.aliases import Alias
 
 
 class PackedOptimizer:
