@@ -23,7 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardcast import _compat
-from shardcast._compat import dtensor, groups, inductor, observer, serialization, storages
+from shardcast._compat import (
+    dtensor,
+    groups,
+    inductor,
+    observer,
+    optimizers,
+    serialization,
+    storages,
+)
+from shardcast.memory.pack_only import weak_hook
 from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world
 from shardcast.testing import _compat as mocks
 from shardcast.testing.fake import FakeGroup
@@ -135,8 +144,8 @@ def test_a_scheduler_knows_that_a_step_was_made():
 
 def meets(group: Any) -> bytes:
     store = groups.default_store()
-    _compat.store_of(group).set(f"of_group/{group.rank()}", "here")
-    assert _compat.store_of(group).get(f"of_group/{1 - group.rank()}") == b"here"
+    groups.store_of(group).set(f"of_group/{group.rank()}", "here")
+    assert groups.store_of(group).get(f"of_group/{1 - group.rank()}") == b"here"
     store.set(f"met/{group.rank()}", "here")
     return bytes(store.get(f"met/{1 - group.rank()}"))
 
@@ -445,7 +454,7 @@ def test_a_weak_hook_calls_while_what_it_holds_lives():
             seen.append(tensor)
 
     holder, weight = Holder(), torch.ones(2, requires_grad=True)
-    weight.register_post_accumulate_grad_hook(_compat.weak_hook(Holder.called, holder))
+    weight.register_post_accumulate_grad_hook(weak_hook(Holder.called, holder))
     (weight * 2).sum().backward()
     del holder
     (weight * 2).sum().backward()
@@ -460,7 +469,7 @@ def test_the_bare_step_runs_no_hooks_and_makes_the_same_step():
         optimizer.register_step_pre_hook(lambda *args: seen.append(args[0]))
         weight.grad = torch.full_like(weight, 0.5)
     hooked.step()
-    _compat.bare_step(bare)()
+    optimizers.bare_step(bare)()
     assert torch.equal(*weights) and (weights[0] != 1).all() and seen == [hooked]
 
 
@@ -568,9 +577,9 @@ def test_watches_of_any_step_leave_torchs_hooks_alone():
 
     seen: list[Any] = []
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    _compat.before_any_step(seen.append)()
+    optimizers.before_any_step(seen.append)()
     hooks = [*module._global_optimizer_pre_hooks]
-    end = _compat.before_any_step(seen.append)
+    end = optimizers.before_any_step(seen.append)
     assert [*module._global_optimizer_pre_hooks] == hooks
     optimizer.step()
     end()

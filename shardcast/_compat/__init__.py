@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 if dist.is_available():
@@ -142,14 +141,6 @@ def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGrou
     return lambda: group
 
 
-def store_of(group: dist.ProcessGroup) -> Any:
-    """The store through which the processes of ``group`` met; None of a mock without one."""
-    if (store := getattr(group, "store", None)) is not None:  # of a mock whose ranks are threads
-        return store
-    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
-    return store
-
-
 def frame_of_thread(number: int) -> types.FrameType | None:
     """The innermost frame of a running thread; None of one that has ended."""
     return sys._current_frames().get(number)
@@ -182,58 +173,6 @@ def accumulates() -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False
-
-
-def before_any_step(watch: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
-    """Call ``watch`` before any optimizer of the process steps; return what ends it.
-
-    By one hook, which stays: another thread may step while one is added, and torch goes through
-    its hooks then.
-    """
-    watches = _watches()
-    watches.append(watch)
-
-    def end() -> None:
-        if watch in watches:
-            watches.remove(watch)
-
-    return end
-
-
-@functools.cache
-def _watches() -> list[Callable[[torch.optim.Optimizer], None]]:
-    watches: list[Callable[[torch.optim.Optimizer], None]] = []
-
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for watch in [*watches]:
-            watch(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
-    return watches
-
-
-def weak_hook(call: Callable[..., None], held: Any) -> Callable[[Tensor], None]:
-    """A tensor hook that runs ``call(held, tensor)`` and does not keep ``held`` alive.
-
-    The garbage collector does not see post-accumulate hooks: one that leads back to its own
-    parameter would never be freed, nor would the parameter.
-    """
-    reference = weakref.ref(held)
-
-    def hook(tensor: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            call(alive, tensor)
-
-    return hook
-
-
-def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return ``optimizer.step`` without the hooks and profiler range that torch puts around it."""
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):  # torch's mark of its wrapper
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return step.__get__(optimizer)  # type: ignore[no-any-return]
 
 
 def has_products(dtype: torch.dtype) -> bool:

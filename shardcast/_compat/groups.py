@@ -1,4 +1,4 @@
-"""Process groups next to the one that is given, and several collectives in one launch."""
+"""Process groups next to the one that is given, stores, and several collectives in one launch."""
 
 from __future__ import annotations
 
@@ -63,3 +63,11 @@ def coalesced(group: Any, device: torch.device, async_op: bool = False) -> Any:
     a ``wait()``, and each collective within must be ``async_op`` too, its work not waited for.
     """
     return dist.distributed_c10d._coalescing_manager(group, device, async_op)
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store through which the processes of ``group`` met; None of a mock without one."""
+    if (store := getattr(group, "store", None)) is not None:  # of a mock whose ranks are threads
+        return store
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    return store

@@ -65,7 +65,7 @@ class TensorCollectives:
     def store(self) -> Any:
         """The store of the process group; None without one, or once it was destroyed."""
         group = None if self._group is None else self._group()
-        return None if group is None else _compat.store_of(group)
+        return None if group is None else groups.store_of(group)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

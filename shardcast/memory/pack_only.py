@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients
@@ -46,7 +46,7 @@ class PackedParameters:
         self._grads = [Gradients(pack, pack.layout.dtype, pack.layout.dtype) for pack in packs]
         self._flats = [nn.Parameter(pack.data, pack.layout.requires_grad) for pack in packs]
         self._present: list[set[int]] = [set() for _ in packs]  # positions, in the flat gradient
-        check = _compat.weak_hook(PackedParameters._refuse_absent, self)
+        check = weak_hook(PackedParameters._refuse_absent, self)
         for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
             # Never removed, but idle without us: garbage may be collected while torch iterates.
             register(lambda optimizer, *_: check(optimizer))  # after: of a closure
@@ -93,8 +93,8 @@ class PackedParameters:
     def _watch(self, number: int, position: int, param: nn.Parameter) -> None:
         before_hook = partial(PackedParameters._before_accumulate, number=number)
         after_hook = partial(PackedParameters._after_accumulate, number=number, position=position)
-        param.register_hook(_compat.weak_hook(before_hook, self))
-        param.register_post_accumulate_grad_hook(_compat.weak_hook(after_hook, self))
+        param.register_hook(weak_hook(before_hook, self))
+        param.register_post_accumulate_grad_hook(weak_hook(after_hook, self))
 
     def _before_accumulate(self, _grad: Tensor, number: int) -> None:
         # An optimizer's zero_grad clears flat.grad alone: what the views still hold is old
@@ -112,6 +112,22 @@ class PackedParameters:
             self._present[number].clear()
         self._present[number].add(position)
         grads.adopt([position])
+
+
+def weak_hook(call: Callable[..., None], held: Any) -> Callable[[Tensor], None]:
+    """A tensor hook that runs ``call(held, tensor)`` and does not keep ``held`` alive.
+
+    The garbage collector does not see post-accumulate hooks: one that leads back to its own
+    parameter would never be freed, nor would the parameter.
+    """
+    reference = weakref.ref(held)
+
+    def hook(tensor: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            call(alive, tensor)
+
+    return hook
 
 
 def pack_parameters(

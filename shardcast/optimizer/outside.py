@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast._compat.optimizers import before_any_step
 from shardcast.comm import is_dense, warn_first
 from shardcast.messages import SHOWN
 from shardcast.optimizer.setup import Plan
@@ -48,7 +49,7 @@ def watch_outside(outside: Mapping[str, nn.Parameter]) -> Callable[[], None]:
                 "both optimizers together, shardcast.shard(model, [one, other])"
             )
 
-    end = _compat.before_any_step(before_step)
+    end = before_any_step(before_step)
     return end
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast import _compat
 from shardcast._compat import observer
+from shardcast._compat.optimizers import bare_step
 
 # What a twin has of its own: torch's, and a step that was put around that of the class.
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -124,7 +124,7 @@ class Twins:
             own = [nn.Parameter(sample.value.clone()) for sample in of_group]
             twin.param_groups.append({**_options(group), **self._changes, "params": own})
         switch(twin, "train")
-        step = _compat.bare_step(twin)
+        step = bare_step(twin)
         for number in range(len(samples[0][0].grads)):
             for group, of_group in zip(twin.param_groups, samples, strict=True):
                 for param, sample in zip(group["params"], of_group, strict=True):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast import _compat
 from shardcast._compat import observer, storages
+from shardcast._compat.optimizers import bare_step
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.extensions.any_optimizer import muon, probe, twins
@@ -56,7 +56,7 @@ class AnyOptimizerUpdate(Update):
         if isinstance(optimizer, torch.optim.Muon):
             self._step: Callable[[], Any] = partial(muon.step_, self._inner)
         else:
-            self._step = _compat.bare_step(self._inner)
+            self._step = bare_step(self._inner)
 
     def add(self, shard: Shard) -> None:
         self._shards.append(shard)
