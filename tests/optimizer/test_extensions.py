@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -171,14 +173,30 @@ def test_the_reduction_brings_what_an_all_to_all_brings(monkeypatch: pytest.Monk
     run_world(2, run)
 
 
-def test_an_option_that_is_off_is_not_imported():
+@functools.cache
+def imported() -> set[str]:
+    """Return the modules of ours that a run without options has imported after a step."""
     script = (
         "import sys, torch, shardcast; model = torch.nn.Linear(4, 4); "
         "optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters())); "
         "model(torch.ones(1, 4)).sum().backward(); optimizer.step(); "
-        "print(sorted(name for name in sys.modules if name.startswith('shardcast.extensions.')))"
+        "print(*(name for name in sys.modules if name.startswith('shardcast.')))"
     )
-    done = python("-c", script)
+    return {*python("-c", script).stdout.split()}
+
+
+def test_an_option_that_is_off_is_not_imported():
+    found = {name for name in imported() if name.startswith("shardcast.extensions.")}
     lookout = ["", ".lookout", ".places"]  # no option asks for it: every process has one
-    expected = [f"shardcast.extensions.waiting{part}" for part in lookout]
-    assert done.stdout.strip() == str(expected), done.stderr
+    assert found == {f"shardcast.extensions.waiting{part}" for part in lookout}
+
+
+def test_what_is_for_accelerators_or_for_few_runs_is_not_imported_by_others():
+    seldom = {
+        "step.fallback", "step.decide.graphs", "step.reduce.cleared", "step.reduce.compiled_mean",
+        "step.reduce.further_sums", "step.reduce.gathering", "step.update.batches",
+        "step.update.compiled_update", "step.update.numbers_of_rules", "step.update.sgd",
+    }  # fmt: skip
+    assert all(find_spec(f"shardcast.{name}") for name in seldom)
+    assert not imported() & {f"shardcast.{name}" for name in seldom}
+    assert "shardcast.step.update.fusion" in imported(), "the step was made"
