@@ -41,6 +41,7 @@ from shardcast.optimizer.handles import OptimizerHandle
 from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.step_state import load_step_state, step_state
 from shardcast.plan.activations import install_casts
 from shardcast.plan.precision import Precision as Rules
 
@@ -172,13 +173,12 @@ class ShardcastPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale of each sharded optimizer."""
-        scalers = [packed_of(sharded).step_state() for sharded in self.sharded]
-        return {"scalers": scalers} if scalers else {}
+        return {"scalers": [step_state(packed_of(s)) for s in self.sharded]} if self.sharded else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         for sharded, scaler in zip(self.sharded, state_dict.get("scalers", ()), strict=False):
-            packed_of(sharded).load_step_state(scaler)
+            load_step_state(packed_of(sharded), scaler)
 
 
 class EvaluateAverage(Callback):

@@ -26,6 +26,12 @@ from shardcast.optimizer.stages import saved_buffers
 from shardcast.optimizer.state_dict import load_groups
 from shardcast.optimizer.state_view import is_elementwise
 from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.step_state import (
+    agree_on_averages,
+    forget_averages,
+    load_step_state,
+    step_state,
+)
 from shardcast.option_values import as_yaml
 from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.pack_groups import PackGroups
@@ -214,7 +220,7 @@ class Snapshot:
             "optimizer": self._packed.originals.name,
             "groups": [{**group, "params": list(names)} for group, names in groups],
             "places": list(self._packed.originals.places),
-            "scaler": self._packed.step_state(),
+            "scaler": step_state(self._packed),
             "ties": dict(self.inventory.ties),
             "published": as_yaml(self._packed.config.published),
         }
@@ -258,11 +264,11 @@ class Snapshot:
             if source.state.get(self.inventory.stored(slot.name))
         }
         activate_packs(self._packed, packs)
-        self._packed.forget_averages()
+        forget_averages(self._packed)
         if source.groups is not None:
             load_groups(self._packed.originals.groups, source.groups)
         if source.scaler is not None:
-            self._packed.load_step_state(source.scaler)
+            load_step_state(self._packed, source.scaler)
         states = source.extra_state or {}
         for name, (stage, _) in self._extra.items():
             if name in states:
@@ -309,7 +315,7 @@ class Snapshot:
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters and make all packs equal on all ranks. Collective."""
-        self._packed.agree_on_averages()
+        agree_on_averages(self._packed)
         self._packed.publish()
 
 

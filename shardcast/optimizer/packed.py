@@ -126,45 +126,6 @@ class PackedOptimizer:
         """The update of the optimizer that has the parameters of ``shard``."""
         return self.updates[shard.pack.layout.group.optimizer]
 
-    # -- averages ---------------------------------------------------------------------------
-
-    def forget_averages(self) -> None:
-        """Count the steps of averages from zero, before a state is loaded. Local."""
-        for update in self.updates:
-            update.epilogue_steps = [0.0] * len(update.epilogue_steps)
-
-    def agree_on_averages(self) -> None:
-        """Count the steps of averages alike on all ranks, after a state was loaded. Collective."""
-        if any(update.epilogues for update in self.updates):
-            own = [update.epilogue_steps for update in self.updates]
-            by_rank = self.process_groups.everyone.exchange(own, self.device)
-            for update, counts in zip(self.updates, zip(*by_rank, strict=True), strict=True):
-                update.epilogue_steps = [max(steps) for steps in zip(*counts, strict=True)]
-
-    def step_state(self) -> dict[str, Any]:
-        """Return loss scale, skipped steps, state of signals and step hooks, as plain numbers."""
-        hooks = {hook.name: state for hook in self.step_hooks if (state := hook.state_dict())}
-        state = self.decider.state_dict()
-        return {**state, "hooks": hooks} if hooks else state
-
-    def load_step_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`step_state`."""
-        self.decider.load_state_dict(state)
-        hooks = state.get("hooks", {})
-        for hook in self.step_hooks:
-            if hook.name in hooks:
-                hook.load_state_dict(hooks[hook.name])
-
-    def averages_of(self, call: str, name: str) -> Any:
-        """The averages, for a ``call`` with the ``name`` of one; ValueError where there is none."""
-        averages = self.hook_of("averages")
-        if averages is None:
-            raise ValueError(
-                f"{call}: expected the name of an average, none, got {name!r}; "
-                "averages={'ema': 0.999} of shard() makes one"
-            )
-        return averages
-
     # -- masters and parameters -------------------------------------------------------------
 
     def publish(self) -> None:
@@ -208,6 +169,16 @@ class PackedOptimizer:
     def hook_of(self, name: str) -> Any:
         """The step hook of an option; ``None`` where it has none."""
         return self._hooks_by_option.get(name)
+
+    def averages_of(self, call: str, name: str) -> Any:
+        """The averages, for a ``call`` with the ``name`` of one; ValueError where there is none."""
+        averages = self.hook_of("averages")
+        if averages is None:
+            raise ValueError(
+                f"{call}: expected the name of an average, none, got {name!r}; "
+                "averages={'ema': 0.999} of shard() makes one"
+            )
+        return averages
 
     def hook_for(self, call: str) -> Any:
         """The step hook that has the method ``call``, made if no option did; ``None``: none has."""

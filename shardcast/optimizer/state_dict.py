@@ -19,6 +19,12 @@ from shardcast.memory.shard import Shard
 from shardcast.optimizer.growing import activate_packs
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_view import check_numel, check_sizes
+from shardcast.optimizer.step_state import (
+    agree_on_averages,
+    forget_averages,
+    load_step_state,
+    step_state,
+)
 from shardcast.plan.layout import Fragment
 
 FORMAT = 1  # of the local state
@@ -82,7 +88,7 @@ class StateDict:
             "shardcast": {
                 **self._head(),
                 "active": [s.pack.layout.index for s in optimizer.shards if s.grads is not None],
-                "scaler": optimizer.step_state(),
+                "scaler": step_state(optimizer),
             },
         }
 
@@ -174,14 +180,14 @@ class StateDict:
         optimizer = self._optimizer
         optimizer.resync_masters()  # those that the state does not have are published below, too
         activate_packs(optimizer, plan.active)
-        optimizer.forget_averages()
+        forget_averages(optimizer)
         for shard, number, values, master in plan.fragments:
             if master is not None:
                 shard.set_exact(shard.fragments[number], master)
             optimizer.update_of(shard).load_fragment(shard, number, values)
-        optimizer.agree_on_averages()
+        agree_on_averages(optimizer)
         if plan.decider is not None:
-            optimizer.load_step_state(plan.decider)
+            load_step_state(optimizer, plan.decider)
         if plan.masters:
             optimizer.publish()
         load_groups(self._groups, plan.groups)
