@@ -226,6 +226,35 @@ def test_a_read_that_mixes_dtypes_is_a_read_and_a_view_of_a_wrong_shape_is_torch
     on_ranks(script, param_dtype="bf16")
 
 
+def test_between_two_backwards_of_a_step_a_gradient_is_cleared_or_left_alone():
+    """Its mean of the first one is kept apart by then: an edit would miss it."""
+
+    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
+        grads = []
+        for _ in range(2):
+            model(batch).square().mean().backward()
+            with optimizer.no_sync():
+                model(batch).square().mean().backward()
+            grad = model[2].weight.grad
+            refused = r"edits \.grad of '2\.weight' between two backwards"
+            with pytest.raises(RuntimeError, match=refused):
+                grad.mul_(0.5)
+            with pytest.raises(RuntimeError, match=refused):
+                grad[0].zero_()
+            grad.zero_()
+            model(batch).square().mean().backward()
+            grad.mul_(0.5)  # after the last one
+            optimizer.gather_gradients()
+            grads.append(grad.clone())
+            optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.gather_gradients()
+        grads.append(model[2].weight.grad * 0.5)
+        assert torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[2])
+
+    on_ranks(script)
+
+
 @pytest.mark.parametrize("grads", ["full", "sharded"])
 def test_a_gradient_is_not_given_to_another_parameter(grads: str):
     def script(model: Any, optimizer: Any, batch: Tensor) -> None:
