@@ -45,6 +45,9 @@ def run(bench: Bench) -> None:
                     continue
                 with bench.row(model=name, system=system.__name__, parameters=numel) as found:
                     found.update(trained(system, config, batch, bench))
+            if bench.dry or bench.free() > 2 * HELD * numel + (8 << 30):
+                with bench.row(model=name, system="sharded, beside torch's update") as found:
+                    found["ulps apart"] = compared(config, batch, bench)
 
 
 @contextmanager
@@ -120,6 +123,35 @@ def trained(system: System, config: GPTConfig, batch: int, bench: Bench) -> dict
     forward(x, y).backward()
     figures["optimizer ms"] = bench.time(phase, rounds=STEPS)
     return figures
+
+
+def compared(config: GPTConfig, batch: int, bench: Bench) -> str:
+    """How far masters are from parameters that torch's AdamW updates by the same gradients.
+
+    The largest difference after each step, in fp32 units in the last place of the largest weight.
+    """
+    torch.manual_seed(0)
+    x, y = tokens(bench, batch, config.context, config.vocabulary)
+    with torch.device(bench.device):
+        model = GPT(config)
+    beside = [param.detach().clone() for param in model.parameters()]
+    reference = torch.optim.AdamW(beside, lr=1e-4, fused=True)
+    _, optimizer = sharded(model, bench.device)
+    differences = []
+    for _ in range(STEPS):
+        model(x, y).backward()
+        for param, other in zip(model.parameters(), beside, strict=True):
+            assert param.grad is not None
+            other.grad = param.grad.float().clone()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        pairs = zip(optimizer.state_dict()["state"].values(), beside, strict=True)
+        apart = [(entry["master"] - other.flatten()).abs().max() for entry, other in pairs]
+        largest = torch.stack([other.abs().max() for other in beside]).max()
+        unit = largest * torch.finfo(torch.float32).eps
+        differences.append((torch.stack(apart).max() / unit).item())
+    return " ".join(f"{difference:.1f}" for difference in differences)
 
 
 def both(group: dist.ProcessGroup, config: GPTConfig, batch: int, bench: Bench) -> dict[str, Any]:
