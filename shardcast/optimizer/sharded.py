@@ -100,8 +100,10 @@ class ShardedOptimizer(StatefulOptimizer):
                 f"step: expected nothing but a closure, got {', '.join(options)}=; shardcast makes "
                 "the update: set loss scale, clipping and learning rate in its options and groups"
             )
-        with torch.enable_grad():
-            result = None if closure is None else closure()
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
         self._refuse_scaler()
         decision = self._pending_clip()  # which has reduced and decided already
         if decision is None:

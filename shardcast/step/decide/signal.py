@@ -200,17 +200,18 @@ class Reserved(Signal):
         self._process_groups, self._divisor, self._device = process_groups, divisor, device
         self._in_mesh = process_groups.model.size > 1
         self._zeros = torch.zeros(1 + self._in_mesh, dtype=torch.float64, device=device)
+        self._none = self._zeros[:1]
 
     def arguments(self) -> Mapping[str, Any]:
         return {COUNT: self.counted}
 
     def local(self) -> Tensor:
-        return self._zeros[:1]
+        return self._none
 
     @arithmetic
     def read(self, total: Tensor) -> Tensor:
         """Read no mistake; with model parallelism also the tokens, which other ranks may have."""
-        return torch.cat([self._zeros[:1], total]) if self._in_mesh else self._zeros
+        return torch.cat([self._none, total]) if self._in_mesh else self._zeros
 
     def merge(self, readings: Tensor) -> Tensor:
         """Add a mistake where model-parallel ranks have other numbers."""
