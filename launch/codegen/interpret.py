@@ -97,9 +97,14 @@ class Launcher:
         blocks = {} if self.block else {"XBLOCK": block}
         if "R0_BLOCK" in names:
             blocks["R0_BLOCK"] = triton.next_power_of_2(row)
+        grid = []
+        if "YBLOCK" in names:  # a range of two dimensions, as torch 2.11 makes of some
+            blocks["YBLOCK"] = 1 << 8
+            block = blocks["XBLOCK"] = LARGEST >> 8
+            grid = [triton.cdiv(values["ynumel"], blocks["YBLOCK"])]
         lengths = [value for name, value in values.items() if name.startswith("xnumel")]
         programs = sum(triton.cdiv(length, block) for length in lengths)
-        self.kernel[(programs,)](*args, **blocks)
+        self.kernel[(programs, *grid)](*args, **blocks)
 
     def wait(self, _names: Any) -> None:
         """Nothing is compiled."""
