@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -184,6 +185,26 @@ def test_parts_of_other_lengths_are_read_at_their_places(direct: list[int]):
             made = arithmetic.graphs.outcome(vector, sizes, None, [None])
             assert bool(made.skip) == (of_presence == 2)
     assert len(direct) == 2
+
+
+def test_each_of_many_lengths_has_a_graph_of_its_own(direct: list[int]):
+    """More than Dynamo would compile for one function before it gives up."""
+    model = nn.ParameterList([torch.ones(4)])
+    optimizer = shardcast.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), fuse="eager",
+        param_dtype=torch.bfloat16,
+    )  # fmt: skip
+    arithmetic = packed_of(optimizer).decider._arithmetic
+    others = [signal.local().numel() for signal in packed_of(optimizer).decider.signals[2:]]
+    lengths = range(2, 14)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length in lengths:
+            sizes = [1, 1, length, 1, *others]
+            for _ in range(2):
+                vector = torch.zeros(sum(sizes), dtype=torch.float64)
+                assert not arithmetic.graphs.outcome(vector, sizes, None, [None]).skip
+    assert len(direct) == len(lengths)
 
 
 def test_an_exact_norm_is_added_up_in_its_own_order(direct: list[int]):
