@@ -206,13 +206,13 @@ class PackLayout:
                 position += 1
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
-        """The slots' parts in ``rank``'s span, in pack order; empty slots are left out."""
+        """Return the slots' parts in ``rank``'s span, in pack order; none of them is empty."""
         _, begin, end = self.spans[rank]
         fragments = []
         for slot in self.slots:
-            _, _, offset, numel = slot
-            if numel and offset < end and begin < offset + numel:
-                fragments.append(Fragment(slot, max(offset, begin), min(offset + numel, end)))
+            start, stop = max(slot.offset, begin), min(slot.end, end)
+            if start < stop:
+                fragments.append(Fragment(slot, start, stop))
         return tuple(fragments)
 
 

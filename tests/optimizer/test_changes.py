@@ -439,6 +439,32 @@ def test_a_reader_of_codes_has_the_codes_and_scales_of_an_export(
         assert_same_bits({name: reader[name]}, {name: exported[name]})
 
 
+@pytest.mark.parametrize("ranks", [3, 6])
+@pytest.mark.parametrize("told", [None, "published"])
+def test_a_rank_that_owns_no_block_tells_nothing(ranks: int, told: str | None):
+    """Two blocks have two owners, and lie within one pack of all ranks."""
+
+    def run(group: Any) -> list[Changes]:
+        model = nn.Linear(128, 256, bias=False)
+        sharded: Any = shardcast.shard(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-3), process_group=group,
+            published={"fp8_block128": "*"}, changes=True, **BF16,
+        )  # fmt: skip
+        answers = [sharded.changes(weights=told)]
+        for _ in range(2):
+            model.weight.grad = torch.ones_like(model.weight)
+            sharded.step()
+            answers.append(sharded.changes(answers[-1].version, told))
+        return answers
+
+    results, _ = run_world(ranks, run)
+    reader: Values = {}
+    version = None
+    for parts in zip(*results, strict=True):
+        version = publish.apply(reader, parts, version)
+        assert sum(part.numel > 0 for part in parts) == 2
+
+
 def test_codes_of_tensor_parallel_parts_are_those_of_the_whole():
     def run(mesh: Any) -> tuple[Changes, Values]:
         from torch.distributed.tensor.parallel import (
