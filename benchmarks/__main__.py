@@ -9,7 +9,6 @@
     python -m benchmarks step --model ernie          # shardcast's variants and a crude floor
     python -m benchmarks peers --model gpt --markdown
     python -m benchmarks matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
-    python -m benchmarks reproducible --ranks 2      # the same bits at any number of ranks
     python -m benchmarks replicas --ranks 2          # replica_check, amortized over 100 steps
     python -m benchmarks checkpoint --elements 100000000  # beside torch.save and dcp.save
     python -m benchmarks forms                       # steps with published forms, beside bf16
@@ -46,7 +45,6 @@ from benchmarks import (
     matrix,
     replicas,
     report,
-    reproducible,
     step,
     update,
     worlds,
@@ -110,12 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = args.model, args.rounds
         lines = matrix.rows(on_ranks(matrix.measure, args.ranks, *run))
         columns = matrix.COLUMNS
-    elif args.command == "reproducible":
-        plan = step.Plan(args.model, (), args.rounds, args.micros, args.clock)
-        title = f"{WORKLOADS[args.model].title}, {args.ranks} ranks x {args.micros} micro-batches"
-        title += "" if args.clock == "wall" else f", {args.clock} time"
-        lines = reproducible.rows(on_ranks(reproducible.measure, args.ranks, plan))
-        columns = reproducible.COLUMNS
     elif args.command == "replicas":
         plan = step.Plan(args.model, (), args.rounds, args.micros, args.clock)
         title = (
@@ -158,7 +150,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
         "update": 9, "averages": 60, "buffers": 60, "worlds": 9, "host": 40, "launches": 200,
-        "matrix": 9, "forms": 9, "reproducible": 15, "replicas": 60, "step": 15, "peers": 15,
+        "matrix": 9, "forms": 9, "replicas": 60, "step": 15, "peers": 15,
     }  # fmt: skip
     every = commands.add_parser("all", allow_abbrev=False)
     every.add_argument("--minutes", type=float, default=60.0, help="after which no more is run")
@@ -201,9 +193,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             "--clock", choices=step.CLOCKS, default="wall",
             help="what times are of; on a busy machine: processor",
         )  # fmt: skip
-        many = 4 if name == "reproducible" else 1
-        sub.add_argument("--micros", type=int, default=many, help="micro-batches per step")
-        if name in ("reproducible", "replicas"):
+        sub.add_argument("--micros", type=int, default=1, help="micro-batches per step")
+        if name == "replicas":
             continue
         sub.add_argument("--plot", type=Path, help="also draw the steps, as a PNG")
         sub.add_argument(

@@ -20,7 +20,7 @@ names; the first of these wins. Unknown names are errors.
 GROUPS = {
     "Common": (
         "param_dtype", "max_grad_norm", "autocast", "keep_fp32", "averages", "guard", "on_error",
-        "metrics", "reproducible", "broadcast_buffers",
+        "metrics", "broadcast_buffers",
     ),
     "Memory": ("grads", "master", "moments", "offload", "shard_ranks"),
     "Precision": (

@@ -46,9 +46,6 @@ def run(args: argparse.Namespace, processes: Processes) -> None:
     corpus = Corpus.load(args.data, args.context, args.corpus_mb << 20)
     given = {} if args.max_grad_norm is None else {"max_grad_norm": args.max_grad_norm}
     config = shardcast.ShardcastConfig.load(args.config, **given)
-    if args.reproducible is not None:
-        config = config.replace(reproducible=args.reproducible)
-        args.accumulation = args.reproducible // world
 
     torch.manual_seed(args.seed)
     network = GPT(GPTConfig.of(args)).to(device)
@@ -65,8 +62,6 @@ def run(args: argparse.Namespace, processes: Processes) -> None:
     else:
         optimizer = shardcast.shard(network, adamw, config)
         model, autocast = network, nullcontext()
-    if args.reproducible is not None:  # the mean is taken at the end, whatever the accumulation
-        optimizer.divisor = float(args.reproducible)
 
     first, checkpoints = 1, None
     if args.checkpoint_dir is not None:
@@ -98,17 +93,13 @@ def run(args: argparse.Namespace, processes: Processes) -> None:
             group["lr"] = lr
         for micro_batch in range(args.accumulation):
             index = micro_batch * world + processes.rank
-            if args.reproducible is not None:
-                index = processes.rank * args.accumulation + micro_batch
-                # Whatever a forward draws, such as dropout, belongs to the micro-batch.
-                torch.manual_seed((args.seed * args.steps + step) * args.reproducible + index)
             tokens, targets = corpus.train_batch(args.seed, step, index, args.batch_size)
             last = micro_batch == args.accumulation - 1
             with nullcontext() if last else optimizer.no_sync():
                 with autocast:
                     loss = model(tokens.to(device), targets.to(device))
                 share = loss / args.accumulation
-                optimizer.scale_loss(share if args.reproducible is None else loss).backward()
+                optimizer.scale_loss(share).backward()
             progress.add(share)
         optimizer.step()
         optimizer.zero_grad()
@@ -122,15 +113,11 @@ def run(args: argparse.Namespace, processes: Processes) -> None:
             progress.train(step, lr, optimizer.grad_norm, optimizer.skipped_steps)
         if validate:
             progress.validation(step, validation_loss(network, corpus, args, processes, autocast))
-            if args.reproducible is not None:
-                log.write("digest", step=step, digest=optimizer.digest())
         progress.after(step)
         if checkpoints is not None and checkpoints.after(step, args.steps):
             progress.say(f"told to stop; saved step {step}")
             break
     progress.close()
-    if args.reproducible is not None:
-        progress.say(f"digest {optimizer.digest()}")
     report = optimizer.memory_report()
     log.write("memory", **report)
     progress.say("memory per rank: " + ", ".join(f"{k} {v:,} bytes" for k, v in report.items()))
@@ -224,10 +211,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--batch-size", type=positive, default=8, help="sequences per process and micro-batch"
     )
     training.add_argument("--accumulation", type=positive, default=1, help="micro-batches per step")
-    training.add_argument(
-        "--reproducible", type=positive, metavar="MICRO_BATCHES",
-        help="micro-batches per step over all processes, for the same bits at any number of them",
-    )  # fmt: skip
     training.add_argument("--learning-rate", type=float, default=3e-3)
     training.add_argument("--warmup-steps", type=int, default=30)
     training.add_argument(
@@ -236,8 +219,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.baseline and args.checkpoint_dir is not None:
         parser.error("--checkpoint-dir: the baseline saves no checkpoints")
-    if args.baseline and args.reproducible is not None:
-        parser.error("--reproducible: the baseline adds gradients in the order of its ranks")
     if args.output is None:
         args.output = Path("runs", args.baseline or "shardcast")
     return args

@@ -164,7 +164,6 @@ class ShardcastConfig(ValidatedOptions):
         "else all_to_all",
         one_of("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
-    reproducible: bool | int = extension(False, "reproducible")
     sync: str = option(
         "auto",
         "how updated parameters reach everybody; all_gather needs the even partition; auto: that "

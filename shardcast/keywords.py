@@ -55,7 +55,6 @@ class Keywords(TypedDict, total=False):
     published: Mapping[str, str | Sequence[str]] | None
     changes: bool
     reduce: str
-    reproducible: bool | int
     sync: str
     overlap_sync: bool
     fuse: str

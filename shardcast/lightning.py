@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.messages import page
 from shardcast.metrics import flat
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.frameworks import (
     check_loss_scales,
     clusters,
-    divides_at_end,
+    divides_by_tokens,
     exact_state,
     following,
     scale_loss,
@@ -115,7 +114,7 @@ class ShardcastPrecision(Precision):
         """The loss times the loss scale; of counted tokens not over ``accumulate_grad_batches``."""
         loss: Tensor = super().pre_backward(tensor, module)
         batches = module.trainer.accumulate_grad_batches
-        if module.automatic_optimization and divides_at_end(self.sharded, batches):
+        if module.automatic_optimization and divides_by_tokens(self.sharded):
             loss = loss * batches  # by which Lightning has divided it
         return scale_loss(self.sharded, loss)
 
@@ -267,18 +266,6 @@ class ShardcastStrategy(DDPStrategy):
                 f"{plugin.precision!r}"
             )
         self._precision_plugin = plugin
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The keywords of DDPStrategy; Lightning asks for them where it deals samples out."""
-        if self.precision_plugin.config.reproducible and self.world_size > 1:
-            warn_first(
-                "reproducible: Lightning's DistributedSampler deals samples to the ranks in turn, "
-                "so that another number of ranks trains other micro-batches, and other bits; give "
-                f"each rank its own ({page('reproducible')}) and Trainer "
-                "use_distributed_sampler=False"
-            )
-        return dict(super().distributed_sampler_kwargs)
 
     def setup(self, trainer: Any) -> None:
         """Do as DDPStrategy does; to fit, shard the module's optimizer instead of wrapping it."""

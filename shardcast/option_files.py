@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shardcast.option_values import ValidatedOptions, nearest, read_option, unknown
+from shardcast.option_values import GONE, ValidatedOptions, nearest, read_option, unknown
 
 ENV_PREFIX = "SHARDCAST_"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
@@ -110,8 +110,9 @@ def read_environment(kind: type[ValidatedOptions], variables: Mapping[str, str])
     values: dict[str, Any] = {}
     for variable, text in variables.items():
         if variable not in declared:
-            close = nearest(variable, [*declared])
-            raise ValueError(f"environment: unknown variable {variable}{close}")
+            gone = GONE.get(variable.removeprefix(ENV_PREFIX).lower())
+            end = nearest(variable, [*declared]) if gone is None else f"; {gone}"
+            raise ValueError(f"environment: unknown variable {variable}{end}")
         # As YAML a pattern that begins with * would be an alias.
         value = text if text.startswith("*") else parse_yaml(text, variable)
         try:

@@ -29,6 +29,12 @@ PLAIN: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
+# Options that were removed, with the end of the error for each.
+GONE = {
+    "reproducible": "it was removed in 0.2.0; leave it out, and compare runs by optimizer.digest()"
+}
+
+
 def one_of(*choices: str) -> Range:
     return f"one of {', '.join(choices)}", choices.__contains__
 
@@ -58,17 +64,13 @@ class Option(NamedTuple):
             :class:`.Epilogue`.
         hook: ``hook(optimizer)`` makes a :class:`.StepHook`.
         signal: ``signal(config, process_groups, device)`` makes a :class:`.Signal`.
-        micro_batches: ``micro_batches(config, comm)`` makes :class:`.MicroBatches`, in whose order
-            gradients are added.
         transfers: ``transfers(device)`` gives what fetches, updates and sends back windows beside
             each other, called with them and three functions; ``None`` where one follows another.
         gradients: the class of a pack's gradients, a :class:`.Gradients`, on several ranks.
         codec: ``codec(config, name)`` gives the :class:`.Codec` of masters, or of the state tensor
             that ``torch.optim`` calls ``name``.
         check: ``check(config)`` raises ValueError for other options that it does not go with.
-        fits: ``fits(config, parallel_dims, draws)`` raises ValueError for ranks that it does not go
-            with, or for the class ``draws`` of an optimizer that draws random numbers, or may
-            (empty: none does).
+        fits: ``fits(config, parallel_dims)`` raises ValueError for ranks that it does not go with.
         groups: ``groups(config, process_groups)`` gives the :class:`.ProcessGroups` of a job
             without a mesh, in place of those; every rank calls it.
         beside_mesh: what to do beside ``mesh=``, with which it does not go; empty: it does.
@@ -85,12 +87,11 @@ class Option(NamedTuple):
     epilogues: Callable[[Any], tuple[Any, ...]] | None = None
     hook: Callable[[Any], Any] | None = None
     signal: Callable[[Any, Any, torch.device], Any] | None = None
-    micro_batches: Callable[[Any, Any], Any] | None = None
     transfers: Callable[[torch.device], Any] | None = None
     gradients: type[Any] | None = None
     codec: Callable[[Any, str], Any] | None = None
     check: Callable[[Any], None] | None = None
-    fits: Callable[[Any, Any, str], None] | None = None
+    fits: Callable[[Any, Any], None] | None = None
     groups: Callable[[Any, Any], Any] | None = None
     beside_mesh: str = ""
     state_on_host: bool = False
@@ -266,7 +267,9 @@ def check_names(kind: type[ValidatedOptions], values: Iterable[str], where: str)
 
 def unknown(key: Any, names: list[str]) -> str:
     """A message about a key that is no option."""
-    return f"unknown option {key!r}{nearest(str(key), names)}"
+    gone = GONE.get(str(key))
+    end = nearest(str(key), names) if gone is None else f"; {gone}"
+    return f"unknown option {key!r}{end}"
 
 
 def nearest(key: str, names: list[str]) -> str:

@@ -132,16 +132,7 @@ class ShardcastTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """Do as Trainer does; its accelerator then shards what it prepares."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        accelerator = enable(self.accelerator, self._shardcast_config)
-        config = accelerator.shardcast_config
-        if config.reproducible is True:  # Accelerate does not know by how much Trainer accumulates
-            total = self.args.gradient_accumulation_steps * accelerator.num_processes
-            accelerator.shardcast_config = config.replace(reproducible=total)
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as Trainer does, with the model in training mode, which tells what a loader is for."""
-        self.model.train()
-        return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        enable(self.accelerator, self._shardcast_config)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Do as Trainer does, with the metrics of parameters that ``log_metrics`` names."""

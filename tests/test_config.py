@@ -82,6 +82,21 @@ def test_unknown_options_name_the_nearest_wherever_they_stand(
         ShardcastConfig.load({"zzzzzz": 1})
 
 
+def test_an_option_that_was_removed_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    told = "reproducible'; it was removed in 0.2.0; leave it out"
+    file = tmp_path / "old.yaml"
+    file.write_text("param_dtype: bf16\nreproducible: 8\n")
+    with pytest.raises(ValueError, match=rf"old\.yaml, line 2, column 1: unknown option '{told}"):
+        ShardcastConfig.load(file)
+    with pytest.raises(ValueError, match=f"keyword: unknown option '{told}"):
+        ShardcastConfig.load(reproducible=True)
+    monkeypatch.setenv("SHARDCAST_REPRODUCIBLE", "8")
+    with pytest.raises(ValueError, match="SHARDCAST_REPRODUCIBLE; it was removed"):
+        ShardcastConfig.load()
+
+
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"param_dtype": "bf17"}, ValueError, "param_dtype: expected bf16, fp16 or fp32, got 'bf17'"),
     ({"param_dtype": torch.float64}, ValueError, "param_dtype: expected bf16"),

@@ -28,14 +28,14 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.accelerate import data, guards, mesh, state
+from shardcast.accelerate import guards, mesh, state
 from shardcast.accelerate.optimizer import ShardcastHandle, ShardcastOptimizer
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.frameworks import (
     check_loss_scales,
     clusters,
-    divides_at_end,
+    divides_by_tokens,
     models_of,
     scale_loss,
     with_buffers,
@@ -77,7 +77,6 @@ class ShardcastAccelerator(Accelerator):
         self.scaler = None  # the sharded optimizer scales the loss, and skips, for all ranks
         self._owners: dict[nn.Module, ShardcastOptimizer] = {}  # of each bare model that is sharded
         self._unsharded: dict[nn.Module, Any] = {}  # placed, and waiting for their optimizer
-        self._dealt: list[data.ConsecutiveBatches] = []
 
     native_amp: bool
     """Accelerate's own: whether it runs forwards under autocast."""
@@ -233,23 +232,12 @@ class ShardcastAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Do as ``Accelerator.prepare_data_loader``: tp and cp ranks of a group share batches.
 
-        With ``reproducible`` a step has its batches rank after rank, which are else dealt in turn;
-        a loop that begins while the model is in eval mode has them in turn, as metrics expect.
-
         Raises:
             ValueError: rank 0 reads for all, with tp and dp, or cp.
         """
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         mesh.refuse_dispatch(self, isinstance(prepared, DataLoaderDispatcher))
-        if self.shardcast_config.reproducible and self.num_processes > 1:
-            total = self.shardcast_config.reproducible
-            counted = self.gradient_accumulation_steps * self.num_processes
-            total = counted if total is True else total
-            self._dealt += data.deal_consecutive(prepared, total, self._is_training)
         return prepared
-
-    def _is_training(self) -> bool:
-        return not self._owners or any(model.training for model in self._owners)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Do as ``Accelerator.prepare_scheduler``; only skips of its own optimizer hold it up."""
@@ -265,14 +253,11 @@ class ShardcastAccelerator(Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Do as ``Accelerator.backward``: divided by the accumulation steps, loss scale applied.
 
-        Where tokens are counted, :meth:`ShardedOptimizer.count`, they alone are the divisor, and
-        with ``reproducible`` the step divides.
+        Where tokens are counted, :meth:`ShardedOptimizer.count`, they alone are the divisor.
         """
         optimizers = [prepared.optimizer for prepared in self.sharded]
         scaled = scale_loss(optimizers, loss)
-        if self.gradient_state.in_dataloader:
-            data.check_dealt(self._dealt, self.gradient_state.active_dataloader)
-        if divides_at_end(optimizers, self.gradient_accumulation_steps):
+        if divides_by_tokens(optimizers):
             kwargs.pop("learning_rate", None)  # which Accelerate takes for LOMO
             scaled.backward(**kwargs)
         else:
@@ -427,7 +412,7 @@ class ShardcastAccelerator(Accelerator):
                 prepared.close()
         for watch in self._unsharded.values():
             watch.remove()
-        self._unsharded, self._owners, self._dealt, self.loss_params = {}, {}, [], ()
+        self._unsharded, self._owners, self.loss_params = {}, {}, ()
         return super().free_memory(*objects)
 
 

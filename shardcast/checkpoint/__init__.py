@@ -9,8 +9,8 @@
 
 :func:`save`, :func:`load` and :func:`resume` are collective: every rank of the optimizer's group,
 which is that of the whole mesh if it has one, must call them, and so are :func:`save_async`,
-:func:`load_plain`, :func:`replay` and :func:`import_dcp`. :func:`latest`, :func:`inspect` and
-:func:`export` are local.
+:func:`load_plain` and :func:`import_dcp`. :func:`latest`, :func:`inspect` and :func:`export` are
+local.
 """
 
 from shardcast.checkpoint.background import Saving, save_async
@@ -19,12 +19,10 @@ from shardcast.checkpoint.directory import DamagedCheckpointError, Manifest, ins
 from shardcast.checkpoint.exporting import export
 from shardcast.checkpoint.importing import import_dcp, load_plain
 from shardcast.checkpoint.loading import Resumed, load, resume
-from shardcast.checkpoint.replay import Difference, replay
 from shardcast.checkpoint.saving import save
 
 __all__ = [
     "DamagedCheckpointError",
-    "Difference",
     "Manifest",
     "Resumed",
     "Saving",
@@ -35,7 +33,6 @@ __all__ = [
     "latest",
     "load",
     "load_plain",
-    "replay",
     "resume",
     "save",
     "save_async",

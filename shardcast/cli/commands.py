@@ -28,7 +28,6 @@ from shardcast.cli.checkpoints import export, inspect
 from shardcast.cli.estimate import estimate
 from shardcast.cli.launch import launch
 from shardcast.cli.parser import Parser
-from shardcast.cli.replay import replay
 from shardcast.config import ShardcastConfig
 from shardcast.messages import namesake
 from shardcast.option_files import CONFIG_VARIABLE, PRESETS, preset
@@ -250,6 +249,5 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "estimate": estimate,
     "inspect": inspect,
     "export": export,
-    "replay": replay,
     "test": test,
 }

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.counts import by_owner, count_marks
-from shardcast.extensions.reproducible.tree import most_bytes
 from shardcast.extensions.shard_ranks import ranks_of_shards
 from shardcast.memory.codecs import Encoded, master_codec, row_of
 from shardcast.memory.pack import Pack
@@ -112,8 +111,7 @@ def estimate(
         backend: of the process group; it decides by which collectives packs travel. With gloo
             the model is on a CPU, where marks of gradients keep what they hide.
         ranks_per_node: data-parallel ranks that share a node, numbered node by node; likewise.
-        micro_batches: backwards of a step, as a long sum of gradients is in fp32. With
-            ``reproducible`` that option says how many there are.
+        micro_batches: backwards of a step, as a long sum of gradients is in fp32.
 
     Raises:
         ValueError: another optimizer, whose state depends on more than the number of elements.
@@ -141,9 +139,7 @@ def estimate(
     plan = dataclasses.replace(plan, layout=layout)
     copies, allocated = world_size // size, cache(partial(_allocated, originals, config))
     sharded = config.grads == "sharded" and world_size > 1
-    adds_up = not config.reproducible and (
-        micro_batches > 1 if sharded else exact_sums(micro_batches, config)
-    )
+    adds_up = micro_batches > 1 if sharded else exact_sums(micro_batches, config)
     costs = dict[str, float]()
     masters, marks, parcels = [0] * size, [0] * size, 0
     shares: list[list[_Share]] = [[] for _ in range(size)]
@@ -280,10 +276,7 @@ def _share(
     setup = _staged(plan, pack, numel, share.masters)
     if not pack.requires_grad:
         return _Share(*share, gradients=0, sent=0, setup=setup)
-    wire, local = _sent_dtype(pack, config).itemsize, grad.itemsize
-    if config.reproducible > size:
-        dtypes = grad_dtype(pack.dtype, config), wire_dtype(pack.dtype, config)
-        local += most_bytes(config.reproducible // size, *dtypes)
+    wire = wire_dtype(pack.dtype, config).itemsize
     if pack.algorithms.reduce == "two_level":  # sums are twice as long as what is summed
         near, nodes = pack.algorithms.node, size // pack.algorithms.node
         sent = ((near - 1) * nodes + 2 * (nodes - 1)) * numel * wire
@@ -292,7 +285,7 @@ def _share(
     sent += 2 * (copies - 1) * numel * MASTER_DTYPE.itemsize // copies
     if trained or pack.algorithms.sync == "all_gather":
         sent += (size - 1) * values
-    return _Share(*share, numel * local, sent, setup)
+    return _Share(*share, numel * grad.itemsize, sent, setup)
 
 
 def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int) -> int:
@@ -333,12 +326,6 @@ def _sync_launches(
         kind = sync, pack.dtype if sync == "all_gather" else None
         launches.setdefault(kind if together else pack.index, (sync, []))[1].append(pack)
     return list(launches.values())
-
-
-def _sent_dtype(pack: PackLayout, config: ShardcastConfig) -> torch.dtype:
-    """Return the dtype in which gradients travel: fp32 for sums of several micro-batches."""
-    several = config.reproducible > len(pack.spans)
-    return MASTER_DTYPE if several else wire_dtype(pack.dtype, config)
 
 
 def _collectives(

@@ -338,15 +338,13 @@ def _check(config: ShardcastConfig) -> None:
         config,
         {
             "grads 'sharded', of which every backward sends a part": config.grads == "sharded",
-            "reproducible, which adds up a fixed number of micro-batches": config.reproducible
-            is not False,
             "a guard of the loss, which a rank that failed has not": loss is not None
             and config.on_error.action == "drop",
         },
     )
 
 
-def _fits(config: ShardcastConfig, dims: ParallelDims, _draws: str) -> None:
+def _fits(config: ShardcastConfig, dims: ParallelDims) -> None:
     """Refuse ranks that wait for one another inside a forward or backward."""
     _refuse(
         config,

@@ -193,7 +193,7 @@ class StandIn:
         return self.value._version != self._version
 
 
-def _fits(_config: ShardcastConfig, parallel_dims: ParallelDims, _draws: str) -> None:
+def _fits(_config: ShardcastConfig, parallel_dims: ParallelDims) -> None:
     if parallel_dims.in_pipeline:
         raise ValueError(
             "grads: expected 'full' in a pipeline, whose backwards accumulate locally until "

@@ -29,7 +29,7 @@ class TokenCount(Reserved):
 
     def clear(self) -> None:
         """Forget the counts: their gradients were dropped."""
-        self._divisor.counted = self.counted = False
+        self.counted = False
         self._total = 0.0
 
     def conclude(self, decision: Decision) -> None:
@@ -68,7 +68,7 @@ class TokenCount(Reserved):
                     f"count: expected a number >= 0 or a 0-dim tensor of tokens, got {tokens!r}"
                 )
             self._total = self._total + number
-        self._divisor.counted = self.counted = True
+        self.counted = True
 
     @property
     def agrees_scale(self) -> bool:  # type: ignore[override]

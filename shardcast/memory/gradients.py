@@ -21,8 +21,8 @@ class Gradients:
     """The gradients of one pack on this rank, allocated with the first one and kept.
 
     This is the storage behind a pack's :class:`.Bucket`, full on every rank. An option has another
-    one by a subclass, of its own span (``Option.gradients``) or with micro-batches apart
-    (:meth:`.MicroBatches.storage`), so that a bucket asks none of them which one it is.
+    one by a subclass, of its own span (``Option.gradients``), so that a bucket asks none of them
+    which one it is.
 
     ``collect()`` takes in every ``.grad``, zeros where there is none; ``data`` is sent; the mean is
     written to ``own``, then ``landed(pieces)``. ``reopen(kept)`` begins anew and returns the fp32
@@ -223,15 +223,6 @@ class Gradients:
                 for position, view in zip(grads, views, strict=True):
                     params[position].grad = view
         return bool(grads)
-
-    def end_micro_batch(self) -> None:
-        """Learn that the next gradients are of another micro-batch, where a storage tells them."""
-
-    def drop_replaced(self) -> None:
-        """Drop what is kept of micro-batches, of gradients that a script has replaced since."""
-
-    def discard(self, position: int) -> None:
-        """Drop what is kept of micro-batches, of one gradient that a script cleared."""
 
     def forget(self) -> None:
         """Learn that all gradients were cleared, by whomever."""

@@ -101,21 +101,9 @@ def scale_loss(optimizers: Sequence[ShardedOptimizer], loss: Tensor) -> Tensor:
     return scaled[0] if scaled else loss
 
 
-def divides_at_end(optimizers: Sequence[ShardedOptimizer], accumulation: int) -> bool:
-    """Return whether steps alone divide by the tokens or micro-batches, and a framework must not.
-
-    Call it before each backward. With ``reproducible`` they do, since ``loss / 3`` and ``loss / 2``
-    round differently.
-    """
-    at_end = False
-    for sharded in optimizers:
-        packed = packed_of(sharded)
-        total, micro_batches = accumulation * packed.comm.size, packed.reduce.micro_batches
-        is_all = micro_batches is not None and micro_batches.divides(total)
-        if is_all:
-            sharded.divisor = total
-        at_end = at_end or is_all or packed.decider.tokens.counted
-    return at_end
+def divides_by_tokens(optimizers: Sequence[ShardedOptimizer]) -> bool:
+    """Return whether a step divides by counted tokens, so that a framework must not divide."""
+    return any(packed_of(sharded).decider.tokens.counted for sharded in optimizers)
 
 
 def exact_state(

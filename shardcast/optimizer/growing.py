@@ -92,12 +92,6 @@ def _note_stale(packed: PackedOptimizer, added: Sequence[Shard]) -> None:
     """Have the step compare how many gradients the added parameters have over the ranks."""
     count = sum(param.grad is not None for shard in added for param in shard.pack.params)
     packed.reduce.history[STALE] += count
-    if count and packed.reduce.micro_batches is not None:
-        with packed.decider.refusal.held():
-            raise RuntimeError(
-                "add_param_group: expected no gradient of the added parameters yet, which "
-                "belongs to a micro-batch (reproducible); clear them before you add the group"
-            )
 
 
 def activate_packs(packed: PackedOptimizer, indices: Collection[int]) -> None:
@@ -129,12 +123,6 @@ def activate_together(
                 comm.all_reduce(flags[number])
     packed.comm.all_reduce(flags)
     woken = [shard for shard, n in zip(frozen, flags.tolist(), strict=True) if n]
-    if woken and packed.reduce.micro_batches is not None:
-        raise RuntimeError(
-            f"step: {woken[0].pack.layout.slots[0].name!r}, or a parameter packed with it, "
-            "was frozen at shard() and has a gradient now, of which reproducible knows no "
-            "micro-batches; have it trained at shard(), and freeze it after"
-        )
     for shard in woken:
         packed.activate(shard)
     return woken

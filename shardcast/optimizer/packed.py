@@ -86,7 +86,7 @@ class PackedOptimizer:
         self.reduce = Reducer(process_groups, plan.config, at_step)
         self.decider = Decider(
             self.reduce.grads, process_groups, plan.config, self.device, originals,
-            self.reduce.divisor, self.reduce.micro_batches, self.reduce.history,
+            self.reduce.divisor, self.reduce.history,
         )  # fmt: skip
         self.sync = Sync()
         self.buffers_of_training: dict[str, Tensor] = {}
@@ -104,7 +104,6 @@ class PackedOptimizer:
         low = next((shard.pack.layout.dtype for shard in shards if not shard.in_place), None)
         for module in {*self.stages, *self.called}:
             mark(module, low)
-            self.reduce.watch(module)
         self.install_hooks()
 
     # -- groups -----------------------------------------------------------------------------

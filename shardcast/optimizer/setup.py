@@ -170,11 +170,9 @@ def _traits(
     for trait in traits:
         if trait.entangled and ranks > 1:
             raise TypeError(trait.entangled)
-    names = [type(optimizer).__name__ for optimizer in originals.optimizers]
-    draws = next((name for name, t in zip(names, traits, strict=True) if t.draws), "")
     for option in config.extensions().values():
         if option.fits is not None:
-            option.fits(config, parallel_dims, draws)
+            option.fits(config, parallel_dims)
     return traits
 
 

@@ -145,13 +145,11 @@ class ShardedOptimizer(StatefulOptimizer):
         several = packed.process_groups.everyone.size > 1
         packed.decider.left = packed.tree.left() if several else ""
         frozen = [shard for shard in packed.shards if shard.grads is None]
-        if frozen and packed.reduce.micro_batches is not None:  # a tree has all of them
-            wake(packed, frozen)
         scale, touched = packed.decider.loss_scale, packed.reduce.touched
         if scale is not None:
             scale.look(packed.reduce.grads, touched)
         packed.reduce.finish()
-        if frozen and packed.reduce.micro_batches is None:
+        if frozen:
             # Behind the reduction, which other ranks have begun in their backward; what wakes is
             # reduced then.
             woken = wake(packed, frozen)
@@ -204,23 +202,6 @@ class ShardedOptimizer(StatefulOptimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """For all micro-batches but a step's last, on every rank: full gradients stay here."""
         return self._packed.reduce.no_sync()
-
-    def micro_batch(self, index: int) -> None:
-        """Say of which micro-batch of the step the next backwards are, with ``reproducible=8``.
-
-        Local. Without it each backward is the next micro-batch of this rank, and a step has to have
-        all of them; with it several backwards may be of one, and a step may have fewer. Gradients
-        are reduced in :meth:`step` then.
-
-        Args:
-            index: over all ranks of the step, one of this rank's, which has ``reproducible`` over
-                the number of ranks in a row: rank 1 of 2 has 4 to 7 of 8.
-
-        Raises:
-            ValueError: it is another rank's, or other micro-batches came since it was.
-            RuntimeError: ``reproducible`` is no number.
-        """
-        self._packed.reduce.micro_batch(index)
 
     def _note_clip(self, decision: Decision | None) -> None:
         """Keep a decision on the present gradients; ``None`` forgets the last one."""

@@ -89,9 +89,7 @@ def choose(
         return Algorithms()
     equal = len(set(lengths)) == 1
     several = 1 < topology.node < size and size % topology.node == 0  # ranks on several nodes
-    if any(option.micro_batches is not None for option in config.extensions().values()):
-        reduce, why = "all_to_all", "adds in a fixed order"
-    elif config.reduce == "two_level" and topology.node >= size:
+    if config.reduce == "two_level" and topology.node >= size:
         reduce, why = "all_to_all", "there is one node"
     elif config.reduce == "two_level" and not (equal and several):
         needs = "several ranks on every node, the same number on each, numbered one after another"

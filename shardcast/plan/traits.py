@@ -31,7 +31,6 @@ class OptimizerTraits(NamedTuple):
     Attributes:
         elementwise: the update of an element needs nothing but that element.
         entangled: why several ranks cannot share its parameters; empty if they can.
-        draws: it draws random numbers, or may: it could not be measured.
         cost: ``cost(name, shape, group)`` gives about how many floating-point operations the update
             of a parameter takes, where it is not so many for each element, and raises ValueError
             for one that the class cannot update.
@@ -39,7 +38,6 @@ class OptimizerTraits(NamedTuple):
 
     elementwise: bool
     entangled: str = ""
-    draws: bool = False
     cost: Callable[[str, Sequence[int], Mapping[str, Any]], float] | None = None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import re
 import shutil
@@ -35,7 +34,6 @@ import shardcast.run
 from shardcast import ShardedOptimizer
 from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, enable, guards
 from shardcast.accelerate.state import _without_prefix
-from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(60)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -528,35 +526,6 @@ def test_a_part_that_its_model_calls_module_keeps_its_names() -> None:
     other = nn.ModuleDict({"module": nn.Linear(2, 2)})
     model.load_state_dict(other.state_dict())
     assert torch.equal(model["module"].weight, other["module"].weight)
-
-
-def test_accumulation_of_accelerate_keeps_the_bits_of_other_numbers_of_ranks() -> None:
-    """Of six micro-batches, which a loss over 6, 3 or 2 of them would not."""
-    batches = [torch.randn(4, 7, generator=torch.Generator().manual_seed(n)) for n in range(6)]
-    config = {"param_dtype": "bf16", "reproducible": 6, "max_grad_norm": 0.1}
-
-    prototype = MLP()
-
-    def plain(group: Any) -> str:
-        model = copy.deepcopy(prototype)
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        optimizer = shardcast.shard(model, adamw, config, process_group=group)
-        optimizer.divisor = 6.0
-        for _ in range(2):
-            for batch in torch.stack(batches).chunk(group.size())[group.rank()]:
-                model(batch).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return optimizer.digest()
-
-    accelerator = accelerator_of("bf16", config, gradient_accumulation_steps=6)
-    model, optimizer = prepared(accelerator, copy.deepcopy(prototype))
-    for _ in range(2):
-        for batch in batches:
-            with accelerator.accumulate(model):
-                one_step(accelerator, model, optimizer, batch=batch)
-    digests = {*threaded_world(2, plain), *threaded_world(3, plain)}
-    assert digests == {optimizer.optimizer.digest()}
 
 
 def test_counted_tokens_are_not_divided_twice_nor_rounded() -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from accelerate import DataLoaderConfiguration
-from accelerate.data_loader import BatchSamplerShard
 from lightning.pytorch import LightningModule, Trainer
 from test_accelerate_processes import fresh
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from shardcast.accelerate import ShardcastAccelerator
-from shardcast.accelerate.data import check_dealt, deal_consecutive
 from shardcast.lightning import ShardcastStrategy
 from shardcast.testing import SpawnedWorld
 from shardcast.transformers import ShardcastTrainer
@@ -137,11 +132,6 @@ def by_trainer(config: Any, ranks: int, folder: str, kind: Any = ShardcastTraine
     model = llama().eval()  # as from_pretrained gives it
     trainer = InOrder(model, arguments, train_dataset=rows(), shardcast_config=config)
     trainer.train()
-    if (
-        config.get("reproducible") and kind is ShardcastTrainer
-    ):  # predictions are in the order of their inputs
-        labels = torch.stack([row["labels"] for row in rows()])
-        assert torch.equal(torch.from_numpy(trainer.predict(rows()).label_ids), labels)
     return trainer.optimizer.optimizer
 
 
@@ -203,71 +193,6 @@ def test_a_step_is_the_mean_over_the_tokens_of_all_ranks_and_micro_batches(
             torch.testing.assert_close(value, expected[name], atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_reproducible_runs_have_the_same_bits_at_any_number_of_ranks(
-    tmp_path: Path, gloo: SpawnedWorld, four: SpawnedWorld, framework: str
-) -> None:
-    digests = []
-    config = {"reproducible": MICRO_BATCHES}
-    for world, reproducible in ((gloo, True), (four, MICRO_BATCHES)):
-        counted = {"reproducible": reproducible}
-        digests += [world.run(train, framework, counted, str(tmp_path), timeout=100)[0][0]]
-    digests += [train(None, framework, config, str(tmp_path), 1)[0]]
-    assert len(set(digests)) == 1
-
-
-def dealt_batches(size: int, training: bool, **options: Any) -> tuple[list[Any], list[Any]]:
-    """The batches of each of two ranks, and what deals them in steps of four."""
-    samplers = [BatchSampler(range(size), 2, drop_last=False) for _ in range(2)]
-    shards = [BatchSamplerShard(it, 2, rank, **options) for rank, it in enumerate(samplers)]
-    loaders = [SimpleNamespace(batch_sampler=shard) for shard in shards]
-    dealt = [it for loader in loaders for it in deal_consecutive(loader, 4, lambda: training)]
-    assert not any(deal_consecutive(loader, 4, lambda: training) for loader in loaders)
-    return [list(shard) for shard in shards], dealt
-
-
-def test_a_step_that_trains_has_its_batches_rank_after_rank_and_an_evaluation_in_turn() -> None:
-    trained, in_turn = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-    ended = SimpleNamespace(end_of_dataloader=True)
-    for training, expected in ((True, trained), (False, in_turn)):
-        batches, dealt = dealt_batches(8, training)
-        assert batches == expected
-        if training:
-            check_dealt(dealt, ended)
-        else:
-            with pytest.raises(RuntimeError, match=r"call model\.train\(\) before the loop"):
-                check_dealt(dealt, ended)
-
-
-@pytest.mark.parametrize("size", range(9, 16))
-def test_a_step_that_accelerate_fills_up_has_all_samples_and_is_refused_in_training(
-    size: int,
-) -> None:
-    for training in (True, False):
-        batches, dealt = dealt_batches(size, training)
-        assert {number for of_rank in batches for batch in of_rank for number in batch} == {
-            *range(size)
-        }
-        within, ended = (SimpleNamespace(end_of_dataloader=end) for end in (False, True))
-        if training:
-            check_dealt(dealt, within)
-            with pytest.raises(RuntimeError, match="a DataLoader with drop_last=True whose number"):
-                check_dealt(dealt, ended)
-
-
-def test_a_short_batch_that_is_not_filled_up_trains() -> None:
-    batches, dealt = dealt_batches(15, True, even_batches=False)
-    assert batches[1][-1] == [14]
-    check_dealt(dealt, SimpleNamespace(end_of_dataloader=True))
-
-
-def test_the_sampler_of_a_dealt_loader_may_be_replaced() -> None:
-    _, (dealt, _) = dealt_batches(8, True)
-    dealt.sampler = range(7, -1, -1)
-    assert [*dealt.batch_sampler] == [[7, 6], [5, 4], [3, 2], [1, 0]]
-    assert dealt.sampler == range(7, -1, -1) and dealt.batch_size == 2
-
-
 def is_unwelcome(norm: Tensor, _loss: Tensor | None) -> Tensor:
     return norm > 0
 
@@ -277,35 +202,3 @@ def test_a_guard_skips_steps_of_each_framework(tmp_path: Path, framework: str) -
     fresh()
     sharded = FRAMEWORKS[framework]({"guard": is_unwelcome}, 1, str(tmp_path))
     assert sharded.guarded_steps == sharded.skipped_steps == STEPS
-
-
-class Dealt(Module):
-    """Its loader is Lightning's to deal out."""
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(rows(), batch_size=2)  # type: ignore[arg-type]
-
-
-def dealt_otherwise(group: Any, folder: str) -> list[str]:
-    """What is said of loaders whose order depends on the number of ranks."""
-    fresh()
-    config = {"reproducible": MICRO_BATCHES}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        split = DataLoaderConfiguration(split_batches=True)
-        accelerator = ShardcastAccelerator(
-            cpu=True, shardcast_config=config, dataloader_config=split
-        )
-        accelerator.prepare(DataLoader(rows(), batch_size=2))  # type: ignore[arg-type]
-        fit_lightning(Dealt(group.size()), config, group.size(), folder, True)
-    return [str(it.message) for it in caught if "reproducible" in str(it.message)]
-
-
-def test_loaders_that_give_other_micro_batches_to_other_ranks_are_warned_of(
-    tmp_path: Path, gloo: SpawnedWorld
-) -> None:
-    ranks = gloo.run(dealt_otherwise, str(tmp_path), timeout=100)
-    told = [text for texts in ranks for text in texts]  # by whichever rank is the first
-    told.sort(key=lambda text: text.split()[1] != "expected")
-    assert [text.split()[1] for text in told] == ["expected", "Lightning's"]
-    assert "split_batches" in told[0] and "use_distributed_sampler=False" in told[1]

@@ -227,52 +227,6 @@ def test_an_export_shows_how_far_it_is_on_a_terminal_alone(
         assert told == "exported 0.00024 of 0.000241 GB\nexported 0.000241 of 0.000241 GB\n"
 
 
-JOB = """
-import torch, shardcast
-from shardcast import checkpoint
-
-def make():
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = shardcast.shard(model, optimizer, param_dtype=torch.float32, reproducible=2)
-    def train(step):
-        for micro in range(2):
-            data = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + micro))
-            model(data).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer, train
-
-def record(flips, start):
-    model, optimizer, train = make()
-    for made in (1, 2, 3):
-        train(made - 1 + start)
-        if flips and made == 2:
-            with torch.no_grad():
-                model.weight.view(torch.int32)[1, 2] ^= 1
-        checkpoint.save("run", model, optimizer, step=made)
-"""
-
-
-@pytest.mark.parametrize("start", [0, 1], ids="counted from {}".format)
-@pytest.mark.parametrize("flips", [False, True])
-def test_replay_names_the_element_that_parts(
-    flips: bool, start: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    (tmp_path / "job_to_replay.py").write_text(JOB)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "job_to_replay", raising=False)
-    importlib.import_module("job_to_replay").record(flips, start)
-    replay = ("replay", "run", "job_to_replay:make")
-    numbered = (f"--start={start}",) if start else ()
-    printed = command(*replay, *numbered, status=int(flips))
-    assert ("'weight'" in printed and "element 6:" in printed) == flips, printed
-    printed = command(*replay, f"--start={1 - start}", status=1)
-    assert "between steps 1 and 2" in printed and "give start=" in printed, "the control"
-
-
 # -- launch -----------------------------------------------------------------------------------
 
 UNEDITED = """
@@ -415,8 +369,6 @@ REFUSED = {
     "lunch": "unknown command 'lunch'",
     "config --output mine.yaml": "pass --overwrite",
     "inspect no": "no committed checkpoint",
-    "replay full misbuilt:pair": "expected that misbuilt:pair returns (model, optimizer, train)",
-    "replay full misbuilt:no": "expected MODULE:FUNCTION",
     # launch: before a process starts
     "launch --config_file no.yaml script.py": "no.yaml",
     "launch --config_file typo.yaml script.py": "did you mean 'max_grad_norm'",

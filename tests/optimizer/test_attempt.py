@@ -333,7 +333,7 @@ def test_without_the_option_attempt_names_it():
 
 
 REFUSED = [
-    {"grads": "sharded"}, {"reproducible": True},
+    {"grads": "sharded"},
     {"on_error": "drop", "guard": {"loss": 3.0, "window": 4}},
 ]  # fmt: skip
 

@@ -496,7 +496,7 @@ def test_an_added_group_is_on_the_grid_and_a_skipped_step_changes_nothing(form: 
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {"reproducible": True}, {"overlap_sync": True}, {"grads": "sharded"}, {"moments": "bf16"},
+    {"overlap_sync": True}, {"grads": "sharded"}, {"moments": "bf16"},
     {"sync": "broadcast"}, {"partition": "whole"}, {"fuse": "compile"},
 )  # fmt: skip
 
@@ -523,7 +523,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "broadcast": {"overlap_sync": True},
     "whole": {"partition": "whole"},
     "split": {"pack_mb": 0.1, "alignment": 8},
-    "reproducible": {"reproducible": True},
 }
 
 

@@ -59,7 +59,7 @@ def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
     _refuse_holder(optimizer)
     _refuse_common_state(optimizer)
     if not _can_be_copied(optimizer):
-        return OptimizerTraits(elementwise=False, draws=True)
+        return OptimizerTraits(elementwise=False)
     try:
         with unnoticed() as draws:
             traits = _measured(optimizer)
@@ -72,8 +72,8 @@ def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
         if observer.raised_in_distributed(error):  # there is no process group yet
             raise collective_refusal(optimizer) from error
         _refuse_list(optimizer, error)
-        return OptimizerTraits(elementwise=False, draws=True)
-    return OptimizerTraits(elementwise=False, draws=True) if is_random else traits
+        return OptimizerTraits(elementwise=False)
+    return OptimizerTraits(elementwise=False) if is_random else traits
 
 
 # -- refused without a step ---------------------------------------------------------------------

@@ -37,7 +37,6 @@ from shardcast.step.decide.signal import (
 )
 from shardcast.step.decide.skip_report import SkipReport
 from shardcast.step.reduce.mean import Divisor
-from shardcast.step.reduce.micro_batches import MicroBatches
 
 
 class Decider:
@@ -54,7 +53,6 @@ class Decider:
         device: where the scalars live.
         originals: the optimizers, whose groups it reads.
         divisor: of the mean, which all ranks must have alike.
-        micro_batches: of a step, where these have an order.
         history: what this rank did to means since the last step, which all must do alike.
 
     Attributes:
@@ -70,16 +68,14 @@ class Decider:
     def __init__(
         self, grads: Sequence[Gradients], process_groups: ProcessGroups, config: ShardcastConfig,
         device: torch.device, originals: OptimizerList, divisor: Divisor,
-        micro_batches: MicroBatches | None, history: Mapping[str, Any],
+        history: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self._history = history
         self._grads, self._process_groups, self._device = grads, process_groups, device
         self._originals, self._divisor = originals, divisor
         self._clip_value: float | None = None  # of the coming step
         self.loss_scale = LossScale(config, process_groups, device) if config.scales_loss else None
-        self._micro_batches, self._alignment = micro_batches, config.alignment
-        norm = PNorm if micro_batches is None else micro_batches.norm
-        self._norm: PNorm = norm(config.norm_type, device)
+        self._norm = PNorm(config.norm_type, device)
         self._presence = Presence(grads, process_groups, device)
         self.refusal = Refusal(process_groups.everyone, device)
         self._options = OptionCheck(
@@ -252,8 +248,6 @@ class Decider:
         for number in self._gives:
             arguments.update(self.signals[number].arguments())
         arguments |= {LEFT: self.left, **self._history}
-        if self._micro_batches is not None:
-            arguments["micro_batches"] = self._micro_batches.count
         self._clip_value = None
         return arguments
 
@@ -265,8 +259,7 @@ class Decider:
 
     def _pack_powers(self) -> Tensor:
         """Return the power of the own span of each pack, see :class:`PNorm`."""
-        rows = [self._alignment // grads.pack.layout.dtype.itemsize for grads in self._grads]
-        return self._norm.powers([grads.own for grads in self._grads], rows)
+        return self._norm.powers([grads.own for grads in self._grads])
 
     def _groups_of(self, groups: Sequence[GroupId]) -> Members:
         """Return the group of each pack."""
@@ -325,8 +318,6 @@ class Decider:
         state: dict[str, Any] = {"loss_scale": None, "growth": 0.0, **self.skips.state_dict()}
         for signal in self.signals:
             state.update(signal.state_dict())
-        if self._micro_batches is not None:
-            state["micro_batches"] = self._micro_batches.total
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -334,8 +325,6 @@ class Decider:
         for signal in self.signals:
             signal.load_state_dict(state)
         self.skips.load_state_dict(state)
-        if self._micro_batches is not None:
-            self._micro_batches.load(state.get("micro_batches", 0))
 
 
 def _with_factors(unscale: Tensor | None, verdicts: Mapping[Signal, Verdict]) -> Tensor | None:

@@ -46,15 +46,12 @@ class PNorm:
             self._limits[limit] = torch.full_like(self._zero, limit, dtype=torch.float64)
         return self._limits[limit]
 
-    def powers(self, spans: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    def powers(self, spans: Sequence[Tensor]) -> Tensor:
         """Return the power of each 1-d span, 1-d.
 
         On an accelerator all spans of one dtype are one call, as in torch's ``clip_grad_norm_``,
         which reads them once and sums in fp32. The price: a span whose sum of powers exceeds fp32
         (a norm above 1e19, with p of 2) counts as infinite, so that the step is skipped.
-
-        Args:
-            rows: of each span, elements that no span cuts.
         """
         if _compat.is_host(self._device) or not spans:
             powers = [self.power(own) for own in spans]

@@ -146,7 +146,6 @@ class Bucket:
         As under DDP ``p.grad = x`` is all of this rank's gradient, to be averaged over ranks.
         """
         grads = self.grads
-        grads.drop_replaced()
         if self.state in OPEN and grads.carry is None:
             return
         # What failed backwards have brought is nothing that a script assigned, and in the place of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.compiling import compiles
-
-if TYPE_CHECKING:
-    from shardcast.step.reduce.micro_batches import MicroBatches
 
 CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
 PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel launch
@@ -34,24 +31,14 @@ class Divisor:
     Attributes:
         ranks: how many data-parallel ones there are, for the mean.
         given: what a script says instead; a tensor is 0-dim, on the device of the gradients.
-        of_tree: the micro-batches of a step, where these have an order.
-        counted: the step divides by tokens that a script counts.
     """
 
     ranks: int
     given: float | Tensor | None = None
-    of_tree: MicroBatches | None = None
-    counted: bool = False
 
     @property
     def value(self) -> float | Tensor:
-        if self.given is not None:
-            return self.given
-        if self.of_tree is not None and self.counted:
-            # The step divides by the tokens instead: this one is rounded, and may overflow, alike
-            # at any number of ranks.
-            return self.of_tree.total or self.ranks  # until they are counted
-        return self.ranks
+        return self.ranks if self.given is None else self.given
 
 
 def choose_mean(config: ShardcastConfig, size: int, device: torch.device) -> Mean:

@@ -61,8 +61,7 @@ class ReducePass:
         self._inner = self.backward  # the last backward inside it that adds to gradients
         self._next = 0  # first bucket that was not sent yet
         self._flying: list[Bucket] = []
-        of_tree = reducer.micro_batches
-        self._buffers = Buffers() if of_tree is None else of_tree.spare
+        self._buffers = Buffers()
 
     def start(self) -> None:
         """Hear that the first gradient is about to come, or none in a pass without a backward.
@@ -176,9 +175,6 @@ class ReducePass:
             for bucket in self._buckets:
                 if bucket.arrived:
                     bucket.grads.adopt()
-            micro_batches = self._reducer.micro_batches
-            if micro_batches is not None and not micro_batches.numbered:
-                self._reducer.end_micro_batch()
         for bucket in self._buckets:
             bucket.arrived = set()
         if any(bucket.grads.has_graph for bucket in self._buckets):
@@ -190,16 +186,10 @@ class ReducePass:
 
         All, for whoever edits ``.grad`` in place after backward edits the mean.
         """
-        micro_batches = self._reducer.micro_batches
-        buckets = self._buckets[self._next :]
-        if micro_batches is not None and any(bucket.grads.adopt() for bucket in buckets):
-            micro_batches.begin()  # set by hand
-        for bucket in buckets:
+        for bucket in self._buckets[self._next :]:
             self._launch(bucket)
         while self._flying:
             self._land()
-        if micro_batches is not None and micro_batches.begun:
-            micro_batches.end()
         self._reducer.passed()
 
     def _launch(self, bucket: Bucket) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import Buffers, ProcessGroups
@@ -24,7 +24,6 @@ from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
 from shardcast.step.history import ASSIGNED, BACKWARDS, CLEARS, NOTHING, STALE, SUMMED
 from shardcast.step.reduce.bucket import BEGUN, Bucket, State, assigned_in, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
-from shardcast.step.reduce.micro_batches import MicroBatches
 from shardcast.step.reduce.reduce_pass import ReducePass
 from shardcast.step.reduce.user_edits import GradientEdits
 
@@ -50,7 +49,6 @@ class Reducer:
             further pack is complete.
         history: the acts on means since the last step, which all ranks must do alike.
         buckets: the bucket of each pack, in the order of :meth:`add`.
-        micro_batches: the micro-batches of a step, where a tree says in which order they are added.
     """
 
     def __init__(
@@ -67,12 +65,7 @@ class Reducer:
         self.cannot_gather: str = kind.cannot_gather
         kind = kind if process_groups.shard.size > 1 else Gradients
         self.sharded = kind is not Gradients
-        self.micro_batches: MicroBatches | None = next(
-            (it.micro_batches(config, process_groups.shard) for it in options if it.micro_batches),
-            None,
-        )
-        self._storage = kind if self.micro_batches is None else self.micro_batches.storage
-        self.divisor.of_tree = self.micro_batches
+        self._storage = kind
         self.at_end = self.has_ended = False
         self.counting: int | None = None
         self.edits = GradientEdits(self.grads)
@@ -85,8 +78,7 @@ class Reducer:
     @property
     def alone(self) -> bool:
         """Return whether gradients are means as they come."""
-        weighted = self.divisor.given is not None or self.micro_batches is not None
-        return self.process_groups.everyone.size == 1 and not weighted
+        return self.process_groups.everyone.size == 1 and self.divisor.given is None
 
     @property
     def beside(self) -> bool:
@@ -105,14 +97,12 @@ class Reducer:
     @property
     def _local(self) -> bool:
         """Return whether backwards send nothing at present."""
-        more = self.micro_batches is not None and not self.micro_batches.last
-        return not self._syncs or self.at_step or self.alone or more
+        return not self._syncs or self.at_step or self.alone
 
     @property
     def has_gradients(self) -> bool:
-        """Return whether there is any gradient; in a tree of micro-batches they are not seen."""
-        in_tree = self.micro_batches is not None
-        return in_tree or any(any(grads.presence()) for grads in self.grads)
+        """Return whether there is any gradient."""
+        return any(any(grads.presence()) for grads in self.grads)
 
     def add(self, pack: Pack) -> Gradients:
         """Reduce the gradients of ``pack`` from now on; every rank must add the same packs.
@@ -145,7 +135,7 @@ class Reducer:
         return grads
 
     def nbytes(self, pack: Pack) -> int:
-        """Return the bytes of the gradients of ``pack``, sums of micro-batches among them."""
+        """Return the bytes of the gradients of ``pack``."""
         return self.buckets[pack].grads.nbytes
 
     @contextmanager
@@ -160,11 +150,6 @@ class Reducer:
             yield
         finally:
             self._syncs = syncs
-
-    def watch(self, model: nn.Module) -> None:
-        """Notice ``model.zero_grad()``, which would not reach a tree's sums by ``.grad``."""
-        if self.micro_batches is not None:
-            self._handles.append(self.micro_batches.watch(model, self))
 
     def close(self) -> None:
         """Remove the hooks from the parameters, and wait for what a failed backward has sent."""
@@ -181,8 +166,7 @@ class Reducer:
         is the *outermost* backward that flushes, not one that a re-entrant checkpoint runs inside;
         the first gradient hook does the same for models whose submodules are called directly.
         """
-        held_back = self._local and self.micro_batches is None
-        if not held_back and self._running() is None and _compat.accumulates():
+        if not self._local and self._running() is None and _compat.accumulates():
             self._begin()
 
     def finish(self) -> None:
@@ -206,8 +190,6 @@ class Reducer:
             for bucket in self.buckets.values():
                 bucket.drop_cleared()
         else:
-            if self.micro_batches is not None and self.grads:
-                self.micro_batches.agree(self.grads[0].pack.data.device)
             self._new_pass().flush()
         # One replaced by hand after the reduction is final, as with DDP.
         replaced = [bucket for bucket in self.buckets.values() if bucket.grads.adopt()]
@@ -239,8 +221,6 @@ class Reducer:
         for bucket in self.buckets.values():
             bucket.use()
             bucket.assigned.clear()
-        if self.micro_batches is not None:
-            self.micro_batches.reset()
 
     def cleared(self, set_to_none: bool = True) -> None:
         """Hear of cleared gradients. No pass is due for it: one rank alone may clear its own."""
@@ -248,8 +228,6 @@ class Reducer:
         self.note_clear()
         self.history.update({STALE: 0, ASSIGNED: "", SUMMED: ""})
         self.edits.changed()
-        if self.micro_batches is not None:
-            self.micro_batches.reset()
         for bucket in self.buckets.values():
             bucket.forget()
             bucket.grads.zero(set_to_none)
@@ -276,32 +254,11 @@ class Reducer:
                     bucket.absent.remove(position)
             bucket.grads.take_back()
 
-    def micro_batch(self, index: int) -> None:
-        """Begin this micro-batch; see :meth:`ShardedOptimizer.micro_batch`."""
-        if self.micro_batches is None:
-            raise RuntimeError(
-                "micro_batch: expected the option reproducible, the micro-batches of a step over "
-                "all ranks; give it to shard()"
-            )
-        if self.micro_batches.begun and index != self.micro_batches.current:
-            self.end_micro_batch()
-        self.micro_batches.choose(index)
-
-    @torch.no_grad()
-    def end_micro_batch(self) -> None:
-        """Add the gradients that are here to the tree."""
-        assert self.micro_batches is not None
-        for bucket in self.buckets.values():
-            bucket.reopen()  # none came: what is shown are means of the step before
-            bucket.grads.end_micro_batch()
-        self.micro_batches.end()
-
     # -- the pass of the running backward -----------------------------------------------------
 
     def drop_assigned(self) -> None:
         """Drop, as a pass begins, means that a script replaced (``p.grad = x``)."""
-        in_micro_batch = self.micro_batches is not None and self.micro_batches.begun
-        for bucket in self.buckets.values() if not in_micro_batch else ():
+        for bucket in self.buckets.values():
             if bucket.state is not State.USED:
                 bucket.drop_assigned()
 
@@ -336,10 +293,7 @@ class Reducer:
 
     def _begin(self) -> ReducePass:
         reduce_pass = ReducePass(self, not self._local)
-        # A tree keeps the gradients of each micro-batch apart: its bits must not depend on how many
-        # of them are on this rank.
-        adds_up = not self.sharded and self.micro_batches is None
-        if adds_up and exact_sums(self.backwards + 1, self._config):
+        if not self.sharded and exact_sums(self.backwards + 1, self._config):
             for grads in self.grads:
                 grads.widen()
         self._reduce_pass = weakref.ref(reduce_pass)
@@ -361,8 +315,6 @@ class Reducer:
                 self.backwards += 1
                 self.edits.changed()
                 self._start(reduce_pass)
-            if self.micro_batches is not None:
-                self.micro_batches.begin()
             reduce_pass.arrive(bucket, position, running)
         except BaseException:
             reduce_pass.over = True

@@ -205,10 +205,3 @@ def test_each_of_many_lengths_has_a_graph_of_its_own(direct: list[int]):
                 vector = torch.zeros(sum(sizes), dtype=torch.float64)
                 assert not arithmetic.graphs.outcome(vector, sizes, None, [None]).skip
     assert len(direct) == len(lengths)
-
-
-def test_an_exact_norm_is_added_up_in_its_own_order(direct: list[int]):
-    model = nn.ParameterList([torch.ones(4)])
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = shardcast.shard(model, plain, reproducible=2, param_dtype=torch.bfloat16)
-    assert packed_of(optimizer).decider._arithmetic.graphs is None

@@ -104,7 +104,6 @@ WAYS: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
     "a value of one process": (1, sgd, "value", {}),
     "a norm, then a value": (2, sgd, "norm value", {}),
     "the gathered mean": (2, sgd, "gather norm", {}),
-    "one tree of micro-batches": (2, sgd, "norm", {"reproducible": 6}),
     "whole parameters": (3, adagrad, "no_sync", {"partition": "whole"}),
     "two optimizers": (2, muon_beside_adamw, "no_sync norm", {}),
 }  # fmt: skip

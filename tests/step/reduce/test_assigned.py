@@ -169,38 +169,6 @@ def test_means_that_are_kept_beside_what_is_assigned_are_missed(
         test_what_is_assigned_between_backwards_is_trained_as_under_ddp(2, None, grads)
 
 
-def test_what_is_assigned_between_numbered_micro_batches_replaces_their_sums():
-    """Where a tree adds gradients, they are not in ``.grad`` between two micro-batches."""
-
-    def run(group: Any) -> list[Tensor]:
-        model, rank = Dots(), group.rank()
-        optimizer = shardcast.shard(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group,
-            param_dtype="fp32", fuse="eager", reproducible=4,
-        )  # fmt: skip
-        every = range(len(SHAPES))
-        for step in range(2):
-            model(10 * step + rank, every).backward()
-            model.all[1].grad = gradient(50 + rank, 1)
-            model(10 * step + 2 + rank, every).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [param.detach().clone() for param in model.all]
-
-    model = Dots()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        for n, param in enumerate(model.all):
-            firsts = [gradient((50 if n == 1 else 10 * step) + rank, n) for rank in range(2)]
-            seconds = [gradient(10 * step + 2 + rank, n) for rank in range(2)]
-            # Four micro-batches are divided by, whatever is in their place.
-            param.grad = sum([*firsts, *seconds]) / 2
-        optimizer.step()
-    for params in ThreadedWorld(2, timeout=20).run(run):
-        for mine, right in zip(params, model.all, strict=True):
-            assert torch.equal(mine, right.detach())
-
-
 @pytest.mark.parametrize("grads", ["full", "sharded"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("quiet", [False, True])
