@@ -581,23 +581,6 @@ def _double_(tensor: Tensor) -> None:
     tensor.mul_(2)
 
 
-def test_watches_of_any_step_leave_torchs_hooks_alone():
-    """Another thread may go through them: torch does so without a lock."""
-    from torch.optim import optimizer as module
-
-    seen: list[Any] = []
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    optimizers.before_any_step(seen.append)()
-    hooks = [*module._global_optimizer_pre_hooks]
-    end = optimizers.before_any_step(seen.append)
-    assert [*module._global_optimizer_pre_hooks] == hooks
-    optimizer.step()
-    end()
-    end()
-    optimizer.step()
-    assert seen == [optimizer]
-
-
 def test_a_storage_is_there_as_long_as_somebody_has_it():
     base = torch.arange(4.0)
     view, weak = base[1:], storages.WeakStorage(base)

@@ -36,7 +36,6 @@ def _end(packed: PackedOptimizer) -> None:
     later = partial(_restore, packed, MASTER_DTYPE)
     for module in {*packed.stages, *packed.called}:
         mark(module, restore=later)
-    packed.end_watch_outside()
     try:
         packed.remove_hooks()
     finally:

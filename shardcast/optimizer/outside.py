@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast._compat.optimizers import before_any_step
 from shardcast.comm import is_dense, warn_first
 from shardcast.messages import SHOWN
 from shardcast.optimizer.setup import Plan
@@ -18,39 +15,24 @@ from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.reduce.reducer import is_reduced
 
 
-def watch_outside(outside: Mapping[str, nn.Parameter]) -> Callable[[], None]:
-    """Warn where another optimizer steps parameters that no sharded one holds.
+def name_unheld(outside: Mapping[str, nn.Parameter]) -> None:
+    """Warn once of parameters that have a gradient and that no sharded optimizer holds. Local.
 
-    Nobody averages their gradients. As long as no optimizer trains them, nobody has to.
-
-    Returns:
-        What ends it.
+    Nobody averages these gradients. Called after the first step.
     """
-    names = {id(param): (weakref.ref(param), name) for name, param in outside.items()}
-
-    def name_of(param: Any) -> str | None:
-        alive, name = names.get(id(param), (None, None))
-        return name if alive is not None and alive() is param else None
-
-    def before_step(optimizer: torch.optim.Optimizer) -> None:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        trained = [
-            repr(name)
-            for param in params
-            if param.grad is not None and (name := name_of(param)) and not is_reduced(param)
-        ]
-        if trained:
-            end()
-            listed = ", ".join(trained[:SHOWN]) + ", ..." * (len(trained) > SHOWN)
-            warn_first(
-                f"{type(optimizer).__name__} trains {listed} of a "
-                "sharded model, which no optimizer that was given to shardcast.shard holds: DDP "
-                "would average these gradients over the ranks, here each rank keeps its own. Shard "
-                "both optimizers together, shardcast.shard(model, [one, other])"
-            )
-
-    end = before_any_step(before_step)
-    return end
+    unheld = [
+        repr(name)
+        for name, param in outside.items()
+        if param.requires_grad and param.grad is not None and not is_reduced(param)
+    ]
+    if unheld:
+        listed = ", ".join(unheld[:SHOWN]) + ", ..." * (len(unheld) > SHOWN)
+        warn_first(
+            f"{listed} of a sharded model have gradients, and no optimizer that was given to "
+            "shardcast.shard holds them: DDP would average these gradients over the ranks, here "
+            "each rank keeps its own. If another optimizer trains them, shard both together, "
+            "shardcast.shard(model, [one, other]); if none does, freeze them: requires_grad_(False)"
+        )
 
 
 def warn_of_lowered_copies(plan: Plan) -> None:

@@ -7,8 +7,7 @@ of this library work with this one.
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,6 @@ from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.optimizer.model_hooks import ModelHooks, mark
-from shardcast.optimizer.outside import watch_outside
 from shardcast.optimizer.setup import Plan
 from shardcast.optimizer.tree import Tree, called_by_script
 from shardcast.option_values import CALLS
@@ -97,10 +95,7 @@ class PackedOptimizer:
         several = process_groups.everyone.size > 1
         self._later = {n: step for n, (step, _) in plan.config.later().items() if several}
         self.next_begin = min(self._later.values(), default=math.inf)
-        self.end_watch_outside: Callable[[], None] = lambda: None
-        if self.comm.size > 1 and plan.outside:
-            self.end_watch_outside = watch_outside(plan.outside)
-            weakref.finalize(self, self.end_watch_outside)
+        self.outside = plan.outside if self.comm.size > 1 else {}
         low = next((shard.pack.layout.dtype for shard in shards if not shard.in_place), None)
         for module in {*self.stages, *self.called}:
             mark(module, low)

@@ -18,6 +18,7 @@ from shardcast.optimizer.clipping import Parameters, check_norm, clip_bound
 from shardcast.optimizer.growing import wake
 from shardcast.optimizer.handles import OptimizerHandle, check_stepped
 from shardcast.optimizer.original import retire, take_hooks
+from shardcast.optimizer.outside import name_unheld
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.stateful import StatefulOptimizer
 from shardcast.step.decide.decision import Decision
@@ -175,6 +176,8 @@ class ShardedOptimizer(StatefulOptimizer):
         packed.reduce.show(decision.present)
         packed.reduce.used()
         packed.comm.steps += 1
+        if packed.outside and packed.comm.steps == 1:
+            name_unheld(packed.outside)
         for optimizer in (*packed.originals.optimizers, *self.optimizers):
             _compat.note_step_called(optimizer)
         packed.decider.skips.poll()  # last: it may raise
