@@ -273,7 +273,8 @@ class Work:
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             return
         comm.watch.gave_up = True
-        places = "" if Watch.lookout is None else Watch.lookout.last_known(comm)
+        lookout = comm.watch.lookout
+        places = "" if lookout is None else lookout.last_known(comm)
         sentence = f"Where they were seen last: {places}. " if places else ""
         raise RuntimeError(
             f"rank {comm.rank} of {comm.size} waited for the other ranks in {self}, "

@@ -59,7 +59,7 @@ class ProcessGroups:
         return self.dp if pack_groups.shard == PLAIN else self.comm(pack_groups.shard)
 
     def end_watch(self) -> None:
-        """Tell of no more waits, once training is over; see :mod:`.watch`. Local."""
+        """Stop watching these ranks, once training is over; see :mod:`.watch`. Local."""
         for comm in {self.everyone, self.dp, self.shard, self.model, *self._groups.values()}:
             comm.watch.end(comm)
 

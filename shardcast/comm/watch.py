@@ -13,9 +13,6 @@ if TYPE_CHECKING:  # it imports this module
 class Lookout(Protocol):
     """Looks at watches from time to time, on a thread of its own."""
 
-    def begin(self, watch: Watch) -> None:
-        """Look at ``watch`` from now on."""
-
     def end(self, watch: Watch) -> None:
         """Look at ``watch`` no more."""
 
@@ -27,7 +24,7 @@ class Watch:
     """A rank of this process: a thread, whether it waits, and the groups it works with.
 
     Attributes:
-        lookout: of this process, :mod:`shardcast.extensions.waiting`; ``None``: nobody looks.
+        lookout: looks at this watch, see :mod:`shardcast.extensions.waiting`; or ``None``.
         thread: its number.
         comms: the groups of several ranks.
         waits: the collective that the rank is in; set and taken back by that.
@@ -35,11 +32,11 @@ class Watch:
         gave_up: one of them failed.
     """
 
-    lookout: ClassVar[Lookout | None] = None
     _all: ClassVar[weakref.WeakSet[Watch]] = weakref.WeakSet()  # that are not idle
     gave_up = False
 
     def __init__(self) -> None:
+        self.lookout: Lookout | None = None
         self.waits: Work | None = None
         self.begun = 0
         self.thread = threading.get_ident()
@@ -54,8 +51,6 @@ class Watch:
         if comm.size > 1:
             watch.comms.add(comm)
             cls._all.add(watch)
-            if cls.lookout is not None:
-                cls.lookout.begin(watch)
         return watch
 
     @classmethod

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from shardcast import _compat, launched
 from shardcast.comm import Comm, ProcessGroups
-from shardcast.comm.watch import Watch
 from shardcast.config import ShardcastConfig
-from shardcast.extensions.waiting import Lookout
+from shardcast.extensions.waiting import look_after
 from shardcast.keywords import Keywords
 from shardcast.memory.sharing import find_aliases
-from shardcast.optimizer import hints, setup
+from shardcast.optimizer import setup
 from shardcast.optimizer.memory_report import summary_of
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
 from shardcast.optimizer.outside import warn_of_lowered_copies
@@ -37,7 +36,6 @@ if TYPE_CHECKING:  # slow to import
     from shardcast.memory.aliases import Alias
 
 LOGGER = logging.getLogger("shardcast")
-Watch.lookout = Lookout()
 
 
 def shard(
@@ -154,7 +152,7 @@ def shard(
         aliases[:] = find_aliases(stages)
         return plan
 
-    with torch.no_grad(), setup.without_collector():
+    with torch.no_grad(), setup.without_collector(), look_after(process_groups):
         plan = setup.agreed(planned, process_groups, device, "shard")
         if mesh is None and process_groups.dp.size > 1:
             for option in given().config.extensions().values():
@@ -178,9 +176,8 @@ def shard(
         for param in plan.params.values():
             param.grad = None
         launched.note_sharded(process_groups.everyone.rank)
-        packed_dtypes = {pack.dtype for pack in plan.layout.packs}
-        hints.install(plan.model, packed_dtypes)
         if process_groups.everyone.rank == 0 and device.type == "cpu":
+            packed_dtypes = {pack.dtype for pack in plan.layout.packs}
             slow = {dtype for dtype in packed_dtypes if not _compat.has_products(dtype)}
             if slow:
                 from shardcast.plan.products import warn_of_slow_products

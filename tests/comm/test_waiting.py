@@ -19,8 +19,8 @@ from models import CASES, sharded
 from torch import nn
 
 from shardcast import checkpoint
-from shardcast.comm import Comm
-from shardcast.extensions.waiting import places
+from shardcast.comm import Comm, ProcessGroups
+from shardcast.extensions.waiting import look_after, places
 from shardcast.messages import LOG
 from shardcast.plan.layout import PackLayout, Slot, Span
 from shardcast.testing import FakeGroup, SpawnedWorld, ThreadedWorld
@@ -287,10 +287,13 @@ def test_a_step_that_one_rank_leaves_out_is_named_with_what_that_rank_did_last(
 
 def late_thread(group: Any, messages: list[str], known: bool) -> None:
     """Rank 1 comes to a call once rank 0 has told of it."""
-    comm = Comm(group) if known or group.rank() == 0 else None
-    if group.rank() == 1:
-        until(lambda: any("time.sleep" in text or not known for text in messages))
-    (comm or Comm(group)).together(lambda: None, CPU, "save")
+    looked_after = ProcessGroups.flat(Comm(group)) if known or group.rank() == 0 else None
+    with look_after(looked_after) if looked_after else contextlib.nullcontext():
+        if group.rank() == 1:
+            until(lambda: any("time.sleep" in text or not known for text in messages))
+        (looked_after or ProcessGroups.flat(Comm(group))).dp.together(lambda: None, CPU, "save")
+    if looked_after:
+        looked_after.end_watch()
 
 
 def test_ranks_that_are_threads_tell_of_each_other_too():
