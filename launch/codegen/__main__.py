@@ -35,10 +35,8 @@ import torch
 from benchmarks.report import table
 from codegen import blocks, forms
 from codegen.kernels import Kernel, examine
-from codegen.lower import DECISION
 from codegen.trace import SMALL, Pass, Step, trace
 from codegen.values import Difference, Recorded, compare, interpret, record, slip
-from codegen.values import decision as launches_of
 from torch.optim import SGD, Adam, AdamW
 
 from shardcast.extensions.averages import Average, AverageOptions
@@ -209,12 +207,7 @@ def measure(variant: Variant, source: bool = False) -> Row:
                 elif graph.stage == variant.stage:
                     print(text if source else "", end="")
                     launches.append((examine(name, text), elements / step.elements))
-    return Row(variant, step, launches, passes, small + decision(variant), values(variant))
-
-
-def decision(variant: Variant) -> int:
-    """How many kernels the decision of a variant's step launches."""
-    return launches_of(recorded(variant, DECISION))
+    return Row(variant, step, launches, passes, small, values(variant))
 
 
 def measure_form(variant: Variant, source: bool) -> Row:

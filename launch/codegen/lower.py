@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -26,11 +25,7 @@ from torch.fx.experimental import _config
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from shardcast.step.decide import graphs
-
 CUDA = torch.device("cuda:0")
-DECISION = "decision"
-LAUNCH = re.compile(r"^ +triton_\w+\.run\(", re.M)
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''\n(.*?)\n''', device_str", re.S)
 
 
@@ -62,11 +57,6 @@ class Graph:
     others: list[str]
     calls: list[int] = field(default_factory=list)
 
-    @property
-    def launches(self) -> int:
-        """How many kernels a call launches."""
-        return len(LAUNCH.findall(self.source)) + len(self.others)
-
 
 class _WrittenError(Exception):
     """The code is there; nothing else is wanted of Inductor."""
@@ -75,28 +65,19 @@ class _WrittenError(Exception):
 class Compiler:
     """Stands for ``torch.compile`` while tensors are fake: notes the calls, which compute nothing.
 
-    The graphs of a decision give tensors, and have further ones than their arguments: they run, and
-    are counted (:func:`codegen.values.decision`).
-
     Attributes:
         calls: in order.
-        unseen: makes a context in which no operation is noted.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.unseen: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __call__(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """As ``torch.compile(function, **options)``."""
 
-        def call(*args: Any) -> Any:
-            if stage_of(function) == DECISION:
-                with self.unseen():
-                    return function(*args)
+        def call(*args: Any) -> None:
             with _disable_current_modes():
                 self.calls.append(Call(function, options, on_host(args)))
-            return None
 
         return call
 
@@ -159,14 +140,9 @@ def on_host(args: Any) -> Any:
 
 
 def stage_of(function: Callable[..., None]) -> str:
-    """The stage of a step in whose folder a function is; of an option's, what it is called.
-
-    The graphs of a decision are a stage of their own.
-    """
+    """The stage of a step in whose folder a function is; of an option's, what it is called."""
     if function.__module__.startswith("shardcast.extensions."):
         return function.__name__
-    if function.__module__ == graphs.__name__:
-        return DECISION
     return function.__module__.removeprefix("shardcast.step.").partition(".")[0]
 
 

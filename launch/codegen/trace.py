@@ -70,14 +70,6 @@ class Log(TorchDispatchMode):
     def __init__(self, step: Step) -> None:
         super().__init__()
         self.step = step
-        self._sees = True
-
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Within it no operation is noted."""
-        self._sees = False
-        yield
-        self._sees = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -86,7 +78,7 @@ class Log(TorchDispatchMode):
         schema = func._schema
         view = not schema.is_mutable and any(r.alias_info for r in schema.returns)
         name = func.overloadpacket.__name__
-        if self._sees and not view and "empty" not in name and func.namespace != "prim":
+        if not view and "empty" not in name and func.namespace != "prim":
             self.note(name, schema, args, kwargs or {}, result)
         return result
 
@@ -254,7 +246,6 @@ def trace(
             waits.clear()
             optimizer.scale_loss(torch.empty((), device=CUDA))
             log = Log(step)
-            compiler.unseen = log.unseen
             with log if number == 2 else nullcontext():
                 optimizer.step()
             optimizer.zero_grad()

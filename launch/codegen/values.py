@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 from codegen.interpret import Case
-from codegen.lower import DECISION, Call, lower, stage_of
+from codegen.lower import Call, lower, stage_of
 from codegen.trace import forget_graphs
 from torch import Tensor, nn
 
@@ -66,9 +66,7 @@ class Recorder:
 
     def __call__(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            if self.stage == DECISION == stage_of(function):
-                self.calls.append(Recorded(Call(function, options, args), args))
-            elif stage_of(function) == self.stage:
+            if stage_of(function) == self.stage:
                 operands = copy.deepcopy(args)
                 if self.stage == "reduce":  # mock ranks send what this one has: the mean of equals
                     pieces = {id(it): it for it in operands if it is not None}.values()
@@ -138,11 +136,6 @@ def interpret(calls: Sequence[Recorded], edit: Callable[[str], str] = str) -> No
     for tensors, values in zip(operands, results, strict=True):
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
-
-
-def decision(calls: Sequence[Recorded]) -> int:
-    """How many kernels the graphs of a decision launch."""
-    return sum(graph.launches for recorded in calls for graph in lower([recorded.call]))
 
 
 def slip(source: str, factor: float = 1.001) -> str:

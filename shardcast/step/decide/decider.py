@@ -20,7 +20,6 @@ from shardcast.memory.gradients import Gradients
 from shardcast.option_values import load_extension
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList
-from shardcast.step.compiling import compiles
 from shardcast.step.decide.decision import Arithmetic, Decision, Members, Presence
 from shardcast.step.decide.loss_scale import LossScale
 from shardcast.step.decide.norm import PNorm, clamp_, product
@@ -97,9 +96,8 @@ class Decider:
             self.loss_scale is not None and self.loss_scale.dynamic, self.signals,
             process_groups.everyone,
         )  # fmt: skip
-        in_graph = not _compat.is_host(device) and compiles(config, device)
         self._arithmetic = Arithmetic(
-            self._norm, config.norm_type, self.signals, process_groups, device, self.skips, in_graph
+            self._norm, config.norm_type, self.signals, process_groups, device, self.skips
         )
         self._index()
 
@@ -186,26 +184,21 @@ class Decider:
         vector, sizes = self._arithmetic.vector(powers, self._groups_of([*limits]), own)
         self._process_groups.dp.all_reduce(vector, "the control vector")
         verdicts: Mapping[Signal, Verdict] = {}
-        declined = None
-        graphs = self._arithmetic.graphs
-        if pending is None and graphs is not None:
-            outcome = graphs.outcome(vector, sizes, *self._bounds(max_norm, limits))
-        else:
-            agreed = self._arithmetic.agree(vector, sizes, {})
-            if _compat.is_host(self._device):
-                self._refuse(agreed.report[3 + self._process_groups.dp.size :].tolist())
-            before: list[Tensor | None] | None = None
-            if pending is not None:
-                verdicts = pending.verdicts
-                before = [pending.factors[group] for group in limits]
-            elif judges:
-                verdicts = self._judged(agreed.readings, agreed.norm)
-                factor = _with_factors(agreed.unscale, verdicts)
-                before = None if factor is agreed.unscale else [factor] * len(limits)
-            declined = _declined(verdicts)
-            outcome = self._arithmetic.settle(
-                agreed, *self._bounds(max_norm, limits), before, pending is not None, declined
-            )
+        agreed = self._arithmetic.agree(vector, sizes)
+        if _compat.is_host(self._device):
+            self._refuse(agreed.report[3 + self._process_groups.dp.size :].tolist())
+        before: list[Tensor | None] | None = None
+        if pending is not None:
+            verdicts = pending.verdicts
+            before = [pending.factors[group] for group in limits]
+        elif judges:
+            verdicts = self._judged(agreed.readings, agreed.norm)
+            factor = _with_factors(agreed.unscale, verdicts)
+            before = None if factor is agreed.unscale else [factor] * len(limits)
+        declined = _declined(verdicts)
+        outcome = self._arithmetic.settle(
+            agreed, *self._bounds(max_norm, limits), before, pending is not None, declined
+        )
         of_presence = slice(sum(sizes[:2]), sum(sizes[:3]))
         return Decision(
             norm=outcome.norm,

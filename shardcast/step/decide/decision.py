@@ -20,18 +20,9 @@ from shardcast.memory.pack import Pack
 from shardcast.messages import by_rank
 from shardcast.plan.layout import GroupId
 from shardcast.step.decide.norm import PNorm, clip_factors, product
-from shardcast.step.decide.signal import (
-    Signal,
-    Verdict,
-    arithmetic,
-    defining,
-    is_arithmetic,
-    known,
-    to_device,
-)
+from shardcast.step.decide.signal import Signal, Verdict, defining, known, to_device
 
-if TYPE_CHECKING:  # they import this module
-    from shardcast.step.decide.graphs import Graphs
+if TYPE_CHECKING:  # it imports this module
     from shardcast.step.decide.skip_report import SkipReport
 
 CLEARED = 1 << 32  # more than there are ranks; sums of it are exact in fp64
@@ -117,7 +108,6 @@ class Presence(Signal):
                 counts[places] -= grads.joint
         return counts
 
-    @arithmetic
     def read(self, total: Tensor) -> Tensor:
         """Return whether a gradient is there on some ranks, and was cleared on others."""
         if not self._asks:
@@ -227,22 +217,18 @@ class Arithmetic:
     Args:
         signals: in the order of the vector; :meth:`index` is called after each change.
         norm_type: p of ``norm``.
-        compiles: as a graph, where that is possible.
 
     Attributes:
         mistakes: of which reading each part of the mistakes in a report is, those that skip a step
             first.
-        graphs: by which all is done; ``None`` where a signal judges, or gives a scale but by
-            arithmetic, and where ranks of other stages have a part in it. A norm that is exact
-            keeps its own order.
     """
 
     def __init__(
         self, norm: PNorm, norm_type: float, signals: Sequence[Signal],
-        process_groups: ProcessGroups, device: torch.device, skips: SkipReport, compiles: bool,
+        process_groups: ProcessGroups, device: torch.device, skips: SkipReport,
     ) -> None:  # fmt: skip
         self._norm, self._signals, self._process_groups = norm, signals, process_groups
-        self._skips, self._compiles = skips, compiles
+        self._skips = skips
         self._one_each = torch.ones(2, dtype=torch.float64, device=device)
         ranks = process_groups.dp.size
         skips_step = sorted((it for signal in signals for it in signal.skips), reverse=True)
@@ -257,19 +243,10 @@ class Arithmetic:
 
     def index(self) -> None:
         """Note which signals define a method: in a step the others cost nothing."""
-        self._reads, self._scales, self._judges = (
-            defining(method, self._signals) for method in ("read", "scale", "judge")
+        self._reads, self._scales = (
+            defining(method, self._signals) for method in ("read", "scale")
         )
         self.mistakes = [*_mistakes(self._signals, True), *_mistakes(self._signals, False)]
-        self.graphs: Graphs | None = None
-        scales = all(is_arithmetic(self._signals[number].scale) for number in self._scales)
-        is_alone = not self._judges and self._process_groups.model.size == 1
-        if self._compiles and scales and is_alone and type(self._norm) is PNorm:
-            from shardcast.step.decide.graphs import Graphs
-
-            reads = {n: self._signals[n] for n in self._reads}
-            others = {n: it for n, it in reads.items() if not is_arithmetic(it.read)}
-            self.graphs = Graphs(self, others)
 
     def vector(
         self, powers: Tensor, members: Members, own: Sequence[Tensor]
@@ -280,27 +257,8 @@ class Arithmetic:
             powers: of the norm of the own span of each pack, see :class:`.PNorm`.
             own: the parts of the signals.
         """
-        from_last = self._skips.from_last(len(powers))
-        ranks = self._process_groups.dp.size
-        of_groups = (
-            members.shape[1] * powers.shape[1:].numel() * (ranks if self._norm.is_maximum else 1)
-        )
-        sizes = [of_groups, ranks, *map(Tensor.numel, own)]
-        if self.graphs is None or not len(powers):
-            return self.joined(powers, members, from_last, own, True), sizes
-        return self.graphs.vector(powers, members, from_last, own), sizes
-
-    def joined(
-        self, powers: Tensor, members: Members, from_last: Tensor, own: Sequence[Tensor],
-        in_place: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """Return the control vector.
-
-        Args:
-            in_place: a part of it may be in memory of its own.
-        """
-        first = self._skips.first_nonfinite(powers, from_last, in_place)
-        return torch.cat([self._group_powers(powers, members), first, *own])
+        parts = [self._group_powers(powers, members), self._skips.first_nonfinite(powers), *own]
+        return torch.cat(parts), [*map(Tensor.numel, parts)]
 
     def _group_powers(self, powers: Tensor, members: Members) -> Tensor:
         """Return this rank's powers of each group; with a maximum of each rank and group.
@@ -309,34 +267,29 @@ class Arithmetic:
         """
         groups, mask = members.shape[1], members.mask
         if not len(powers):
-            own = powers.new_zeros(groups, *powers.shape[1:], dtype=torch.float64)
+            own = powers.new_zeros(groups, dtype=torch.float64)
         elif mask is None:
             own = self._norm.merge(powers)
         else:
             by_group = powers[:, None]
-            counts = mask.view(-1, groups, *[1] * (powers.dim() - 1)) | ~by_group.isfinite()
-            own = self._norm.merge(torch.where(counts, by_group, 0.0))
+            own = self._norm.merge(torch.where(mask | ~by_group.isfinite(), by_group, 0.0))
         if not self._norm.is_maximum:
             return own.view(-1)
         by_rank = own.new_zeros(self._process_groups.dp.size, groups)
         by_rank[self._process_groups.dp.rank] = own
         return by_rank.view(-1)
 
-    def agree(
-        self, vector: Tensor, sizes: Sequence[int], readings: Mapping[int, Tensor]
-    ) -> Agreement:
+    def agree(self, vector: Tensor, sizes: Sequence[int]) -> Agreement:
         """Read the sum.
 
         Args:
             sizes: of its parts: powers of the norm, first packs that are not finite, signals'.
-            readings: those that are there, by the place of the signal.
         """
         parts = vector.split(sizes)
         group_powers, first_nonfinite, totals = parts[0], parts[1], list(parts[2:])
         powers = self._norm.agreed(group_powers, self._process_groups.dp.size)
         for place in self._reads:
-            known = readings.get(place)
-            totals[place] = self._signals[place].read(totals[place]) if known is None else known
+            totals[place] = self._signals[place].read(totals[place])
         if self._process_groups.model.size > 1:
             powers, totals = self._merged(powers, totals)
         mistakes = [totals[place][part] for place, part in self.mistakes]
@@ -365,19 +318,6 @@ class Arithmetic:
         all_powers, *rows = gathered.split([part.numel() for part in parts], 1)
         merged = [s.merge(row) for s, row in zip(self._signals, rows, strict=True)]
         return self._norm.merge(all_powers), merged
-
-    def outcome(
-        self, vector: Tensor, sizes: Sequence[int], readings: Mapping[int, Tensor],
-        bound: Tensor | None, bounds: Sequence[Tensor | None],
-    ) -> Outcome:  # fmt: skip
-        """Agree and settle, on gradients that were not clipped before; for a compiler.
-
-        Of what it returns nothing is a view: else torch would make the views anew in each call.
-        """
-        outcome = self.settle(self.agree(vector, sizes, readings), bound, bounds)
-        norm, skip, taken, multiplier, increment, unscale, factors = outcome
-        taken, multiplier = taken.clone(), multiplier.clone()
-        return Outcome(norm, skip, taken, multiplier, increment, unscale, factors)
 
     def settle(
         self, agreed: Agreement, bound: Tensor | None, bounds: Sequence[Tensor | None],

@@ -12,7 +12,7 @@ from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients
 from shardcast.step.decide.decision import Decision
-from shardcast.step.decide.signal import Signal, arithmetic, to_device
+from shardcast.step.decide.signal import Signal, to_device
 
 BACKOFF, GROWTH = 0.5, 2.0  # as torch.amp.GradScaler
 
@@ -74,7 +74,6 @@ class LossScale(Signal):
             by_dim = by_dim.movedim(1 + dims.model.index(dims.pipeline), 0)
         return by_dim.flatten(1, -2).amax(1).amin(0)
 
-    @arithmetic
     def scale(self, reading: Tensor | None) -> Tensor:
         return self.value
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardcast.comm import ProcessGroups
 from shardcast.plan.validate import ON_DEVICE, plain
 from shardcast.step.decide import option_differences
-from shardcast.step.decide.signal import Signal, arithmetic, to_device
+from shardcast.step.decide.signal import Signal, to_device
 
 BITS = 16  # fewer in a world of more than 1,448 ranks: (ranks * d)**2 is an exact double
 DIGESTS = 3  # one of requires_grad, where a difference is no error, and two of options
@@ -109,7 +109,6 @@ class OptionCheck(Signal):
             self._numbers, self._digests = numbers, to_device(numbers, torch.int64, self._device)
             self._pairs = self._paired(self._digests)
 
-    @arithmetic
     def read(self, sums: Tensor) -> Tensor:
         """Return mistakes, and with model parallelism the sums."""
         if not sums.numel():

@@ -5,7 +5,7 @@ A rank that raised by itself would leave the others waiting in their next collec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,21 +22,8 @@ if TYPE_CHECKING:
     from shardcast.step.reduce.mean import Divisor
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Callable[..., Any])
 # Facts that ranks must have alike: whether count was called, and what Decider.left names.
 COUNT, LEFT = "optimizer.count", "trained parameters that are no longer in the model"
-
-
-def arithmetic(method: M) -> M:
-    """Mark a method that is arithmetic alone: on its arguments and on tensors that are the same
-    ones in each call. A compiler may have it as a part of its graph."""
-    method.is_arithmetic = True  # type: ignore[attr-defined]
-    return method
-
-
-def is_arithmetic(method: Callable[..., Any]) -> bool:
-    """Return whether a method has that mark; one that overrides it needs its own."""
-    return getattr(method, "is_arithmetic", False)
 
 
 @dataclass(frozen=True)
@@ -102,7 +89,6 @@ class Signal:
         """Return this rank's part, 1-d fp64 on the device, of equal length on all ranks."""
         raise NotImplementedError
 
-    @arithmetic
     def read(self, total: Tensor) -> Tensor:
         """Return 1-d fp64: for each mistake not 0 where some rank made it, then other numbers.
 
@@ -208,7 +194,6 @@ class Reserved(Signal):
     def local(self) -> Tensor:
         return self._none
 
-    @arithmetic
     def read(self, total: Tensor) -> Tensor:
         """Read no mistake; with model parallelism also the tokens, which other ranks may have."""
         return torch.cat([self._none, total]) if self._in_mesh else self._zeros
@@ -238,7 +223,6 @@ class Later(Signal):
     def local(self) -> Tensor:
         return self._nothing[:0]
 
-    @arithmetic
     def read(self, total: Tensor) -> Tensor:
         return self._nothing
 

@@ -103,36 +103,26 @@ class SkipReport:
         self._none = torch.zeros((), dtype=torch.float64, device=device)
         self._first_by_rank = self._none.new_zeros(ranks)
         self._first = self._first_by_rank[comm.rank]
-        is_own = [float(rank == comm.rank) for rank in range(ranks)]
-        self._is_own = to_device(is_own, torch.float64, device)
         self._from_last = torch.empty(0)
         self._host = HostCopy(device)
         self._reported = 0.0
 
-    def from_last(self, packs: int) -> Tensor:
-        """Return the numbers of the packs, counted from the last, which is 1; fp64."""
-        if len(self._from_last) != packs:  # not in every step
-            self._from_last = to_device([*range(packs, 0, -1)], torch.float64, self._device)
-        return self._from_last
-
-    def first_nonfinite(self, powers: Tensor, from_last: Tensor, in_place: bool = True) -> Tensor:
+    def first_nonfinite(self, powers: Tensor) -> Tensor:
         """Return the first pack that is not finite, counted from the last; 0: none.
 
         Counted back, for what comes first is the largest then. 1-d, at the place of this rank among
-        all.
+        all; the next call overwrites it.
 
         Args:
-            powers: of the own span of each pack, see :class:`PNorm`.
-            in_place: the next call overwrites it.
+            powers: of the own span of each pack, see :class:`PNorm`; 1-d.
         """
         if not len(powers):
             return self._first_by_rank
-        if powers.dim() > 1:
-            powers = powers.sum(1)
+        if len(self._from_last) != len(powers):  # not in every step
+            numbers_from_last = [*range(len(powers), 0, -1)]
+            self._from_last = to_device(numbers_from_last, torch.float64, self._device)
         # Not numbers[index]: to index by a tensor of no dimension is to ask for its value.
-        numbers = torch.where(powers < math.inf, self._none, from_last)
-        if not in_place:
-            return self._is_own * numbers.amax(0)
+        numbers = torch.where(powers < math.inf, self._none, self._from_last)
         torch.amax(numbers, 0, out=self._first)  # for it takes a launch to put it into a row
         return self._first_by_rank
 
