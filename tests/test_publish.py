@@ -8,7 +8,8 @@ import json
 import os
 import pickle
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 from commands import python
 from models import MLP, assert_same_bits, install, run_world, values
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import shardcast
@@ -384,6 +387,56 @@ def test_any_byte_of_a_file_is_refused_or_says_the_same(tmp_path: Path):
             read_changes(path)
 
 
+OTHERS: list[Any] = [
+    None,
+    -1,
+    10**30,
+    "x",
+    [],
+    {},
+    [1],
+    [[1]],
+    {"a": 1},
+    1.5,
+    True,
+    ["13", 7],
+    [-13, -7],
+]
+
+
+def test_a_forged_head_with_its_right_checksum_is_refused_by_name(tmp_path: Path):
+    (full, patch), _ = told(1)
+    whole, part, draw = tmp_path / "whole", tmp_path / "part", random.Random(0)
+    named = publish.DamagedChangesError, publish.WrongVersionError, publish.WrongModelError
+    named += (publish.IncompleteChangesError,)
+    refused_heads = 0
+    for changes in (full, patch):
+        write_changes(whole, changes)
+        with safe_open(whole, framework="pt") as file:
+            text = file.metadata()["shardcast"]
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for _ in range(300):
+            head = json.loads(text)
+            where = draw.choice([head, draw.choice(head["patches"])])
+            key = draw.choice([*where])
+            if isinstance(where[key], list) and draw.random() < 0.5:
+                where, key = where[key], 0
+            where[key] = draw.choice(OTHERS)
+            target, version = reader_model(), None
+            if changes is patch:
+                version = publish.apply(target, full)
+            had = values(target)
+            try:
+                for _ in range(2):  # the second time with the sum of what was read
+                    save_file(tensors, part, metadata={"shardcast": json.dumps(head)})
+                    read = read_changes(part)
+                    head["checksum"] = read.computed_checksum()
+                publish.apply(target, read, version)
+            except named:
+                refused_heads += 1
+                assert_same_bits(values(target), had)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_file_appears_whole_and_durable_or_not_at_all(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -432,6 +485,89 @@ def test_what_a_killed_writer_leaves_is_no_version(tmp_path: Path, monkeypatch: 
     advance(model, optimizer, 1)
     assert sender.send() == reader.update(target)  # all elements: the last answer reached nobody
     assert_same_bits(values(target), values(model))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_write_that_fails_on_one_rank_costs_no_more_than_that_version(
+    ranks: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Any file of any rank, NEWEST among them; the next send brings all readers up."""
+    draw, inner = random.Random(10 * seed + ranks), storage.appearing
+    # By step the rank, and which of its files: a full version is due in each fifth, of three files.
+    plan = {
+        step: (draw.randrange(ranks), 0 if step % 5 else draw.randrange(3))
+        for step in (0, *draw.sample(range(1, 25), 7))
+    }
+    left: dict[int, int] = {}  # by thread: it fails in the last one of so many files
+
+    @contextlib.contextmanager
+    def appearing(path: Path, prefix: str) -> Iterator[Path]:
+        if files := left.get(threading.get_ident()):
+            left[threading.get_ident()] = files - 1
+            if files == 1:
+                raise OSError(28, "No space left on device")
+        with inner(path, prefix) as writing:
+            yield writing
+
+    monkeypatch.setattr(storage, "appearing", appearing)
+
+    def run(group: Any) -> int:
+        model, optimizer = trainer(group)
+        sender, seen, failures = FolderSender(tmp_path, optimizer, full_every=5), 0, 0
+        reader, target = FolderReader(tmp_path), dict[str, Tensor]()
+        for step in range(26):
+            advance(model, optimizer, step)
+            rank, skipped = plan.get(step, (-1, 0))
+            left[threading.get_ident()] = (skipped + 1) * (rank == group.rank())
+            try:
+                version = sender.send()
+            except OSError:
+                failures += 1
+            left[threading.get_ident()] = 0
+            group.barrier().wait()
+            if group.rank() == 0:
+                fresh, other = FolderReader(tmp_path), dict[str, Tensor]()
+                for each, weights in ((reader, target), (fresh, other)):
+                    each.update(weights)
+                    if step not in plan:
+                        assert each.version == sender.version == version
+                        assert_same_bits(weights, values(model))
+                        seen += 1
+            group.barrier().wait()
+        return failures if group.rank() else failures + 100 * seen
+
+    results, _ = run_world(ranks, run)
+    assert sum(results) % 100 >= 7 and results[0] // 100 == 2 * 18
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"00000000", b"no run\n", None])
+def test_a_newest_that_is_damaged_stops_no_reader(text: bytes | None, tmp_path: Path):
+    model, optimizer = trainer()
+    sender = FolderSender(tmp_path, optimizer, full_every=50)
+    reader, target = FolderReader(tmp_path), reader_model()
+    for step in range(6):
+        advance(model, optimizer, step)
+        sender.send()
+        if step == 2:
+            newest = tmp_path / "NEWEST"
+            newest.write_bytes(text) if text is not None else newest.unlink()
+        for each, weights in ((reader, target), (FolderReader(tmp_path), reader_model())):
+            assert each.update(weights) == sender.version
+            assert_same_bits(values(weights), values(model))
+    assert (tmp_path / "NEWEST").read_text() == str(sender.version).split("-")[0]
+
+
+def test_the_name_of_a_later_run_stays(tmp_path: Path):
+    _, first = trainer()
+    _, second = trainer()
+    before, after = FolderSender(tmp_path, first), FolderSender(tmp_path, second)
+    before.send()
+    after.send()
+    before.send()
+    assert FolderReader(tmp_path).update(reader_model()) == after.version
+    with pytest.raises(ValueError, match="RUN-NUMBER-STEP"):
+        FolderReader(tmp_path, "newest")
 
 
 def test_a_version_without_all_its_parts_waits(tmp_path: Path):
@@ -501,8 +637,6 @@ def test_a_reader_that_keeps_up_reads_no_full_version_again(tmp_path: Path, monk
 
 
 def test_files_of_a_version_are_safetensors_with_plain_facts(tmp_path: Path):
-    from safetensors import safe_open
-
     (full, patch), _ = told(1)
     for changes in (full, patch):
         write_changes(tmp_path / "part", changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,8 @@ def apply(
 
     Args:
         target: a model, or tensors by the keys of its ``state_dict()``, such as a file's; in the
-            dtypes of the training. They are written in place; an empty dictionary gets them all.
+            dtypes of the training. They are written in place; an empty dictionary gets them all,
+            and one that has a version gets parameters that were added since.
         changes: the parts of all ranks, in any order; of one rank, that one.
         version: that the target has, as the last call returned it; ``None`` where it has none yet,
             to which full changes alone apply.
@@ -69,32 +70,41 @@ def apply(
             f"{', '.join(sorted(since))}; ask for full ones: optimizer.changes(since=None)"
         )
     for part in parts:
-        if part.computed_checksum() != part.checksum:
-            raise DamagedChangesError(
-                f"changes: part {part.part} of version {part.version} is not what was sent: its "
-                "checksum is another one; nothing was written. Get it again, or a full version"
-            )
+        check_sum(part)
     tensors = _tensors(target)
     is_full = all(part.is_full for part in parts)
-    made = target if isinstance(target, dict) and not target and is_full else None
+    patches = [patch for part in parts for patch in part]
+    for patch in patches:
+        check_values(patch)
+    lacking: dict[str, WeightPatch] = {}
+    if isinstance(target, dict) and (version is not None or (is_full and not target)):
+        # What it lacks was added to the training since that version.
+        lacking = {patch.name: patch for patch in patches if patch.name not in tensors}
+    _check_whole(patches, None if is_full else lacking)
+    added = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in lacking.items()}
+    tensors |= added
     also: dict[str, list[str]] = {}  # names of tied parameters
     for alias, name in (pair for part in parts for pair in part.aliases.items()):
         also.setdefault(name, []).append(alias)
-    patches = [patch for part in parts for patch in part]
     writes = []
     for patch in patches:
-        _check_values(patch)
-        if made is not None and patch.name not in tensors:
-            tensors[patch.name] = torch.empty(patch.shape, dtype=patch.dtype)
         names = [patch.name, *(alias for alias in also.get(patch.name, ()) if alias in tensors)]
         writes += [(_fitting(tensors, name, patch), patch) for name in names]
-    if is_full:
-        _check_whole(patches)
     for tensor, patch in writes:
         _write(tensor, patch)
-    if made is not None:
-        made.update(tensors)
+    if added:
+        assert isinstance(target, dict)
+        target.update(added)
     return parts[0].version
+
+
+def check_sum(part: Changes) -> None:
+    """Raise for a part whose checksum is not that of its contents."""
+    if part.computed_checksum() != part.checksum:
+        raise DamagedChangesError(
+            f"changes: part {part.part} of version {part.version} is not what was sent: its "
+            "checksum is another one; nothing was written. Get it again, or a full version"
+        )
 
 
 def _check_parts(parts: Sequence[Changes]) -> None:
@@ -134,14 +144,15 @@ def _fitting(tensors: Mapping[str, Tensor], name: str, patch: WeightPatch) -> Te
     return tensor
 
 
-def _check_values(patch: WeightPatch) -> None:
+def check_values(patch: WeightPatch) -> None:
+    """Raise for values or indices that do not fit the shape and dtype of their parameter."""
     numel, count, places = math.prod(patch.shape), patch.values.numel(), patch.indices
     wrong = patch.values.dtype != patch.dtype or patch.values.dim() != 1
     if places is None:
         wrong |= count != numel
     elif not wrong:
         wrong = places.dtype not in (torch.int32, torch.int64) or places.shape != (count,)
-        wrong = wrong or bool(count and (places.min() < 0 or places.max() >= numel))
+        wrong = wrong or (count > 0 and (int(places.min()) < 0 or int(places.max()) >= numel))
     if wrong:
         raise DamagedChangesError(
             f"changes: values or indices of {patch.name!r} do not fit {numel} elements of "
@@ -149,15 +160,16 @@ def _check_values(patch: WeightPatch) -> None:
         )
 
 
-def _check_whole(patches: Sequence[WeightPatch]) -> None:
+def _check_whole(patches: Sequence[WeightPatch], names: Container[str] | None) -> None:
+    """Raise unless all elements of each parameter are there; ``None``: of every name."""
     counts: dict[str, int] = {}
     for patch in patches:
         counts[patch.name] = counts.get(patch.name, 0) + patch.values.numel()
     for patch in patches:
-        if counts[patch.name] != math.prod(patch.shape):
+        if (names is None or patch.name in names) and counts[patch.name] != math.prod(patch.shape):
             raise IncompleteChangesError(
                 f"changes: expected all {math.prod(patch.shape)} elements of {patch.name!r}, got "
-                f"{counts[patch.name]}, in changes that are full"
+                f"{counts[patch.name]}, in changes that {'are full' if names is None else 'add it'}"
             )
 
 

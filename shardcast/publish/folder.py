@@ -14,10 +14,11 @@ version is complete when all its parts are there. Nobody locks, and no rank wait
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -32,12 +33,16 @@ from shardcast.publish.applying import (
     WrongVersionError,
     apply,
     begin_of_run,
+    check_sum,
 )
+from shardcast.publish.joining import joined
 
 NAME = re.compile(
     r"(?P<run>[0-9a-f]+)-(?P<number>\d+)-\d+\.(?P<kind>full|next)"
     r"\.(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors"
 )
+VERSION = re.compile(r"(?P<run>[0-9a-f]+)-(?P<number>\d+)-\d+")
+RUN = re.compile(r"[0-9a-f]+")
 WRITING, NEWEST, HEAD = ".writing-", "NEWEST", "shardcast"
 FULL_EVERY = 100  # versions
 
@@ -89,7 +94,8 @@ class FolderSender:
         self._directory, self._optimizer, self._weights = Path(directory), optimizer, weights
         self._full_every, self._sent = full_every, 0
         self._version: str | None = None
-        self._fulls: list[int] = []  # numbers of the last two
+        self._fulls: list[int] = []  # numbers of the last two that were due
+        self._is_named = False  # in NEWEST
         self._directory.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -107,32 +113,44 @@ class FolderSender:
             the version, equal on all ranks.
 
         Raises:
-            OSError: of the file system. The next call writes all elements.
+            OSError: of the file system, on this rank alone. The next call writes all of this rank's
+                elements, and readers go on from that version.
         """
-        due, self._sent = self._sent % self._full_every == 0, self._sent + 1  # equal on all ranks
-        changes = self._optimizer.changes(self._version, self._weights)
+        # Versions are numbered by the answers, so all ranks ask alike, whatever a disk did.
+        changes = told = self._optimizer.changes(self._version, self._weights)
+        is_due, is_first = self._sent % self._full_every == 0, self._sent == 0
+        if is_due and not is_first:
+            told = self._optimizer.changes(None, self._weights)
+        self._sent += 1
+        if is_due:
+            self._fulls = [*self._fulls[-1:], _run_of(told.version)[1]]
         self.values, self.nbytes = changes.numel, changes.nbytes
         self._write(changes)
-        if due and not changes.is_full:
-            full = self._optimizer.changes(None, self._weights)
-            self._write(full)
+        if told is not changes:
+            self._write(told)
             # Nothing has happened since: who has the one has the other.
             self._write(
-                Changes((), full.version, changes.version, full.part, full.parts, full.aliases)
+                Changes((), told.version, changes.version, told.part, told.parts, told.aliases)
             )
-            changes = full
-        if changes.is_full:
-            self._note_full(changes)
-        self._version = changes.version
-        return changes.version
+        self._version = told.version
+        if told.part == 0:
+            self._name_run(_run_of(told.version)[0])
+        if is_due:
+            self._remove_old(told)
+        return told.version
 
-    def _note_full(self, full: Changes) -> None:
-        """Remove what nobody needs any more; say which run it is."""
-        run, number = _run_of(full.version)
-        self._fulls = [*self._fulls[-1:], number]
-        if full.part == 0 and len(self._fulls) == 1:
+    def _name_run(self, run: str) -> None:
+        """Have NEWEST name this run, unless that of a later one stands there."""
+        named = _named_run(self._directory)
+        stays = named == run or any(file.run == named for file in _files(self._directory))
+        if not (self._is_named and stays):
             with storage.appearing(self._directory / NEWEST, WRITING) as path:
                 path.write_text(run)
+            self._is_named = True
+
+    def _remove_old(self, full: Changes) -> None:
+        """Remove what nobody needs any more."""
+        run, _ = _run_of(full.version)
         for file in _files(self._directory, (WRITING, "")):
             if file.run == run:
                 old = file.part == full.part and file.number < self._fulls[0]
@@ -154,9 +172,14 @@ class FolderReader:
         directory: may be empty, or missing yet.
         version: that the reader's model has, if it was kept with it; ``None`` begins with a full
             one.
+
+    Raises:
+        ValueError: ``version`` is none.
     """
 
     def __init__(self, directory: str | os.PathLike[str], version: str | None = None) -> None:
+        if version is not None:
+            _run_of(version)
         self._directory, self._version = Path(directory), version
 
     @property
@@ -167,8 +190,8 @@ class FolderReader:
     def update(self, target: nn.Module | Mapping[str, Tensor]) -> str | None:
         """Bring a model to the newest version that is there; see :func:`apply`.
 
-        Local, and waits for nobody: where nothing new is complete yet, nothing happens. Where a
-        version on the way is missing or damaged the newest full one behind it is taken.
+        Local, and waits for nobody: if nothing new is complete yet, nothing happens. If a part is
+        missing or damaged, a later version that has all of its elements takes its place.
 
         Returns:
             the version that the model has now.
@@ -179,49 +202,111 @@ class FolderReader:
             WrongModelError: a parameter is missing, or has another shape or dtype.
         """
         failure: Exception | None = None
-        ways = self._ways()
-        while ways:
+        spoiled: set[Path] = set()
+        while (way := self._way(spoiled)) is not None:
             try:
-                parts = [read_changes(path) for path in ways[0]]
+                parts = [joined([read_changes(path) for path in chain]) for chain in way]
                 self._version = apply(target, parts, self._version)
             except FileNotFoundError:  # removed, because there are newer ones
-                ways = self._ways()
+                spoiled.update(path for chain in way for path in chain if not path.exists())
             except (DamagedChangesError, IncompleteChangesError, WrongVersionError) as error:
-                failure, ways = failure or error, ways[1:]
+                failure = failure or error
+                spoiled.update(_spoiled([path for chain in way for path in chain]))
             else:
-                failure, ways = None, self._ways()
+                failure = None
         if failure is not None:
             raise failure
         return self._version
 
-    def _ways(self) -> list[list[Path]]:
-        """Find what to apply next, as files of all parts: the next version, the newest full one."""
+    def _way(self, spoiled: Container[Path]) -> list[list[Path]] | None:
+        """Find what to apply next, as the files of each part in their order.
+
+        That is the next version, or the newest one of which all parts are full. If a rank could not
+        write its part of the next version, it is the first one that each part has a chain of files
+        to.
+
+        Args:
+            spoiled: files that are of no use.
+        """
         try:
-            newest = (self._directory / NEWEST).read_text()
+            files = [file for file in _files(self._directory) if file.path not in spoiled]
         except FileNotFoundError:
-            return []
-        has: tuple[str, int] = _run_of(self._version) if self._version else ("", 0)
-        is_of_run = has[0] == newest
-        fulls: dict[int, dict[int, _File]] = {}
-        following: dict[int, _File] = {}
-        for file in _files(self._directory):
-            if file.run != newest:
-                continue
-            if file.is_full:
-                fulls.setdefault(file.number, {})[file.part] = file
-            # All elements of a rank are what has changed, too.
-            if file.number == has[1] + 1 and not (file.is_full and file.part in following):
-                following[file.part] = file
-        newer = [n for n, files in fulls.items() if _all(files) and not (is_of_run and n <= has[1])]
-        ways = [following] if is_of_run and _all(following) else []
-        if newer and fulls[max(newer)] not in ways:
-            ways.append(fulls[max(newer)])
-        return [[file.path for file in files.values()] for files in ways]
+            return None
+        run, last = _newest_run(self._directory, files), 0
+        if self._version is not None and _run_of(self._version)[0] == run:
+            last = _run_of(self._version)[1]
+        fulls: dict[int, dict[int, Path]] = {}
+        nexts: dict[int, dict[int, Path]] = {}
+        parts = 0
+        for file in files:
+            if file.run == run and file.number > last:
+                of_kind = fulls if file.is_full else nexts
+                of_kind.setdefault(file.number, {})[file.part] = file.path
+                parts = file.parts
+        numbers = sorted({*fulls, *nexts})
+        complete = [number for number in fulls if len(fulls[number]) == parts]
+        # All elements of a rank are what has changed, too.
+        following = {**fulls.get(last + 1, {}), **nexts.get(last + 1, {})}
+        if last and len(following) == parts > 0:
+            return [[path] for path in following.values()]
+        if complete:
+            return [[path] for path in fulls[max(complete)].values()]
+        chains: dict[int, list[Path]] = {part: [] for part in range(parts) if last}
+        reached = last
+        for number in numbers:
+            for part in range(parts):
+                if part in fulls.get(number, {}):
+                    chains[part] = [fulls[number][part]]
+                elif number == reached + 1 and part in nexts.get(number, {}) and part in chains:
+                    chains[part] = [*chains[part], nexts[number][part]]
+                else:
+                    chains.pop(part, None)
+            reached = number
+            if len(chains) == parts:
+                return [*chains.values()]
+        return None
 
 
-def _all(files: Mapping[int, _File]) -> bool:
-    """Return whether all parts of a version are there."""
-    return bool(files) and len(files) == next(iter(files.values())).parts
+def _spoiled(paths: Sequence[Path]) -> Sequence[Path]:
+    """Return those of files that cannot be applied which are to blame."""
+    return (
+        [path for path in paths if not _is_sound(path)]
+        or [path for path in paths if ".next." in path.name]
+        or paths
+    )
+
+
+def _is_sound(path: Path) -> bool:
+    try:
+        check_sum(read_changes(path))
+    except (DamagedChangesError, FileNotFoundError):
+        return False
+    return True
+
+
+def _named_run(directory: Path) -> str | None:
+    """Return the run that NEWEST names; ``None`` where it is missing or damaged."""
+    try:
+        text = (directory / NEWEST).read_bytes().decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return None
+    return text if RUN.fullmatch(text) else None
+
+
+def _newest_run(directory: Path, files: Sequence[_File]) -> str | None:
+    """Return the run that NEWEST names, or that of the newest file where it names none of them."""
+    named = _named_run(directory)
+    if not files or any(file.run == named for file in files):
+        return named
+    return max(files, key=lambda file: _written(file.path)).run
+
+
+def _written(path: Path) -> float:
+    """Return when a file was written; 0 where it is gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def write_changes(path: Path, changes: Changes) -> None:
@@ -266,6 +351,7 @@ def read_changes(path: str | os.PathLike[str]) -> Changes:
     try:
         with safe_open(path, framework="pt") as file:
             head = json.loads(file.metadata()[HEAD])
+            _check_head(head)
             patches = [_patch(file, number, fact) for number, fact in enumerate(head["patches"])]
         return Changes(
             tuple(patches), head["version"], head["since"], head["part"], head["parts"],
@@ -273,11 +359,35 @@ def read_changes(path: str | os.PathLike[str]) -> Changes:
         )  # fmt: skip
     except FileNotFoundError:
         raise
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (
+        SafetensorError, ValueError, KeyError, TypeError, AttributeError, OSError, OverflowError,
+        RecursionError,
+    ) as error:  # fmt: skip
         raise DamagedChangesError(
             f"changes: {str(path)!r} is no file of changes, or is damaged: {error}; nothing of it "
             "was written"
         ) from error
+
+
+def _check_head(head: Any) -> None:
+    """Raise ValueError for facts that no sender writes: their checksum may be right."""
+    aliases, since, patches = head["aliases"], head["since"], head["patches"]
+    shapes = [fact["shape"] for fact in patches]
+    texts = [head["version"], *([] if since is None else [since]), head["checksum"]]
+    texts += [fact["name"] for fact in patches]
+    counts = [head["part"], head["parts"], *itertools.chain(*shapes)]
+    right = (
+        (all(isinstance(text, str) for text in texts), "texts"),
+        (all(type(count) is int and 0 <= count < 1 << 63 for count in counts), "counts"),
+        (head["part"] < head["parts"], "a part of its parts"),
+        (all(isinstance(shape, list) for shape in shapes), "shapes as lists"),
+        (
+            isinstance(aliases, dict) and all(isinstance(it, str) for it in aliases.values()),
+            "names",
+        ),
+    )
+    if wrong := [what for is_so, what in right if not is_so]:
+        raise ValueError(f"expected {wrong[0]}")
 
 
 def _patch(file: Any, number: int, fact: Mapping[str, Any]) -> WeightPatch:
@@ -303,8 +413,11 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 def _run_of(version: str) -> tuple[str, int]:
-    run, number, _ = version.split("-")
-    return run, int(number)
+    if (match := VERSION.fullmatch(version)) is None:
+        raise ValueError(
+            f"version: expected one that a reader or sender had, RUN-NUMBER-STEP, got {version!r}"
+        )
+    return match["run"], int(match["number"])
 
 
 def _files(directory: Path, prefixes: Sequence[str] = ("",)) -> Iterator[_File]:

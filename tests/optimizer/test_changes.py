@@ -188,15 +188,13 @@ def drawn(seed: int, length: int) -> list[str]:
 
 
 def follow(ranks: Sequence[Story]) -> Values:
-    """Apply what all ranks told, point by point; the reader's weights."""
+    """Apply what all ranks told, point by point; the reader's weights, a group of later too."""
     reader: Values = {}
     version = None
     for parts in zip(*(rank.told for rank in ranks), strict=True):
         expected = parts[0][1]
         for _, other in parts:
             assert_same_bits(expected, other)
-        for name in expected.keys() - reader.keys():  # a group that came later, too
-            reader[name] = torch.zeros_like(expected[name])
         version = publish.apply(reader, [changes for changes, _ in parts], version)
         assert_same_bits(reader, expected)
     return reader
