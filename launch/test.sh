@@ -3,20 +3,16 @@
 # arguments also that the site builds (launch/docs.sh).
 #
 # Usage: bash launch/test.sh [arguments of pytest]
-#        bash launch/test.sh --codegen [arguments of launch/codegen]
 #        bash launch/test.sh --versions [arguments of pytest]
 #        bash launch/test.sh --machines [--whole] [PART ...]   (see machines.sh)
 #        bash launch/test.sh --ecosystem [--sources DIR] [arguments of pytest]
 #        bash launch/test.sh --foreign [--sources DIR] [arguments of pytest]
 # Environment: VENV, PYTHON (see environment.sh)
 #
-# With --codegen: look at the kernels that a GPU would run, without one. It makes a virtual
-# environment of its own, .venv-cuda or $VENV, for the CUDA wheel of torch, which takes 6 GB.
-#
 # With --versions: run the tests with the oldest torch that is supported on the oldest Python of this
-# machine and with the newest one known on the newest, where privates of torch differ most; and those
-# of adapters with the oldest Accelerate, transformers and Lightning. Each in .venv-torch-* or
-# .venv-frameworks of its own, 6 GB.
+# machine, and with the newest one known on the newest, where privates of torch differ most; there with
+# Triton, which tests of generated kernels need. Those of adapters run with the oldest Accelerate,
+# transformers and Lightning. Each has a .venv-torch-* or .venv-frameworks of its own, 6 GB.
 #
 # With --ecosystem: train with scripts of third-party packages beside DDP, in .venv-ecosystem or
 # $VENV of its own (3 GB), and write what was run into docs/tested-scripts.md. -k NAME for a part,
@@ -31,17 +27,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 
-if [[ ${1:-} == --codegen ]]; then
-    shift
-    python=${VENV:-.venv-cuda}/bin/python
-    if ! "$python" -c 'import accelerate, triton, torch; assert torch.version.cuda' 2>/dev/null; then
-        has_pip "$python" || make_venv "${python%/bin/python}"
-        "$python" -m pip install --disable-pip-version-check --progress-bar off \
-            --requirement launch/codegen/requirements.txt
-    fi
-    export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
-    exec "$python" launch/codegen "$@"
-fi
 if [[ ${1:-} == --machines ]]; then
     shift
     exec bash launch/machines.sh "$@"
@@ -64,7 +49,7 @@ if [[ ${1:-} == --versions ]]; then
             "$found" -m venv "$venv"
             # Beside another torch all else is as ever; frameworks choose what they are with.
             local pinned=()
-            if [[ $1 == torch==* && $# == 1 ]]; then
+            if [[ $1 == torch==* && $* != *accelerate* ]]; then
                 grep --invert-match --extended-regexp "^(setuptools|torch)==" \
                     constraints.txt >"$venv/constraints.txt"
                 pinned=(--constraint "$venv/constraints.txt")
@@ -78,7 +63,7 @@ if [[ ${1:-} == --versions ]]; then
     }
     arguments=("$@")
     run_with .venv-torch-2.11.0 "$oldest_python" "" torch==2.11.0
-    run_with .venv-torch-2.15.0 "$newest_python" "" torch==2.15.0
+    run_with .venv-torch-2.15.0 "$newest_python" "" torch==2.15.0 triton
     run_with .venv-frameworks "$oldest_python" tests/adapters torch==2.13.0 "${oldest_frameworks[@]}"
     echo "failed with: ${failed[*]:-none}"
     exit "${#failed[@]}"
