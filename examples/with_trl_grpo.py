@@ -67,14 +67,14 @@ trainer = Trainer(
     reward_funcs=share_of_even,
     args=args,
     processing_class=tokenizer,
+    shardcast_config={"convert_rest": True},  # <- a reference model or a LoRA base in fp16 too
     train_dataset=Dataset.from_dict({"prompt": [f"w{i}" for i in range(3, 60)]}),
 )
 trainer.train()
 if trainer.is_world_process_zero():
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     optimizer = trainer.accelerator.sharded_optimizer
-    scale, skipped = optimizer.loss_scale, optimizer.skipped_steps
     print(f"reward {rewards[0]:.2f}, at the end: reward {rewards[-1]:.2f}")
-    print(f"loss scale {scale}, {skipped} steps skipped on all ranks")
+    print(f"loss scale {optimizer.loss_scale}, {optimizer.skipped_steps} steps skipped")
     print(f"{trainer.asleep / 1e6:.1f} MB slept in host memory, over all rollouts")
 trainer.accelerator.end_training()

@@ -65,11 +65,10 @@ class ShardcastConfig(ValidatedOptions):
         "compute under torch.autocast, as beside DDP, with norms, vectors and what embeddings "
         "return in fp32; false: compute in param_dtype throughout, which is faster",
     )
-    convert_rest: bool | None = option(
-        None,
-        "whether parameters that are not trained are stored in param_dtype; null: all but momentum "
-        "teachers and averages, modules with the names and shapes of a trained one, and those that "
-        "came lower",
+    convert_rest: bool = option(
+        False,
+        "store parameters that are not trained in param_dtype too; false: they stay as they came, "
+        "and autocast casts them in each forward. autocast: false implies true",
     )
     fp32_outputs: tuple[str, ...] = option(
         (),

@@ -22,7 +22,7 @@ class Keywords(TypedDict, total=False):
     keep_fp32: KeepRule | Sequence[KeepRule]
     cast_forward_inputs: bool
     autocast: bool
-    convert_rest: bool | None
+    convert_rest: bool
     fp32_outputs: str | Sequence[str]
     cast_buffers: bool
     broadcast_buffers: bool | str | Sequence[str]

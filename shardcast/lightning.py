@@ -84,7 +84,10 @@ class ShardcastPrecision(Precision):
         if self.fits:
             return module
         rules = Rules(module, self.config)
-        dtypes = {param: rules.storage_dtype(param) for param in module.parameters()}
+        dtypes = {
+            param: (rules.storage_dtype if param.requires_grad else rules.rest_dtype)(param)
+            for param in module.parameters()
+        }
         for child in module.modules():
             for buffer in child.buffers(recurse=False):
                 dtypes[buffer] = rules.buffer_dtype(child, buffer)

@@ -21,7 +21,6 @@ from shardcast.memory.sharing import find_aliases
 from shardcast.optimizer import setup
 from shardcast.optimizer.memory_report import summary_of
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
-from shardcast.optimizer.outside import warn_of_lowered_copies
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import joined
@@ -164,8 +163,6 @@ def shard(
         for restore in restores:
             restore()
         dtypes = setup.dtypes_of(stages)
-        if plan.outside and process_groups.everyone.rank == 0:
-            warn_of_lowered_copies(plan)
         if plan.outside or any(True for stage in stages for _ in stage.buffers()):
             from shardcast.optimizer.rest import convert_rest
 

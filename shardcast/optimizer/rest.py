@@ -16,7 +16,7 @@ from shardcast.optimizer.setup import Plan
 
 
 def convert_rest(plan: Plan, stages: Sequence[nn.Module], process_groups: ProcessGroups) -> None:
-    """Make the rest equal on all ranks, and cast it. Every rank must call it.
+    """Make the rest equal on all ranks, and cast what is not to stay as it came. Collective.
 
     Args:
         stages: the model, or the stages of it that this rank has.
@@ -29,7 +29,6 @@ def convert_rest(plan: Plan, stages: Sequence[nn.Module], process_groups: Proces
         ),
     ):
         local, pack_groups = as_packed(param), plan.pack_groups_by_name[name]
-        local.data = local.data.contiguous()
         for comm in (
             *process_groups.comms(pack_groups.replicate),
             process_groups.data_parallel(pack_groups),

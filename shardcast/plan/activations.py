@@ -44,7 +44,7 @@ class ComputeMode(Enum):
     """The dtypes that a module's own code computes in.
 
     ``AUTOCAST`` is that of a whole model with ``autocast``, of modules in fp32 that would be under
-    autocast under DDP (teachers, parametrized layers), and of a user's class that holds a matrix
+    autocast under DDP (frozen or parametrized layers), and of a user's class that holds a matrix
     itself: what it multiplies may be fp32, and only autocast knows which of its inputs that is.
     """
 
@@ -63,10 +63,12 @@ class CastForward:
         compute: turns autocast on or off around the forward; ``LOW`` turns off only what an
             ``AUTOCAST`` module turned on, not an autocast of the user's.
         weight: a low-precision one inside, if any; where it was converted, as of a copy that is
-            evaluated in fp32, ``AUTOCAST`` turns nothing on.
+            evaluated in fp32, ``AUTOCAST`` turns nothing on, here and in modules inside.
         within: how the caller computes, if not under autocast. Else ``AUTOCAST`` stays off where
             the script turned it off within the model; a layer then computes in fp32.
-        renews: enter an autocast of the script's anew, without its cache.
+        is_root: nobody but the script calls it, so that an autocast without a cache is its own;
+            one that is on is entered anew, without its cache.
+        holds_untouched: a matrix inside is not trained and stays as it came.
     """
 
     def __init__(
@@ -79,13 +81,14 @@ class CastForward:
         compute: ComputeMode | None,
         weight: nn.Parameter | None,
         within: ComputeMode | None,
-        renews: bool,
+        is_root: bool,
+        holds_untouched: bool,
     ) -> None:
         self.__wrapped__ = module.forward  # as inspect.signature looks for it
         self._module, self._low, self._device_type = module, low, device_type
         self._inputs, self._outputs, self._compute = inputs, outputs, compute
         self._weight = weight
-        self._renews = renews
+        self._is_root, self._holds_untouched = is_root, holds_untouched
         self._forced = within in (ComputeMode.FP32, ComputeMode.LOW)
         self._is_product = isinstance(module, MATMULS) and is_layer(module)
         self._replaced = "forward" in vars(module)
@@ -114,7 +117,7 @@ class CastForward:
             with torch.autocast(
                 self._device_type,
                 self._dtype(),
-                enabled=self._compute is ComputeMode.AUTOCAST,
+                enabled=self._compute is ComputeMode.AUTOCAST and not self._is_converted(),
                 cache_enabled=False,
             ):
                 output = self.__wrapped__(*args, **kwargs)
@@ -136,15 +139,19 @@ class CastForward:
         enabled = torch.is_autocast_enabled(self._device_type)
         if self._compute is ComputeMode.AUTOCAST:
             if enabled:  # by the script: entered anew without the cache
-                return self._renews and torch.is_autocast_cache_enabled()
-            if self._weight is not None and self._weight.dtype != self._low:
-                return False
+                return self._is_root and torch.is_autocast_cache_enabled()
             # An autocast that a script nests in ours inherits that there is no cache, which
             # torch.export turns off itself.
-            ours = torch.is_autocast_cache_enabled() or torch.compiler.is_exporting()
-            return self._forced or ours
+            ours = torch.is_autocast_cache_enabled()
+            if self._is_converted():  # one without a cache that is off tells those inside
+                return ours and self._holds_untouched
+            exported = self._weight is not None and torch.compiler.is_exporting()
+            return self._forced or ours or exported
         ours = self._compute is ComputeMode.FP32 or not torch.is_autocast_cache_enabled()
         return enabled and ours
+
+    def _is_converted(self) -> bool:
+        return self._weight is not None and self._weight.dtype != self._low
 
     def _dtype(self) -> torch.dtype:
         """The dtype of an autocast of the script's, if one is on."""
@@ -199,10 +206,13 @@ def install_casts(model: nn.Module, precision: Precision) -> list[CastForward]:
         inside = computes[module] = _compute(module, outside, precision, stored)
         has_low = low in _dtypes(module, stored)
         weight = next((p for p in module.parameters() if p.dtype == low), None) if has_low else None
+        holds_untouched = not isinstance(module, TABLES) and any(
+            param in precision.untouched and is_matrix(param) for param in module.parameters()
+        )
         inputs: torch.dtype | nn.Parameter | None = None
         outputs: torch.dtype | None = None
         switch: ComputeMode | None = None
-        if inside is ComputeMode.AUTOCAST and config.autocast and has_low:
+        if inside is ComputeMode.AUTOCAST and config.autocast and (has_low or holds_untouched):
             switch = inside  # it may be called by the script
         if inside is not outside:
             is_product = isinstance(module, MATMULS) and is_layer(module)
@@ -222,8 +232,8 @@ def install_casts(model: nn.Module, precision: Precision) -> list[CastForward]:
         if module in precision.fp32_outputs or (config.autocast and is_table and has_low):
             outputs = MASTER_DTYPE
         if inputs is not None or outputs or switch:
-            renews = config.autocast and outside is None
-            casts = inputs, outputs, switch, weight, outside, renews
+            is_root = config.autocast and outside is None
+            casts = inputs, outputs, switch, weight, outside, is_root, holds_untouched
             forwards.append(CastForward(module, low, device_type, *casts))
     return forwards
 

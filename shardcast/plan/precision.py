@@ -4,14 +4,14 @@ Every dtype decision of shardcast is made here (PaddlePaddle PR 35878 asked for 
 instead of name patterns spread over the code). A parameter is stored in ``param_dtype`` unless its
 module is kept in fp32, or it is a norm's or a vector under autocast. ``plan/activations.py`` runs
 the forward under autocast, or casts activations between modules of the two kinds, so the forward
-just works. Masters and arithmetic are always fp32.
+just works. Masters and arithmetic are always fp32. Parameters that are not trained stay as they
+came, unless ``convert_rest`` or ``autocast: false`` asks for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,7 @@ class Precision:
         unmatched: patterns of ``keep_fp32`` and ``fp32_outputs`` that match nothing, as messages.
         fp32_modules: they compute in fp32.
         autocast_modules: modules in fp32 that compute under autocast, as they would under DDP.
+        untouched: parameters that are not trained and stay as they came.
         fp32_outputs: modules that return fp32.
     """
 
@@ -80,26 +81,39 @@ class Precision:
         self.fp32_outputs: set[nn.Module] = set()
         if config.fp32_outputs:
             self.fp32_outputs = named_modules(model, config.fp32_outputs, self.unmatched)
-        norms = [module for module in model.modules() if isinstance(module, NORMS)]
+        low = config.param_dtype != MASTER_DTYPE
+        self.untouched: set[nn.Parameter] = set()
+        self._converts_rest = config.convert_rest or (low and not config.autocast)
+        if not self._converts_rest:
+            if trained is None:
+                trained = {param for param in model.parameters() if param.requires_grad}
+            kept = _params_of(self.fp32_modules)
+            self.untouched = {*filter(is_packable, model.parameters())} - trained - kept
+        self._untouched_modules = {
+            module
+            for module in model.modules()
+            if (own := {*filter(is_packable, _params_of([module]))}) and own <= self.untouched
+        }
+        norms = [
+            module
+            for module in model.modules()
+            if isinstance(module, NORMS) and module not in self._untouched_modules
+        ]
         with_statistics = [norm for norm in norms if any(map(is_packable, norm.buffers()))]
         unasked: list[nn.Module] = norms if config.autocast else []
         if not config.cast_buffers:
             unasked += _parametrized(model)
             if not config.autocast:  # torch refuses fp32 running statistics with low precision
                 self.fp32_modules.update(dict.fromkeys(with_statistics))
-        if config.convert_rest is not True:
-            if trained is None:
-                trained = {param for param in model.parameters() if param.requires_grad}
-            unasked += (_teachers if config.convert_rest is None else _untrained)(model, trained)
         self.autocast_modules = {
             m: None for m in unasked if m not in self.fp32_modules and _params_of([m])
         }
         self._fp32 = self.fp32_modules | self.autocast_modules
-        low = config.param_dtype != MASTER_DTYPE
         vectors = _not_multiplied(model) if config.autocast and low else ()
         exact_statistics = [norm for norm in with_statistics if norm in self._fp32]
         self._kept_params = _params_of((*self.fp32_modules, *exact_statistics))
-        self._fp32_params = _params_of(self._fp32).union(vectors)
+        came_fp32 = {param for param in self.untouched if param.dtype == MASTER_DTYPE}
+        self._fp32_params = _params_of(self._fp32).union(vectors) - self.untouched | came_fp32
 
     def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
         """The dtype in which forward and backward see ``param``."""
@@ -109,17 +123,16 @@ class Precision:
         return MASTER_DTYPE if exact and param in exact else self.config.param_dtype
 
     def rest_dtype(self, param: nn.Parameter) -> torch.dtype:
-        """Return the dtype of one that the optimizer does not hold: a low one stays (LoRA)."""
-        dtype = self.storage_dtype(param)
-        widened = is_packable(param) and param.dtype.itemsize < dtype.itemsize
-        asked = self.config.convert_rest is True or param in self._kept_params
-        return param.dtype if widened and not asked else dtype
+        """Return the dtype of one that the optimizer does not hold."""
+        asked = self._converts_rest or param in self._kept_params
+        return self.storage_dtype(param) if asked else param.dtype
 
     def buffer_dtype(self, module: nn.Module, buffer: Tensor) -> torch.dtype:
         """The dtype of a buffer that ``module`` owns."""
         if is_packable(buffer) and module in self._fp32 and isinstance(module, NORMS):
             return MASTER_DTYPE  # as its parameters, also in a model that came in low precision
-        cast = self.config.cast_buffers and is_packable(buffer) and module not in self._fp32
+        stays = module in self._fp32 or module in self._untouched_modules
+        cast = self.config.cast_buffers and is_packable(buffer) and not stays
         return self.config.param_dtype if cast else buffer.dtype
 
 
@@ -189,50 +202,3 @@ def is_layer(module: nn.Module) -> bool:
 def is_called(module: nn.Module) -> bool:
     """Lists and the like are not."""
     return type(module).forward is not nn.Module.forward
-
-
-def _teachers(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator[nn.Module]:
-    """Pair modules of several layers that no gradient trains with the like that is trained.
-
-    Teachers, target networks and averages: an update moves them by less than half a unit in the
-    last place of bf16. In a list or a sequence they are layers of one network, frozen as the base
-    of LoRA is.
-    """
-    frozen = [
-        module
-        for module in _outside_lists(model)
-        if trained.isdisjoint(module.parameters()) and _has_layers(module)
-    ]
-    wanted = {_shapes(module) for module in frozen}
-    counts = {len(shapes) for shapes in wanted}
-    students = set[Any]()
-    for module in model.modules() if wanted else ():
-        params = [*module.parameters()]
-        if len(params) in counts and not trained.isdisjoint(params):
-            students.add(_shapes(module))
-    for module in frozen:
-        if _shapes(module) in students:
-            yield from module.modules()
-
-
-def _outside_lists(module: nn.Module) -> Iterator[nn.Module]:
-    """All modules inside, but for the entries of lists and sequences and what is in those."""
-    for child in () if isinstance(module, (nn.ModuleList, nn.Sequential)) else module.children():
-        yield child
-        yield from _outside_lists(child)
-
-
-def _has_layers(module: nn.Module) -> bool:
-    """Return whether several modules inside hold parameters."""
-    return sum(bool(_params_of([inside])) for inside in module.modules()) > 1
-
-
-def _shapes(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
-    return tuple((name, param.shape) for name, param in module.named_parameters())
-
-
-def _untrained(model: nn.Module, trained: AbstractSet[nn.Parameter]) -> Iterator[nn.Module]:
-    for module in model.modules():
-        params = _params_of([module])
-        if params and trained.isdisjoint(params):
-            yield module

@@ -209,6 +209,32 @@ def test_other_param_dtypes_have_the_same_masters(tmp_path: Path, dtypes: Any):
             assert torch.equal(tensor, exact.to(tensor.dtype))
 
 
+@pytest.mark.parametrize("converted", [True, False])
+def test_a_frozen_base_that_was_saved_converted_is_loaded_as_it_came_and_the_reverse(
+    tmp_path: Path, converted: bool
+):
+    def run(group: Any, load: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(group.rank() + 10 * load)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model[0].requires_grad_(False)
+        convert = converted is not load
+        optimizer = sharded(
+            model, group, lambda m: torch.optim.SGD(m[1].parameters(), lr=0.1),
+            param_dtype=BF16, convert_rest=convert,
+        )  # fmt: skip
+        assert model[0].weight.dtype == (BF16 if convert else FP32)
+        if load:
+            checkpoint.load(tmp_path, model, optimizer)
+        else:
+            checkpoint.save(tmp_path, model, optimizer, step=1)
+        return values(model)
+
+    saved = run_world(2, run, False)[0][0]
+    for tensors in run_world(3, run, True)[0]:
+        loaded, wanted = tensors["0.weight"], saved["0.weight"]
+        assert torch.equal(loaded, wanted.to(loaded.dtype))
+
+
 @pytest.mark.parametrize("name", ["step-1", "step-0000000012", "step-000000001"])
 def test_a_users_directory_may_be_named_almost_as_a_checkpoint(tmp_path: Path, name: str):
     run, notes = tmp_path / name, tmp_path / name / "step-2"

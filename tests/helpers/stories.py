@@ -145,8 +145,6 @@ class Side:
         self.seen: list[Seen] = []
         self.dropped = False  # gradients of a backward, and no step since
         self.frozen_when_extended: list[bool] | None = None
-        if start.dtype != torch.float32 and group is None:  # are stored so, and have no master
-            self.round(() if self.extended else LAST)
         self.begin(groups)
         for flags, extends in then:
             for number, is_frozen in enumerate(flags):
@@ -160,6 +158,7 @@ class Side:
         lists = [groups[:2], groups[2:]] if self.start.several else [groups]
         self.optimizers: list[Any] = [make(each, **options) for each in lists]
         self.when_begun = self.frozen(), self.extended
+        self.untouched = self.untrained()
         self.averages: dict[str, dict[int, Tensor]] = {name: {} for name in AVERAGES}
         self.steps = 0  # that were not skipped, for averages
         self.scale, self.good = SCALE, 0
@@ -188,19 +187,20 @@ class Side:
         return [number for number in NUMBERS if self.model.all[number] in held]
 
     def low(self, number: int) -> torch.dtype:
-        """The dtype of a parameter; numbers stay in fp32."""
-        return self.start.dtype if SHAPES[number] else torch.float32
+        """The dtype of a parameter; numbers, and what is not trained at first, stay in fp32."""
+        is_low = SHAPES[number] and number not in self.untouched
+        return self.start.dtype if is_low else torch.float32
+
+    def untrained(self) -> set[int]:
+        """The parameters that are frozen now, or in no group."""
+        trained = [n for n in NUMBERS if self.extended or n not in LAST]
+        return {n for n in NUMBERS if n not in trained or not self.model.all[n].requires_grad}
 
     def has_state(self, number: int) -> bool:
         """Whether plain torch, or an average, has state of a parameter: then DCP has its master."""
         param, averages = self.model.all[number], self.start.option("averages")
         own = any(optimizer.state.get(param) for optimizer in self.optimizers)
         return own or bool(averages and number in self.averages["ema"])
-
-    def round(self, numbers: Any) -> None:
-        for number in numbers:
-            param = self.model.all[number]
-            param.data = param.data.to(self.low(number)).float()
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -416,6 +416,7 @@ class Side:
             self.extended, self.frozen_when_extended = True, self.frozen()
             added = [self.model.all[number] for number in LAST]
             self.optimizers[-1].add_param_group({"params": added, "lr": 5e-3})
+            self.untouched -= {number for number in LAST if self.model.all[number].requires_grad}
 
     def change(self, place: int, number: int) -> None:
         group = self.groups[place]
@@ -513,6 +514,7 @@ class Side:
         self.when_begun = (self.frozen(), self.extended) if way.early else self.when_begun
         if way.early:
             self.frozen_when_extended = None
+            self.untouched = self.untrained()
             for number in NUMBERS:  # without any state its pack is not reduced until it is trained
                 has_state = self.start.kind == "Adagrad" or number in self.averages["ema"]
                 if not (self.model.all[number].requires_grad or has_state):
@@ -525,8 +527,6 @@ class Side:
         for number, param in enumerate(Dots().all if way.by in ("plain", "dcp") else ()):
             if way.by == "dcp" and self.has_state(number):
                 continue
-            if number in LAST and not self.when_begun[1]:
-                param.data = param.data.to(self.low(number)).float()
             own, shown = self.model.all[number], self.model.all[number].to(self.low(number))
             own.data = torch.where(param.to(shown) == shown, param.data, shown.float())
 

@@ -87,8 +87,7 @@ def test_groups_added_after_steps_train_with_gradients_of_any_dtype(dtype: str, 
     fields = {"grad_dtype": "fp32", "param_dtype": dtype, "partition": partition, "pack_params": 1}
     first, *others = on_ranks(script, 3, first_layer, **fields)
     assert all(equal(first, other) for other in others)
-    start = [param.to(first[0].dtype) for param in values(mlp())]
-    moved = [not torch.equal(a, b) for a, b in zip(first, start, strict=True)]
+    moved = [not torch.equal(a, b.to(a.dtype)) for a, b in zip(first, values(mlp()), strict=True)]
     assert moved == [True] * 4 + [False] * 2
 
 

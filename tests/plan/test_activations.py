@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+import shardcast
+
 pytestmark = pytest.mark.timeout(60)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -568,9 +570,10 @@ def learnt(**fields: Any) -> float:
 
 def test_a_momentum_teacher_follows_as_under_autocast():
     stock = pytest.approx(learnt(), rel=0.02)
-    assert learnt(autocast=False) == stock
     assert learnt(autocast=True) == stock
-    assert learnt(convert_rest=True) != stock, "the control: in bf16 it stands still"
+    assert learnt(autocast=False, keep_fp32="encoder_k.*") == stock
+    for converts in ({"convert_rest": True}, {"autocast": False}):
+        assert learnt(**converts) != stock, "the control: in bf16 it stands still"
 
 
 class Adapted(nn.Module):
@@ -590,12 +593,10 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
-    ("came", "convert", "dtype"),
-    [(FP32, None, BF16), (FP32, True, BF16), (FP32, False, FP32),
-     (BF16, None, BF16), (BF16, False, BF16)],
-)  # fmt: skip
-def test_a_frozen_base_is_low_unless_asked_and_never_widened(
-    came: torch.dtype, convert: Any, dtype: torch.dtype, autocast: bool
+    ("came", "convert"), [(FP32, True), (FP32, False), (BF16, True), (BF16, False)]
+)
+def test_a_frozen_base_stays_as_it_came_unless_asked_or_without_autocast(
+    came: torch.dtype, convert: bool, autocast: bool
 ):
     model = Adapted()
     for base in (model.base, model.list[0]):
@@ -604,10 +605,77 @@ def test_a_frozen_base_is_low_unless_asked_and_never_widened(
     optimizer = sharded(
         model, optimizer=sgd, param_dtype=BF16, convert_rest=convert, autocast=autocast
     )
+    dtype = came if autocast and not convert else BF16
     assert model.base.weight.dtype == model.list[0][0].weight.dtype == dtype
     assert model.trained.weight.dtype == model.list[1][0].weight.dtype == BF16
     model(torch.randn(4, 4)).float().sum().backward()
     optimizer.step()
+
+
+class Tower(nn.Module):
+    """Layers of each kind, every second one of which is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(4, 8, 3, padding=1), nn.BatchNorm1d(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.layer_norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2)
+        self.recurrent, self.last = nn.LSTM(8, 8), nn.Linear(8, 4)
+        self.scales = nn.Parameter(torch.rand(8, 8))
+        for frozen in (self.norm, self.up, self.layer_norm, self.recurrent):
+            frozen.requires_grad_(False)
+        self.down.weight.requires_grad_(False)  # as in BitFit, beside a bias that is trained
+        self.scales.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.conv(x)).transpose(1, 2)
+        hidden = self.layer_norm(self.down(F.gelu(self.up(hidden))) @ self.scales)
+        hidden = self.attention(hidden, hidden, hidden)[0]
+        output: Tensor = self.last(self.recurrent(hidden)[0])
+        return output
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("part", [None, "up"], ids=["the model", "a frozen layer of it"])
+def test_frozen_layers_compute_the_bits_that_they_have_beside_ddp_under_autocast(
+    held: bool, part: str | None
+):
+    x = torch.randn(3, 4, 5) if part is None else torch.randn(3, 8)
+
+    def outcome(own: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Tower()
+        params = [param for param in model.parameters() if held or param.requires_grad]
+        sgd = torch.optim.SGD(params, lr=0.1)
+        if own:
+            shardcast.shard(model, sgd, param_dtype=BF16)
+        called = model if part is None else getattr(model, part)
+        with torch.autocast("cpu", BF16, enabled=not own):
+            output = called(x)
+        if part is None:
+            output.float().square().mean().backward()
+        trained = [param for param in model.parameters() if param.requires_grad]
+        gradients = [param.grad.float() for param in trained if param.grad is not None]
+        return [output.detach(), *gradients]
+
+    stock, mine = outcome(False), outcome(True)
+    assert len(stock) == len(mine) and stock[0].dtype == mine[0].dtype
+    assert all(torch.equal(one, other) for one, other in zip(stock, mine, strict=True))
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_model_with_a_frozen_part_that_is_converted_to_be_evaluated_computes_in_fp32(
+    copied: bool,
+):
+    torch.manual_seed(0)
+    model, x = Tower().eval(), torch.randn(3, 4, 5)
+    params = [param for param in model.parameters() if param.requires_grad]
+    shardcast.shard(model, torch.optim.SGD(params, lr=0.1), param_dtype=BF16)
+    model = copy.deepcopy(model) if copied else model
+    model.float()
+    plain = Tower().eval()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model(x), plain(x))
 
 
 def test_a_kept_base_that_came_low_is_widened():
