@@ -161,7 +161,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     tuning.add_argument("--pretraining", type=int, default=500, help="steps on Python's library")
     tuning.add_argument("--steps", type=int, default=60)
     tuning.add_argument("--interval", type=int, default=20, help="steps between held-out losses")
-    tuning.add_argument("--record", action="store_true", help="for launch/picture.py --fine-tuning")
+    tuning.add_argument("--record", action="store_true", help="for tools/picture.py --fine-tuning")
     tuning.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     for name, rounds in rounds_of.items():
         sub = commands.add_parser(name, allow_abbrev=False)

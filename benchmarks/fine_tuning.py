@@ -21,7 +21,7 @@ from torch import Tensor
 import shardcast
 
 ROOT = Path(__file__).parents[1]
-RECORDED = ROOT / "launch" / "recorded" / "fine-tuning.csv"
+RECORDED = ROOT / "tools" / "recorded" / "fine-tuning.csv"
 FORMS = ("bf16", "mxfp8", "fp8_block128", "mxfp4")
 RATES = (1e-5, 3e-6, 1e-6)
 MATRICES = ["*.qkv", "*.out", "*.mlp.?"]
@@ -122,7 +122,7 @@ def rows(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 
 
 def record(runs: Sequence[Run], path: Path = RECORDED) -> None:
-    """Write what launch/picture.py draws."""
+    """Write what tools/picture.py draws."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["form", "rate", "share", "step", "loss"])

@@ -10,11 +10,11 @@ cd "$(dirname "$0")/.."
 source launch/environment.sh
 
 venv=${DOCS_VENV:-.venv-docs}
-if ! cmp --silent launch/site/requirements.txt "$venv/requirements.txt"; then
+if ! cmp --silent tools/site/requirements.txt "$venv/requirements.txt"; then
     has_pip "$venv/bin/python" || make_venv "$venv"
     "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
-        --requirement launch/site/requirements.txt
-    cp launch/site/requirements.txt "$venv/requirements.txt"
+        --requirement tools/site/requirements.txt
+    cp tools/site/requirements.txt "$venv/requirements.txt"
 fi
 export NO_MKDOCS_2_WARNING=1 # of the theme, about versions that are not used here
 PATH=$(cd "$venv/bin" && pwd):$PATH # signatures are formatted by its ruff

@@ -2,15 +2,11 @@
 # Measure shardcast on this machine's GPU in at most ten minutes; writes gpu-report/.
 #
 # Usage: bash launch/gpu.sh [--dry-run] [--output FOLDER] [PART ...]
-#        bash launch/gpu.sh --speedrun [--dry-run] [--data FOLDER] [--script FILE] [--steps N]
 # Environment: PYTHON (default: python or python3, whichever has torch)
 #
 # Needs torch >= 2.11 built for CUDA, accelerate and pytest; no internet, and nothing is installed.
 # matplotlib draws the pictures where it is there. With --dry-run every part runs on the CPU with
 # tiny sizes: it shows that the programs work, its figures mean nothing.
-#
-# With --speedrun: train modded-nanogpt's simple speedrun by its own sharding and by shardcast, and
-# print both losses and times (speedrun.py). It fetches the script, unless --script names it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for python in ${PYTHON:+"$PYTHON"} python python3; do
@@ -19,8 +15,4 @@ for python in ${PYTHON:+"$PYTHON"} python python3; do
     fi
 done
 export PYTHONPATH=$PWD:$PWD/launch${PYTHONPATH:+:$PYTHONPATH}
-if [[ ${1:-} == --speedrun ]]; then
-    shift
-    exec "$python" launch/speedrun.py "$@"
-fi
 exec "$python" -m gpu "$@"

@@ -4,7 +4,6 @@
 #
 # Usage: bash launch/test.sh [arguments of pytest]
 #        bash launch/test.sh --versions [arguments of pytest]
-#        bash launch/test.sh --machines [--whole] [PART ...]   (see machines.sh)
 #        bash launch/test.sh --ecosystem [--sources DIR] [arguments of pytest]
 #        bash launch/test.sh --foreign [--sources DIR] [arguments of pytest]
 # Environment: VENV, PYTHON (see environment.sh)
@@ -27,10 +26,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 
-if [[ ${1:-} == --machines ]]; then
-    shift
-    exec bash launch/machines.sh "$@"
-fi
 if [[ ${1:-} == --versions ]]; then
     shift
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

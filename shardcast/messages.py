@@ -33,7 +33,7 @@ def namesake() -> str | None:
 def page(name: str) -> str:
     """Return where a page of the documentation is: as the installed distribution says, or a file.
 
-    ``launch/release.sh`` writes the address of the project into the metadata of a wheel, which
+    ``tools/release.sh`` writes the address of the project into the metadata of a wheel, which
     has no ``docs/`` of its own.
     """
     try:

@@ -169,6 +169,6 @@ def test_an_example_fits_on_a_page(name: str):
 
 
 def test_the_page_of_options_is_what_the_configuration_says():
-    import options  # launch/options.py
+    import options  # tools/options.py
 
-    assert options.main(["--check"]) == 0, "run python launch/options.py"
+    assert options.main(["--check"]) == 0, "run python tools/options.py"

@@ -13,7 +13,7 @@ STEPS = 20
 SUITE = Suite(
     name="modded-nanogpt",
     claim=(
-        f"{STEPS} steps of a tiny model (`launch/speedrun.py`) on two CPU processes, validated in "
+        f"{STEPS} steps of a tiny model (`tools/speedrun.py`) on two CPU processes, validated in "
         "each step, by its own sharding of Muon and by shardcast; passed is a loss that is never "
         "further apart than a case names"
     ),

@@ -195,7 +195,7 @@ def test_two_hosts_are_skipped_with_a_message_without_root(tmp_path: Path) -> No
     (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
     (tmp_path / "id").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    script = ROOT / "launch" / "two_hosts.sh"
+    script = ROOT / "tools" / "two_hosts.sh"
     run = subprocess.run(
         ["bash", script],
         env=os.environ | {"PATH": path},

@@ -1,4 +1,4 @@
-"""``launch/gpu.sh --speedrun``: what stands around a script that is not part of the repository."""
+"""``tools/speedrun.py``: what stands around a script that is not part of the repository."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import speedrun
 import torch
 import warm
 
-LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 def test_drawn_tokens_are_in_the_format_of_the_scripts_files(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_losses_and_times_stand_side_by_side() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.timeout(60)
 def test_a_speedrun_without_a_gpu_says_what_to_do() -> None:
-    script = str(LAUNCH / "speedrun.py")
+    script = str(TOOLS / "speedrun.py")
     ended = subprocess.run([warm.executable(), script], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "--dry-run trains a tiny model on CPUs" in ended.stderr

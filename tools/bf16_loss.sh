@@ -2,7 +2,7 @@
 # Train the byte-level GPT with fp32 masters (DDP + autocast, shardcast) and with a bf16 model whose
 # optimizer inherits its dtype, and draw docs/bf16-loss.svg. Five minutes on two idle cores.
 #
-# Usage: bash launch/bf16_loss.sh [flags of launch/train.py]
+# Usage: bash tools/bf16_loss.sh [flags of launch/train.py]
 # Environment: VENV, PYTHON (see environment.sh), OUTPUT
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,4 +20,4 @@ train() {
 train --baseline ddp --output "$output/ddp" "$@"
 train --baseline bf16 --output "$output/bf16" "$@"
 train --output "$output/shardcast" "$@"
-"$python" launch/picture.py --bf16-loss --record "$output"/{ddp,bf16,shardcast}
+"$python" tools/picture.py --bf16-loss --record "$output"/{ddp,bf16,shardcast}

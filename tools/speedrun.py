@@ -1,6 +1,6 @@
 """Run modded-nanogpt's ``train_gpt_simple.py`` by itself and sharded, and print both side by side.
 
-``bash launch/gpu.sh --speedrun``, on 1, 2, 4 or 8 GPUs. Its model and its data loop are run as they
+``python tools/speedrun.py``, on 1, 2, 4 or 8 GPUs. Its model and its data loop are run as they
 are; instead of its own division of Muon's matrices over ranks and its all-reduce of every gradient
 there is :func:`shardcast.shard`, with parameters in bf16 and fp32 masters. The edits are
 :data:`SHARDED`.
@@ -179,7 +179,7 @@ def table(curves: Mapping[str, Curve]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="launch/gpu.sh --speedrun", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--script", type=Path, help=f"{PATH} of modded-nanogpt; else it is fetched")
     parser.add_argument("--data", type=Path, help="the folder with fineweb_train_*.bin")
     parser.add_argument("--steps", type=int, help="default: 3250 with data, else 100")

@@ -4,7 +4,7 @@
 # ZeroRedundancyOptimizer, and the bits that they end with.
 # Needs root, iproute2 and Linux; elsewhere it says so and ends. Ten minutes on two cores.
 #
-# Usage: bash launch/two_hosts.sh [--rounds N]
+# Usage: bash tools/two_hosts.sh [--rounds N]
 # Environment: VENV, PYTHON (see environment.sh); RATES (default: "200mbit 1gbit"); RANKS of each
 # host (default: 2)
 set -euo pipefail

@@ -1,23 +1,26 @@
 """Draw docs/memory-and-loss.svg and .png, the picture of README; and others of docs.
 
-    python launch/picture.py                                    # from the recorded run
+    python tools/picture.py                                    # from the recorded run
     bash launch/quickstart.sh                                   # and after a run of one's own:
-    python launch/picture.py --record runs/quickstart/ddp runs/quickstart/shardcast
+    python tools/picture.py --record runs/quickstart/ddp runs/quickstart/shardcast
 
-    python launch/picture.py --bf16-loss            # from recorded runs of launch/bf16_loss.sh
-    python launch/picture.py --update-to-weight     # from that of launch/update_to_weight.sh
-    python launch/picture.py --fine-tuning          # that of python -m benchmarks fine-tuning
+    python tools/picture.py --bf16-loss            # from recorded runs of tools/bf16_loss.sh
+    python tools/picture.py --update-to-weight     # from that of tools/update_to_weight.sh
+    python tools/picture.py --fine-tuning          # that of python -m benchmarks fine-tuning
 
 Left: bytes per rank of 6.7 billion parameters, as ``shardcast estimate gpt:gpt_7b`` says. Right:
-the losses of the quickstart, recorded in launch/recorded/quickstart.csv.
+the losses of the quickstart, recorded in tools/recorded/quickstart.csv.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "launch"))  # a model, and plots of runs
 
 import metrics
 import torch
@@ -29,8 +32,8 @@ from plot import changes_and_losses, held_out_losses, memory_and_losses, ratios_
 import shardcast
 from shardcast.estimate import estimate, peers
 
-ROOT = Path(__file__).parents[1]
-RECORDED = ROOT / "launch" / "recorded" / "quickstart.csv"
+ROOT = Path(__file__).resolve().parents[1]
+RECORDED = ROOT / "tools" / "recorded" / "quickstart.csv"
 BF16_LOSS = RECORDED.with_name("bf16-loss.csv")
 UPDATE_TO_WEIGHT = RECORDED.with_name("update-to-weight.csv")
 FINE_TUNING = RECORDED.with_name("fine-tuning.csv")

@@ -2,7 +2,7 @@
 # Build the source distribution and the wheel of HEAD, try each in an environment that has nothing
 # else, and run the two commands of the README from the unpacked source distribution.
 #
-# Usage: bash launch/release.sh [--quick]   (--quick: 20 steps, and a few of the tests)
+# Usage: bash tools/release.sh [--quick]   (--quick: 20 steps, and a few of the tests)
 # Environment:
 #   OUTPUT       where the distributions go (default: dist)
 #   PROJECT_URL  of the repository; relative links of the long description lead there, and are
@@ -21,7 +21,7 @@ find_python
 "$work/venv/bin/python" -m pip install --disable-pip-version-check --quiet build twine
 mkdir "$work/tree" "$work/unpacked"
 git archive HEAD | tar -x -C "$work/tree"
-"$work/venv/bin/python" launch/long_description.py "$work/tree" "${PROJECT_URL:-}"
+"$work/venv/bin/python" tools/long_description.py "$work/tree" "${PROJECT_URL:-}"
 "$work/venv/bin/python" -m build --outdir "$output" "$work/tree"
 wheel=$(ls -t "$output"/*.whl | head -n 1)
 sdist=$(ls -t "$output"/*.tar.gz | head -n 1)

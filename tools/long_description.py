@@ -1,6 +1,6 @@
 """Give a tree that is to be built a long description whose links lead somewhere from anywhere.
 
-Usage: python launch/long_description.py TREE [URL]
+Usage: python tools/long_description.py TREE [URL]
 """
 
 import re

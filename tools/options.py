@@ -1,4 +1,4 @@
-"""Write docs/options.md from ShardcastConfig: python launch/options.py [--check]."""
+"""Write docs/options.md from ShardcastConfig: python tools/options.py [--check]."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardcast import ShardcastConfig
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 HEAD = """# Options
 
-`python launch/options.py` writes this page from `ShardcastConfig`. Give an option as a keyword of
+`python tools/options.py` writes this page from `ShardcastConfig`. Give an option as a keyword of
 `shard()`, as `SHARDCAST_<OPTION>` in the environment, or in the YAML file that `SHARDCAST_CONFIG`
 names; the first of these wins. Unknown names are errors.
 """

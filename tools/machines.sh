@@ -4,7 +4,7 @@
 # network whose name nobody knows, directories that cannot be flushed, no compiler, a CPU without
 # AVX-512, one core. Prints a table in Markdown. What this machine cannot be is skipped, and named.
 #
-# Usage: bash launch/test.sh --machines [--whole] [PART ...]   (only machines with a PART in their name)
+# Usage: bash tools/machines.sh [--whole] [PART ...]   (only machines with a PART in their name)
 #
 # A fresh clone of HEAD for each. In brief 12 steps of the quickstart and a few files of tests run, in
 # two minutes per machine; with --whole both commands, in half an hour. Each Python gets a virtual
