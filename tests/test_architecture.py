@@ -41,7 +41,6 @@ FLOORS: tuple[frozenset[str], ...] = (
 # torch's and other packages' private interfaces are used here only, so that a new release of
 # theirs is looked at in one folder.
 ALLOWED = {"_compat"}
-LONGEST = 310  # lines of code; docstrings, comments and empty lines aside
 # The border: what every user runs imports nothing of what is optional. `optimizer/api.py` puts both
 # together; what no option asks for but a call, a class or a codec is loaded by one of these names.
 ASSEMBLY = "shardcast.optimizer.api"
@@ -222,26 +221,6 @@ def test_private_members_are_read_in_their_own_module_only():
         and (reads := [r for r in private_reads(path.read_text()) if not foreign(r)])
     }
     assert found == {}
-
-
-def code_lines(source: str) -> int:
-    """Lines that are neither empty, a comment nor part of a docstring."""
-    inside = set()
-    for node in ast.walk(parsed(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            inside.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return sum(
-        number not in inside and bool(line.strip()) and not line.strip().startswith("#")
-        for number, line in enumerate(source.splitlines(), 1)
-    )
-
-
-def test_no_file_is_too_long_to_be_read_at_a_sitting():
-    lengths = {
-        str(path.relative_to(PACKAGE)): code_lines(path.read_text())
-        for path in PACKAGE.rglob("*.py")
-    }
-    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
 
 
 def without_subject(source: str) -> list[str]:
