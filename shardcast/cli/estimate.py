@@ -24,7 +24,7 @@ from shardcast.plan.originals import OptimizerList
 from shardcast.plan.traits import ELEMENTWISE
 
 BYTES = (
-    "parameters", "gradients", "masters", "state", "averages", "outside", "total", "host",
+    "parameters", "gradients", "masters", "state", "averages", "outside", "frozen", "total", "host",
     "parcels", "setup_peak", "sent",
 )  # fmt: skip
 COUNTS = ("sender", "packs", "collectives", "imbalance", "cost_imbalance")
@@ -33,6 +33,7 @@ Row = dict[str, Any]  # the figures of one world size
 LEGEND = {
     "world_size": "data-parallel ranks; below GB, then counts",
     "outside": "parameters that the optimizer does not hold, and buffers",
+    "frozen": "how much of outside is parameters in fp32, as they came; convert_rest halves it",
     "host": "how much of total is in host memory (offload)",
     "parcels": "codes and scales while a sync is under way (published); not in total",
     "setup_peak": "the worst moment of shard(): the model as built, one pack, the masters so far",
@@ -210,9 +211,16 @@ def summary(rows: Sequence[Row], title: str) -> list[str]:
             f"{size:,} rank{'s' * (size > 1)}{shared if row['shard_ranks'] < size else ''}: "
             f"{gigabytes(row['total'])} GB per rank, {row['collectives']} collectives and "
             f"{gigabytes(row['sent'])} GB sent per step",
+            *_frozen(row["frozen"]),
             f"    others hold {memory} GB",
         ]
     return [*lines, "Without activations. --details has all figures"]
+
+
+def _frozen(nbytes: int) -> list[str]:
+    """Return a line about a base that came in fp32, if there is one."""
+    text = "GB of it not trained and in fp32, as it came; convert_rest halves that"
+    return [f"    {gigabytes(nbytes)} {text}"] if nbytes else []
 
 
 def gigabytes(nbytes: float) -> str:

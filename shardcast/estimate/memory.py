@@ -44,6 +44,7 @@ class Estimate:
         layout: the packs that ``shard()`` would make, and how many of the ranks share them.
         averages: bytes of averages of weights, on the fullest rank.
         outside: parameters that the optimizer does not hold, and buffers; not in the report.
+        frozen: how much of ``outside`` is parameters in fp32, which ``convert_rest`` halves.
         setup_peak: bytes at the worst moment of ``shard()``, on the rank that needs most: all
             parameters and buffers of the model as they are built, the pack that is being made,
             and the masters that are there already. Host memory of ``offload`` is counted too.
@@ -66,6 +67,7 @@ class Estimate:
     state: int
     averages: int
     outside: int
+    frozen: int
     host: int
     parcels: int
     setup_peak: int
@@ -180,6 +182,7 @@ def estimate(
         state=fullest.state,
         averages=fullest.averages,
         outside=live - parameters,
+        frozen=plan.precision.frozen_bytes(plan.outside.values()),
         host=fullest.masters + fullest.state + fullest.averages if config.offload else 0,
         parcels=parcels,
         setup_peak=peak,

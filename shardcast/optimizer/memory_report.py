@@ -48,10 +48,16 @@ def summary_of(packed: PackedOptimizer) -> str:
     for pack in packs:
         numels[pack.dtype] += sum(slot.numel for slot in pack.slots)
     dtypes = ", ".join(f"{n:,} in {str(d).removeprefix('torch.')}" for d, n in numels.items())
-    nbytes = report_of(packed).total
-    size = f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3f} MB"
+    frozen = packed.precision.frozen_bytes(packed.outside.values())
+    beside = f"; beside it {_size(frozen)} of parameters that are not trained stay fp32, as they "
+    beside += "came, which convert_rest=True halves"
     return (
         f"sharded {sum(len(pack.slots) for pack in packs)} parameters ({dtypes}) of "
         f"{packed.originals.name} in {len(packs)} packs over {comm.size} of {packed.comm.size} "
-        f"data-parallel ranks; {size} per rank before the first step"
+        f"data-parallel ranks; {_size(report_of(packed).total)} per rank before the first step"
+        f"{beside * bool(frozen)}"
     )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3f} MB"

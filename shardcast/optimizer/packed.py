@@ -95,7 +95,7 @@ class PackedOptimizer:
         several = process_groups.everyone.size > 1
         self._later = {n: step for n, (step, _) in plan.config.later().items() if several}
         self.next_begin = min(self._later.values(), default=math.inf)
-        self.outside = plan.outside if self.comm.size > 1 else {}
+        self.outside = plan.outside
         low = next((shard.pack.layout.dtype for shard in shards if not shard.in_place), None)
         for module in {*self.stages, *self.called}:
             mark(module, low)

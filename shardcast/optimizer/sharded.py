@@ -176,7 +176,7 @@ class ShardedOptimizer(StatefulOptimizer):
         packed.reduce.show(decision.present)
         packed.reduce.used()
         packed.comm.steps += 1
-        if packed.outside and packed.comm.steps == 1:
+        if packed.outside and packed.comm.size > 1 and packed.comm.steps == 1:
             name_unheld(packed.outside)
         for optimizer in (*packed.originals.optimizers, *self.optimizers):
             _compat.note_step_called(optimizer)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.kept import NORMS, kept_modules, named_modules
 
@@ -126,6 +127,13 @@ class Precision:
         """Return the dtype of one that the optimizer does not hold."""
         asked = self._converts_rest or param in self._kept_params
         return self.storage_dtype(param) if asked else param.dtype
+
+    def frozen_bytes(self, outside: Iterable[nn.Parameter]) -> int:
+        """Count the bytes that ``convert_rest`` would halve of what no optimizer holds."""
+        if self.config.param_dtype == MASTER_DTYPE:
+            return 0
+        exact = (p for p in outside if p in self.untouched and p.dtype == MASTER_DTYPE)
+        return sum(_compat.local_tensor(param).nbytes for param in exact)
 
     def buffer_dtype(self, module: nn.Module, buffer: Tensor) -> torch.dtype:
         """The dtype of a buffer that ``module`` owns."""

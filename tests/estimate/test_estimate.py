@@ -113,6 +113,31 @@ def test_the_estimate_is_what_the_fullest_rank_holds(
     assert found.layout.world_size == size and found.imbalance >= 1.0
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_the_estimate_and_the_line_of_shard_say_what_is_not_trained_and_stays_fp32(
+    held: bool, caplog: pytest.LogCaptureFixture
+):
+    def adapted(**fields: Any) -> tuple[int, int, str]:
+        """What stays fp32 and the total, by the estimate, and what ``shard()`` logs."""
+        model = nn.Sequential(nn.Linear(250, 1000), nn.Linear(1000, 1))
+        model[0].requires_grad_(False)
+        params = [param for param in model.parameters() if held or param.requires_grad]
+        optimizer, fields = torch.optim.SGD(params), {"param_dtype": "bf16", **fields}
+        found = estimate(model, optimizer, 1, fields)
+        caplog.clear()
+        shardcast.shard(model, optimizer, **fields)
+        return found.frozen, found.total, caplog.text
+
+    caplog.set_level("INFO", "shardcast")
+    nbytes, total, line = adapted()
+    assert nbytes == (0 if held else 251_000 * 4)
+    assert ("1.004 MB of parameters that are not trained stay fp32" in line) is not held
+    none, less, line = adapted(convert_rest=True)
+    assert none == 0 and "not trained" not in line
+    assert held or total - less == nbytes / 2
+    assert adapted(param_dtype="fp32")[0] == 0, "nothing would be converted"
+
+
 class Wide(nn.Module):
     """Parameters below, at and above the 1,024 elements of which one is marked, one of none."""
 
@@ -382,6 +407,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_prints_a_table_and_json(command: Command):
     words = "estimate built:wide --world_size 1 1024".split()
     short, printed = command(*words), command(*words, "--details")
+    assert "not trained" not in short
     assert "1 rank: 14.4 GB per rank" in short and "1,024 ranks: 3.6 GB per rank" in short
     assert short in printed
     figures = {line[:26].strip(): line[26:].split() for line in printed.splitlines()}
