@@ -106,7 +106,7 @@ class Snapshot:
         Raises:
             ValueError: the optimizer was made for another model.
         """
-        own = self.together(self._local_inventory, call)
+        own = self.together(lambda: self._local_inventory(call), call)
         if self._process_groups.is_data_parallel:  # all ranks hold the same
             self.inventory = merge({0: own})
             return
@@ -119,7 +119,8 @@ class Snapshot:
         merged = self.together(lambda: merge(by_rank) if comm.rank == 0 else None, call)
         self.inventory = comm.share(merged, device)  # type: ignore[assignment]  # rank 0's
 
-    def _local_inventory(self) -> LocalInventory:
+    def _local_inventory(self, call: str) -> LocalInventory:
+        self._packed.need_masters(call)
         models, stages = [_compat.unwrapped(model) for model in self._given], self._packed.stages
         pairs = zip(models, stages, strict=False)
         if len(models) != len(stages) or any(model is not stage for model, stage in pairs):

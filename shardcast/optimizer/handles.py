@@ -115,6 +115,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         """The state of its own parameters; see :attr:`ShardedOptimizer.state`."""
         if called_by_dcp("state"):
             raise outside_as_plain("state")
+        self._packed.need_masters("state")
         shards = [s for s in self._packed.shards if s.pack.layout.group.optimizer == self._place]
         return StateView(shards, self._packed.update_of)
 

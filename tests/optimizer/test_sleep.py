@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 import resource
+import tempfile
 import threading
 import time
 import warnings
@@ -480,6 +481,54 @@ def test_a_file_that_cannot_be_made_on_one_rank_is_an_error_on_all_and_nothing_s
         optimizer.wake()
 
     run_world(2, run)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk, as Linux has one")
+def test_a_full_disk_is_named_on_all_ranks_and_nothing_sleeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    inner = tempfile.TemporaryFile
+    full = tmp_path / "full"
+    full.mkdir()
+
+    def opened(dir: str) -> Any:
+        return open("/dev/full", "r+b") if dir == str(full) else inner(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", opened)
+
+    def run(group: Any) -> None:
+        model, optimizer = made(group)
+        before = everything(model, optimizer)
+        with pytest.raises((OSError, RuntimeError), match=r"sleep: to: .*No space.*/full'"):
+            optimizer.sleep(to=full if group.rank() == 1 else tmp_path)
+        assert_same_bits(everything(model, optimizer), before)
+        go_on(model, optimizer, 1, 2)
+
+    run_world(2, run)
+
+
+def test_the_state_of_a_handle_says_wake():
+    model = CASES["mlp"].build()
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    vectors = [param for param in model.parameters() if param.dim() == 1]
+    both = [torch.optim.Muon(matrices), torch.optim.AdamW(vectors)]
+    optimizer: Any = shardcast.shard(model, both)
+    for handle in optimizer.optimizers:
+        with optimizer.asleep(), pytest.raises(RuntimeError, match=r"state.*wake\(\)"):
+            handle.state  # noqa: B018
+        assert handle.state is not None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.AdamW])
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async])
+def test_a_save_of_any_class_says_wake_whatever_stays(kind: Any, save: Any, tmp_path: Path):
+    for keep in ((), ("parameters",), ("masters",), ("state",), ("parameters", "state")):
+        model = CASES["mlp"].build()
+        optimizer = shardcast.shard(model, kind(model.parameters()), averages={"ema": 0.5})
+        go_on(model, optimizer, 0, 1)
+        with optimizer.asleep(keep), pytest.raises(RuntimeError, match=r"wake\(\)"):
+            save(tmp_path, model, optimizer, step=1)
+        assert not [*tmp_path.iterdir()]
 
 
 def test_where_one_rank_has_no_memory_all_sleep_on(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import torch
@@ -88,13 +88,12 @@ class Sleep(StepHook):
             self._check(kinds)
             optimizer.sync.wait()
             take_moved(optimizer.shards)
-            if to is not None:
-                self._file = tempfile.TemporaryFile(dir=to)  # noqa: SIM115
             self._memories = self._found(kinds)
-            for memory in self._memories:
-                memory.copy_out(self._file)
-            if self._file is not None:
-                self._file.flush()
+            if to is None:
+                for memory in self._memories:
+                    memory.copy_out(None)
+            else:
+                self._write(os.fspath(to))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
@@ -150,6 +149,22 @@ class Sleep(StepHook):
             self._restore()
             raise
         self.wake()
+
+    def _write(self, directory: str) -> None:
+        """Copy all into a file of this rank; an error names the directory, for it has no name."""
+        total = sum(memory.nbytes for memory in self._memories)
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
+            for memory in self._memories:
+                memory.copy_out(self._file)
+            self._file.flush()
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"sleep: to: a file of {total} bytes could not be written, so that nothing sleeps: "
+                f"{error.strerror or error}",
+                error.filename or directory,
+            ) from error
 
     # -- before ----------------------------------------------------------------------------------
 
@@ -333,7 +348,8 @@ class Sleep(StepHook):
     def _forget(self) -> None:
         self._memories, self._stand_ins, self._doors = [], [], []
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of what a full disk did not take
+                self._file.close()
         self._file = None
 
 
