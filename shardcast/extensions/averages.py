@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from shardcast.comm import warn_first
 from shardcast.extensions.low_moments import Bf16
 from shardcast.memory.codecs import Codec
 from shardcast.memory.shard import Shard, take_moved
+from shardcast.messages import by_rank
 from shardcast.optimizer.growing import activate_together
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.stages import saved_buffers
@@ -187,8 +189,10 @@ class Averages(StepHook):
         """See :meth:`shardcast.ShardedOptimizer.load_average`. Collective."""
         optimizer = self._optimizer
 
-        def checked() -> None:
+        def checked() -> float:
             self.check("load_average", name)
+            if isinstance(steps, (str, bool)) or not 0 <= float(steps) < math.inf:
+                raise ValueError(f"load_average: steps: expected a number >= 0, got {steps!r}")
             optimizer.refuse_averaged("load_average")
             shapes = {slot.name: slot.shape for _, slot in optimizer.layout.slots()}
             for parameter, expected in shapes.items():
@@ -199,8 +203,15 @@ class Averages(StepHook):
                         f"load_average: {parameter!r} has shape {shape}, expected {expected}; give "
                         "all parameters by the names of model.named_parameters"
                     )
+            return float(steps)
 
-        optimizer.process_groups.everyone.together(checked, optimizer.device, "load_average")
+        everyone = optimizer.process_groups.everyone
+        taken = everyone.collect(checked, optimizer.device, "load_average")
+        if len({*taken}) > 1:
+            raise ValueError(
+                "load_average: steps: expected one number on all ranks, got "
+                + by_rank(enumerate(taken))
+            )
 
         def parts(shard: Shard) -> Iterator[tuple[Fragment, Tensor]]:
             for fragment in shard.fragments:
@@ -215,7 +226,12 @@ class Averages(StepHook):
             activate_together(optimizer, frozen, moved)
         for shard in optimizer.shards:
             for number, (_, values) in enumerate(parts(shard)):
-                optimizer.update_of(shard).load_average(shard, number, name, values, steps)
+                optimizer.update_of(shard).load_average(shard, number, name, values)
+        # On all ranks, also for optimizers of which a rank owns nothing.
+        for update in optimizer.updates:
+            counts = update.epilogue_steps
+            counts[_places(update)[name]] = taken[0]
+            update.epilogue_steps = counts
 
 
 def _places(update: Update) -> dict[str, int]:

@@ -255,11 +255,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
             name: of an average of the configuration.
             weights: full tensors by parameter name, such as ``AveragedModel.module.state_dict()``;
                 what is no trained parameter is left out.
-            steps: how many it has averaged, for its warm-up.
+            steps: how many it has averaged, for its warm-up; one number on all ranks.
 
         Raises:
-            ValueError: on every rank, for another name, and a parameter that is missing or has
-                another shape; nothing is changed then.
+            ValueError: on every rank, for another name, a wrong number of steps, and a parameter
+                that is missing or has another shape; nothing is changed then.
         """
         self._packed.averages_of("load_average", name).load(name, weights, steps)
 

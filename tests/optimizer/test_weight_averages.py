@@ -11,6 +11,7 @@ from models import CASES, adamw, assert_same_bits, install, run_world, sharded, 
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import shardcast
 from shardcast import checkpoint
 from shardcast.optimizer.stateful import packed_of
 
@@ -158,6 +159,50 @@ def test_averages_are_exported_and_added_dropped_and_replaced_at_a_resume(tmp_pa
         with pytest.raises(ValueError, match=r"a\.weight"):
             other.load_average("new", wrong)
     assert_same_bits(other.full_parameters("new"), given)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_a_loaded_average_counts_its_steps_on_ranks_that_own_nothing(ranks: int, tmp_path: Path):
+    """Of one of two optimizers, and of two blocks of a form that is not cut."""
+
+    def two(model: Any) -> Any:
+        others = [model[0].bias, *model[1].parameters()]
+        return [torch.optim.AdamW([model[0].weight]), torch.optim.RMSprop(others)]
+
+    def begun(group: Any) -> tuple[nn.Module, Any]:
+        model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 3))
+        published = {"fp8_block128": ["0"]}
+        averages = {"ema": {"decay": 0.9, "warmup": True}}
+        return model, shardcast.shard(
+            model, two(model), process_group=group, published=published, averages=averages
+        )
+
+    def run(group: Any) -> list[str]:
+        model, optimizer = begun(group)
+        for _ in range(2):
+            install(model, 0)
+            optimizer.step()
+        given = {name: torch.ones_like(value) for name, value in model.named_parameters()}
+        with pytest.raises((ValueError, RuntimeError), match="steps: expected"):
+            optimizer.load_average("ema", given, steps=-1 if group.rank() else 0)
+        with pytest.raises(ValueError, match="steps: expected one number"):
+            optimizer.load_average("ema", given, steps=group.rank())
+        optimizer.load_average("ema", given, steps=0)
+        digests = [optimizer.digest()]
+        checkpoint.save(tmp_path, model, optimizer, step=1, digest=True)
+        for load in ("checkpoint", "state_dict"):
+            state = optimizer.state_dict()
+            optimizer.close()
+            model, optimizer = begun(group)
+            if load == "checkpoint":
+                checkpoint.load(tmp_path, model, optimizer)
+            else:
+                optimizer.load_state_dict(state)
+            digests.append(optimizer.digest())
+        return digests
+
+    for digests in run_world(ranks, run)[0]:
+        assert len({*digests}) == 1
 
 
 def test_a_full_state_has_averages_and_every_rank_takes_its_part():

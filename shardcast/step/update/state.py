@@ -376,12 +376,10 @@ class Update(ABC):
             torchs = {name: value for name, value in state.items() if not name.startswith(AVERAGE)}
             self._load_state(shard, number, torchs)
 
-    def load_average(
-        self, shard: Shard, number: int, name: str, values: Tensor, steps: int
-    ) -> None:
-        """Overwrite an average of one fragment, 1-d, and its number of steps."""
+    def load_average(self, shard: Shard, number: int, name: str, values: Tensor) -> None:
+        """Overwrite an average of one fragment, 1-d."""
         name = AVERAGE + name
-        self._load_averages(shard, number, {name: values, name + STEPS: steps}, [name])
+        self._load_averages(shard, number, {name: values}, [name])
 
     def _load_averages(
         self, shard: Shard, number: int, state: Mapping[str, Any], names: Sequence[str]
