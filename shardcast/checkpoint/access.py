@@ -163,7 +163,7 @@ class Snapshot:
 
     def views(self) -> Iterator[ShardView]:
         """Return what this rank stores: its masters and state, and its share of everything else."""
-        self._packed.resync_masters()  # weights that the script wrote
+        self._packed.ready_to_read()
         for shard, number, fragment in self._stored():
             region, (start, _) = self._regions[fragment.slot.name], fragment.param_range
             name, update = (
@@ -279,8 +279,9 @@ class Snapshot:
     @torch.no_grad()
     def take_tensors(self, source: StateSource) -> None:
         """Read masters and state pack by pack. Local; :meth:`publish` must follow."""
-        self._packed.resync_masters()  # masters that the source does not have are published, too
+        self._packed.ready_to_read()
         for shard in self._packed.shards:
+            shard.note_written()
             self._take_pack(shard, source)
         untrained: dict[str, Tensor] = {**self._outside, **self._buffers}
         views = [self._view(name, tensor) for name, tensor in untrained.items()]
@@ -295,7 +296,9 @@ class Snapshot:
         for fragment in shard.fragments:
             region, (start, stop) = self._regions[fragment.slot.name], fragment.param_range
             name = self.inventory.stored(fragment.slot.name)
-            own, state = shard.exact(fragment), dict(source.state.get(name, {}))
+            # The masters' own memory, where they are plain: the source has all of them.
+            own = shard.master.read(shard.local(fragment.start, fragment.stop))
+            state = dict(source.state.get(name, {}))
             views.append(ShardView(model_path(name), region, start, own))
             for key, stored in state.items():
                 if isinstance(stored, Stored):

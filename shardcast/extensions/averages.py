@@ -131,7 +131,7 @@ class Averages(StepHook):
         def ready() -> None:
             self.check("averaged", name)
             optimizer.refuse_averaged("averaged")
-            optimizer.resync_masters()
+            optimizer.ready_to_read()
 
         optimizer.process_groups.everyone.together(ready, optimizer.device, "averaged")
         buffers = {
@@ -141,13 +141,14 @@ class Averages(StepHook):
         with torch.no_grad():
             optimizer.buffers_of_training |= {key: b.clone() for key, b in buffers.items()}
             shards = [shard for shard in optimizer.shards if shard.grads is not None]
-            weights = [shard.lend() for shard in shards]
             for shard in shards:
+                shard.lend()
                 for number, fragment in enumerate(shard.fragments):
                     part = shard.local(fragment.start, fragment.stop)
                     values = shard.rounded(fragment, self.values(shard, number, name))
                     shard.published[part].copy_(values)
-            self._sync(shards, name)
+            optimizer.sync()
+            self._note(shards, name)
         try:
             yield
         finally:
@@ -162,14 +163,15 @@ class Averages(StepHook):
                         f"averaged({name!r}): weights were written while the average was in the "
                         "model; they are dropped, as the weights of the training come back"
                     )
-                for shard, own in zip(shards, weights, strict=True):
-                    shard.take_back(own)
-                self._sync(shards, None)
+                for shard in shards:
+                    shard.take_back()
+                # A wire carries no value that a script wrote: they come back as they are.
+                optimizer.sync(by_wire=False)
+                self._note(shards, None)
 
-    def _sync(self, shards: list[Shard], name: str | None) -> None:
-        """Send what owners published to all ranks; note which average it is."""
+    def _note(self, shards: list[Shard], name: str | None) -> None:
+        """Note which average the model has now, or that it has its own weights."""
         optimizer = self._optimizer
-        optimizer.sync()
         # Autograd is to refuse a backward through a forward with other weights.
         torch.autograd.graph.increment_version(
             [param for shard in shards for param in shard.pack.in_model]

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
-from shardcast.memory.codecs import shown
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import PIECE, Shard
 from shardcast.plan.casts import Cast
-from shardcast.plan.layout import Fragment, Slot
+from shardcast.plan.layout import Slot
 
 
 class CastShard(Shard):
@@ -66,12 +65,12 @@ class CastShard(Shard):
         self.tell(slice(None), self._last, self.published)
         self._last.copy_(self.published)
 
-    def lend(self) -> Tensor:
-        self.publish()  # what a script wrote comes back as it will be sent
-        return super().lend()
+    def _cast_of(self, part: slice, _masters: Tensor) -> Tensor:
+        return self._last[part]
 
     @torch.no_grad()
     def absorb(self, publishes: bool = False) -> None:
+        self.forget_before_load()
         written = False
         for start in range(0, self.published.numel(), PIECE):
             part = slice(start, start + PIECE)
@@ -81,10 +80,6 @@ class CastShard(Shard):
                 written = True
         if written and not (publishes and self.record is None):
             self._note_published()
-
-    def loaded(self, fragment: Fragment, values: Tensor) -> Tensor:
-        last = self._last[self.local(fragment.start, fragment.stop)]
-        return shown(self.exact(fragment), values.to(self.published.device), last)
 
     def note_loaded(self, slot: Slot, values: Tensor) -> None:
         for fragment in self.fragments:

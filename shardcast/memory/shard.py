@@ -44,6 +44,9 @@ class Shard:
 
     def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
         self.pack = pack
+        # Masters before model.load_state_dict, and what was published of them.
+        self._before_load: dict[Fragment, tuple[Tensor, Tensor]] = {}
+        self._lent: Tensor | None = None  # the training's own span, while an average is in the pack
         self.given_dtypes = [param.dtype for param in pack.params]
         self.grads: Gradients | None = None  # None while frozen: neither reduced nor updated
         self.fragments = pack.layout.fragments(pack.own.owner)
@@ -80,12 +83,19 @@ class Shard:
 
         Not where masters have a part of what is published in their own memory.
         """
+        return self._is_apart
+
+    @property
+    def _is_apart(self) -> bool:
+        """Return whether masters and what is published of them share no memory."""
         return not self.in_place and not self._codec.has_published
 
     @property
     def nbytes(self) -> int:
         """The bytes of masters outside of the pack, and of what an option keeps with them."""
         of_masters = 0 if self.in_place else self.master.nbytes
+        for kept in self._before_load.values():
+            of_masters += sum(tensor.nbytes for tensor in kept)
         return of_masters + (0 if self.record is None else self.record.nbytes)
 
     @property
@@ -137,17 +147,55 @@ class Shard:
         assert self.grads is not None
         return list(compress(slots, self.grads.owned))
 
+    @torch.no_grad()
     def exact(self, fragment: Fragment) -> Tensor:
-        """Return the masters of one fragment, 1-d fp32; :meth:`set_exact` takes them back."""
-        return self.master.read(self.local(fragment.start, fragment.stop))
+        """Return the masters of one fragment as the model shows them, for readers; 1-d fp32.
+
+        Waits for the device. It may be the memory of the masters: do not write into it.
+        """
+        part = self.local(fragment.start, fragment.stop)
+        masters = self.master.read(part)
+        if not self._is_apart:
+            return masters
+        last = self._cast_of(part, masters)
+        if torch.equal(last.view(torch.int16), self._shown[part].view(torch.int16)):
+            return masters  # almost always
+        return shown(masters, self._shown[part], last)
+
+    @torch.no_grad()
+    def shown(self, part: slice) -> Tensor:
+        """Return masters of a part as the model shows them, 1-d fp32; see :func:`.codecs.shown`.
+
+        The masters stay as they are: weights that come back with the same bits have them back.
+        Waits for no device.
+        """
+        masters = self.master.read(part)
+        if not self._is_apart:
+            return masters
+        return shown(masters, self._shown[part], self._cast_of(part, masters))
+
+    @property
+    def is_lent(self) -> bool:
+        """Return whether an average is in the pack."""
+        return self._lent is not None
+
+    @property
+    def _shown(self) -> Tensor:
+        """The training's weights: what is published, or was before an average took its place."""
+        return self.published if self._lent is None else self._lent
+
+    def _cast_of(self, _part: slice, masters: Tensor) -> Tensor:
+        """Return what was published of the masters of a part."""
+        return masters.to(self.published.dtype)
 
     def set_exact(self, fragment: Fragment, values: Tensor) -> None:
         """Overwrite the masters of one fragment; 1-d, any floating dtype, any device."""
         exact = values.to(self.published.device, MASTER_DTYPE)
         part = self.local(fragment.start, fragment.stop)
-        if self.casts and self.record is not None:
-            self.tell(part, self.exact(fragment), exact)
+        if self.casts:
+            self.tell(part, self.master.read(part), exact)
         self.master.write(part, exact)
+        self._before_load.pop(fragment, None)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -170,30 +218,33 @@ class Shard:
         """Return what is published of masters of a fragment, 1-d."""
         return self.pack.rounded(fragment.slot, values)
 
-    def lend(self) -> Tensor:
-        """Free the own span of the pack for other weights: a clone, where masters have it now."""
-        return self._move(self.published.clone())
+    def lend(self) -> None:
+        """Free the own span of the pack for an average; readers see the training's weights."""
+        self._lent = self.published.clone()
+        self._move(self._lent)
 
-    def take_back(self, own: Tensor) -> None:
+    def take_back(self) -> None:
         """Undo :meth:`lend`, to the very same bits."""
-        self._move(self.published.copy_(own))
+        assert self._lent is not None
+        self._move(self.published.copy_(self._lent))
+        self._lent = None
 
-    def _move(self, own: Tensor) -> Tensor:
-        """Let masters that the published span is a part of have it in other memory."""
-        if self.in_place or self._codec.has_published:
+    def _move(self, own: Tensor) -> None:
+        """Re-point masters that the published span is a part of at other memory."""
+        if not self._is_apart:
             self.master.move(own)
-        return own
 
     @torch.no_grad()
     def absorb(self, publishes: bool = False) -> None:
-        """Have masters as the model shows them, see :func:`.codecs.shown`; the update does so too.
+        """Make what the model shows the masters, see :func:`.codecs.shown`.
 
-        Whatever reads masters calls it first. Split masters are changed by changing what is
-        published, and keep their lower bits. Waits for no device.
+        Only updates do so; readers call :meth:`exact`. Split masters are changed by changing what
+        is published, and keep their lower bits. Waits for no device.
 
         Args:
             publishes: they are published next, so that what is published now need not be noted.
         """
+        self.forget_before_load()
         if not self.casts:
             return
         for start in range(0, self.published.numel(), PIECE):
@@ -209,9 +260,46 @@ class Shard:
             dtype = self.published.dtype
             self.record.note(part, before.reshape(-1).to(dtype), after.reshape(-1).to(dtype))
 
-    def loaded(self, fragment: Fragment, values: Tensor) -> Tensor:
-        """Return masters of loaded published ``values``, 1-d; see :func:`.codecs.shown`."""
-        return shown(self.exact(fragment), values.to(self.published.device))
+    @torch.no_grad()
+    def note_written(self) -> bool:
+        """Tell the record of values that are not the cast of their masters: a script wrote them.
+
+        Returns whether there are any; waits for the device.
+        """
+        found = False
+        for start in range(0, self.published.numel(), PIECE) if self._is_apart else ():
+            part = slice(start, start + PIECE)
+            last, now = self._cast_of(part, self.master.read(part)), self.published[part]
+            if not torch.equal(last.view(torch.int16), now.view(torch.int16)):
+                self.tell(part, last, now)
+                found = True
+        return found
+
+    @torch.no_grad()
+    def load(self, fragment: Fragment, values: Tensor) -> None:
+        """Take what ``model.load_state_dict`` is about to copy into the model; 1-d, any dtype.
+
+        A value that is the cast of its master says nothing of it, so the master stays. Other values
+        are the masters in full precision, but the old ones are kept until the training goes on: an
+        evaluation of other weights ends with a load of the old ones. Values of the published dtype
+        need neither, where the model itself shows that they are not the cast.
+        """
+        part = self.local(fragment.start, fragment.stop)
+        old = self._before_load.pop(fragment, None)
+        if self.casts and values.dtype == self.published.dtype:
+            if old is not None:
+                self.set_exact(fragment, old[0])
+            return
+        masters = self.master.read(part).clone() if old is None else old[0]
+        last = self._cast_of(part, masters).clone() if old is None else old[1]
+        exact = values.to(self.published.device, MASTER_DTYPE)
+        stays = last.to(MASTER_DTYPE).view(torch.int32) == exact.view(torch.int32)
+        self.set_exact(fragment, torch.where(stays, masters, exact))
+        self._before_load[fragment] = masters, last
+
+    def forget_before_load(self) -> None:
+        """Let go of the masters before a load: the training goes on from the loaded ones."""
+        self._before_load.clear()
 
     def note_loaded(self, slot: Slot, values: Tensor) -> None:
         """Take ``values``, which a parameter is about to have, for what is published of it."""

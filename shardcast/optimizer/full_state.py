@@ -56,7 +56,7 @@ class FullState:
         """
         optimizer = self._optimizer
         optimizer.process_groups.everyone.together(
-            optimizer.resync_masters, optimizer.device, "state_dict"
+            optimizer.ready_to_read, optimizer.device, "state_dict"
         )
         return self._full_state(self._state_and_master, on_all=True)
 
@@ -154,7 +154,7 @@ class FullState:
         averages = None if average is None else optimizer.averages_of("full_parameters", average)
 
         def ready() -> None:
-            optimizer.resync_masters()
+            optimizer.ready_to_read()
             if averages is not None:
                 averages.check("full_parameters", average)
 

@@ -79,7 +79,7 @@ def _extend(packed: PackedOptimizer, added: GroupId) -> None:
         packed.process_groups, packed.device, "add_param_group",
     )  # fmt: skip
     shards = allocate(plan, packed.process_groups)
-    packed.resync_masters()
+    packed.ready_to_read()
     packed.remove_hooks()  # modules that the model got since take part too
     packed.layout, packed.precision = plan.layout, plan.precision
     tie(packed.aliases)

@@ -132,6 +132,7 @@ class ModelHooks:
         if not (module.training and torch.is_grad_enabled()):  # it may be converted to be used
             return
         for shard in self._shards:
+            shard.forget_before_load()
             if shard.pack.converted:
                 shard.pack.take_moved()
 

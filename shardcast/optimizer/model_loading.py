@@ -21,8 +21,8 @@ def before_load(
 ) -> None:  # fmt: skip
     """Give masters the loaded values in full precision; the model gets them cast. Local.
 
-    Values of the parameter's own low precision, as ``model.state_dict()`` gives, say nothing
-    of a master whose cast they are: it stays, see :func:`.codecs.shown`.
+    A value that is the cast of its master leaves the master as it is, see :meth:`.Shard.load`. What
+    is loaded while an average is in the model takes the average's place, and leaves with it.
 
     Args:
         shards: those of all packs of the model.
@@ -48,14 +48,11 @@ def before_load(
             if value.shape == _compat.local_tensor(param).shape:
                 loaded[param] = value
     for shard in shards:
-        if shard.in_place or loaded.keys().isdisjoint(shard.pack.in_model):
+        if shard.in_place or shard.is_lent or loaded.keys().isdisjoint(shard.pack.in_model):
             continue
         for _, fragment, param in shard.owned():
             if param in loaded:
-                values = loaded[param].reshape(-1)[slice(*fragment.param_range)]
-                if values.dtype == shard.published.dtype:
-                    values = shard.loaded(fragment, values)
-                shard.set_exact(fragment, values)
+                shard.load(fragment, loaded[param].reshape(-1)[slice(*fragment.param_range)])
         if shard.pack.cast is not None:
             _round(shard, module, state_dict, prefix, loaded)
 

@@ -132,19 +132,17 @@ class PackedOptimizer:
             sync.add(shard.pack)
         sync()
 
-    def resync_masters(self) -> None:
-        """Have masters of what the model shows now. Local.
+    def ready_to_read(self) -> None:
+        """Wait for parameters, and take what a script assigned, before masters are read. Local.
 
-        A published value that is not the cast of its master becomes the master, other elements keep
-        their full precision. The update does the same.
+        Masters stay as they are. Readers get those that the model shows, by :meth:`.Shard.exact`;
+        only the update makes them the masters.
         """
         self.need_masters("masters")
         self.sync.wait()
         if self.is_closed or self.average_in_model is not None:  # the model goes its own way
             return
         take_moved(self.shards)
-        for shard in self.shards:
-            shard.absorb()
 
     def need_masters(self, call: str) -> None:
         """Raise RuntimeError where an option has masters and state elsewhere."""

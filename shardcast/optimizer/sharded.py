@@ -121,6 +121,8 @@ class ShardedOptimizer(StatefulOptimizer):
                 )
             take_moved(packed.shards)  # what was assigned after the clip
         packed.sync.wait()  # what an overlapped one still sends is what the update writes
+        for shard in packed.shards:
+            shard.forget_before_load()
         for hook in packed.step_hooks:
             hook.before_update(decision)
         for update in packed.updates:  # unscale, clip, rule, cast into the packs: one fused pass

@@ -74,7 +74,7 @@ class StateDict:
         """This rank's shards; see :meth:`shardcast.ShardedOptimizer.state_dict`. Local."""
         optimizer = self._optimizer
         groups = self._groups
-        optimizer.resync_masters()
+        optimizer.ready_to_read()
         state = {
             param: {
                 "master": shard.exact(fragment).clone(),
@@ -178,12 +178,15 @@ class StateDict:
     def apply(self, plan: LoadPlan) -> None:
         """Write what was planned. Every rank must call it, for a plan of the same kind."""
         optimizer = self._optimizer
-        optimizer.resync_masters()  # those that the state does not have are published below, too
+        optimizer.ready_to_read()
         activate_packs(optimizer, plan.active)
         forget_averages(optimizer)
         for shard, number, values, master in plan.fragments:
+            fragment = shard.fragments[number]
+            if master is None and plan.masters:  # it is published below, too
+                master = shard.exact(fragment)
             if master is not None:
-                shard.set_exact(shard.fragments[number], master)
+                shard.set_exact(fragment, master)
             optimizer.update_of(shard).load_fragment(shard, number, values)
         agree_on_averages(optimizer)
         if plan.decider is not None:

@@ -284,7 +284,7 @@ class Side:
                 values[f"all.{number}"] = own.get(number, self.model.all[number].detach()).clone()
             return values, starts
         packed = packed_of(self.sharded)
-        packed.resync_masters()
+        packed.ready_to_read()
         for shard in packed.shards:
             for number, fragment, _ in shard.owned():
                 state = packed.update_of(shard).fragment_state(shard, number)

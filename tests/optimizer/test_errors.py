@@ -649,7 +649,7 @@ def test_an_error_in_a_gathering_call_is_raised_on_all_ranks(
         install(model, 0)
         optimizer.step()
         if broken == f"rank {group.rank()}":
-            packed_of(optimizer).updates[0].fragment_state = packed_of(optimizer).resync_masters = (
+            packed_of(optimizer).updates[0].fragment_state = packed_of(optimizer).ready_to_read = (
                 fault
             )
         with pytest.raises((RuntimeError, KeyError), match="no room"):

@@ -289,8 +289,8 @@ def take_by_hand(optimizer: Any) -> None:
     take_moved(packed_of(optimizer).shards)
     for shard in packed_of(optimizer).shards if optimizer.config.master != "split16" else ():
         for fragment in shard.fragments if not shard.in_place else ():
-            published = shard.published[shard.local(fragment.start, fragment.stop)]
-            master = shard.exact(fragment).clone()
+            part = shard.local(fragment.start, fragment.stop)
+            published, master = shard.published[part], shard.master.read(part).clone()
             for index in range(len(master)):
                 if bits(master[index].to(published.dtype)) != bits(published[index]):
                     master[index] = published[index].float()

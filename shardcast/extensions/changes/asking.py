@@ -97,15 +97,16 @@ class ChangesOfRank(StepHook):
         if optimizer.is_closed:
             raise RuntimeError("changes: the optimizer is closed; ask before optimizer.close()")
         optimizer.refuse_averaged("changes")
-        optimizer.resync_masters()  # what a script has written is noted
+        optimizer.ready_to_read()
+        written = [shard.note_written() for shard in optimizer.shards]
         base = since if since and since == self._last else None
         patches: list[WeightPatch] = []
         for shard in optimizer.shards:
             if shard.pack.layout.pack_groups.is_primary:  # others may have copies
                 for _, fragment, param in shard.owned():
                     patches += _patches(shard, fragment, param, base is None, bool(weights))
-        for shard in optimizer.shards:
-            _record(shard).tell()
+        for shard, is_written in zip(optimizer.shards, written, strict=True):
+            _record(shard).tell(is_written)
         self._number += 1
         comm = optimizer.process_groups.everyone
         self._last = f"{self._run}-{self._number:08d}-{optimizer.comm.steps}"

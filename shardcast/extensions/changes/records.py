@@ -3,9 +3,10 @@
 **A bit.** Of a parameter with fp32 masters the value that was told last is the cast of its master
 for every element without a mark: so a mark is set wherever that cast changes, in the pass of the
 update that makes the new one, and where something else writes masters. Nothing is compared with a
-snapshot, and no step reads or writes more than a bit. What a script writes is seen as it becomes
-the master: the published value is not the cast that it was. A value that changes and changes back
-stays marked.
+snapshot, and no step reads or writes more than a bit. What a script has written is marked when
+somebody asks: the published value is not the cast of its master. A value that changes and changes
+back stays marked. Where written values were told, no master says so: what was told of that span is
+kept, as a copy, until an answer finds none.
 
 **A copy.** Where the published value *is* the master, in fp32 parameters, or a half of it
 (``master: split16``), a value that a script has written leaves no other trace. There the
@@ -128,8 +129,12 @@ class Changed(Record):
         """
 
     @abstractmethod
-    def tell(self) -> None:
-        """Begin anew: what is published now has been told."""
+    def tell(self, is_written: bool) -> None:
+        """Begin anew: what is published now has been told.
+
+        Args:
+            is_written: some of it is not the cast of its master.
+        """
 
 
 class MarkedChanges(Changed):
@@ -146,13 +151,16 @@ class MarkedChanges(Changed):
         self._marks = Encoded(Marks(), numel, row, device, on_host=shard.on_host)
         nothing = Encoded(Nothing(), numel, row, device)
         self.state = {MARKS: self._marks if in_update else nothing}
+        self._told: Tensor | None = None  # all of it, where some of it was written
 
     @property
     def nbytes(self) -> int:
-        return self._marks.nbytes
+        return self._marks.nbytes + (0 if self._told is None else self._told.nbytes)
 
     def memory(self) -> Iterator[Tensor]:
         yield from self._marks.pieces
+        if self._told is not None:
+            yield self._told
 
     def note(self, part: slice, before: Tensor, after: Tensor) -> None:
         bits = before.view(torch.int16), after.view(torch.int16)
@@ -166,6 +174,8 @@ class MarkedChanges(Changed):
         self._marks.send(part, (marks | words(changed.view(-1, self._row)),))
 
     def since(self, start: int, stop: int) -> Tensor:
+        if self._told is not None:
+            return _differing(self._told, self._shard.published, start, stop)
         places = []
         for begin in range(start, stop, PIECE):
             (marks,) = self._marks.fetch(slice(begin, min(begin + PIECE, stop)))
@@ -177,8 +187,9 @@ class MarkedChanges(Changed):
             places.append(marked[number] * count + lane + (begin - start))
         return torch.cat(places)
 
-    def tell(self) -> None:
+    def tell(self, is_written: bool) -> None:
         self.is_new = False
+        self._told = self._shard.published.clone() if is_written else None
         (marks,) = self._marks.fetch(slice(None))
         self._marks.send(slice(None), (torch.zeros_like(marks),))
 
@@ -203,15 +214,19 @@ class ComparedChanges(Changed):
         """Nothing: all is compared."""
 
     def since(self, start: int, stop: int) -> Tensor:
-        told, now = (
-            tensor[start:stop].view(INTEGERS[tensor.element_size()])
-            for tensor in (self._told, self._shard.published)
-        )
-        return (told != now).nonzero().view(-1)
+        return _differing(self._told, self._shard.published, start, stop)
 
-    def tell(self) -> None:
+    def tell(self, is_written: bool) -> None:
         self.is_new = False
         self._told.copy_(self._shard.published)
+
+
+def _differing(told: Tensor, published: Tensor, start: int, stop: int) -> Tensor:
+    """Return where two spans have different bits; see :meth:`Changed.since`."""
+    before, now = (
+        tensor[start:stop].view(INTEGERS[tensor.element_size()]) for tensor in (told, published)
+    )
+    return (before != now).nonzero().view(-1)
 
 
 def record_of(shard: Shard, config: ShardcastConfig) -> Changed:

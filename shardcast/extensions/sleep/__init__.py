@@ -88,6 +88,8 @@ class Sleep(StepHook):
             self._check(kinds)
             optimizer.sync.wait()
             take_moved(optimizer.shards)
+            for shard in optimizer.shards:
+                shard.forget_before_load()
             self._memories = self._found(kinds)
             if to is None:
                 for memory in self._memories:

@@ -59,7 +59,12 @@ class Sync:
                 pack.pending.append(work)
                 self.started.append(pack)
 
-    def __call__(self) -> None:
+    def __call__(self, by_wire: bool = True) -> None:
+        """Sync all packs.
+
+        Args:
+            by_wire: without it all values travel as they are, also those that no cast gives.
+        """
         launches: dict[tuple[Comm, str], list[Pack]] = {}
         begun = set(self.started)
         for pack in self.packs:
@@ -68,9 +73,9 @@ class Sync:
         works: list[Work | Delivery] = []
         for (_, algorithm), packs in launches.items():
             if algorithm == "messages":
-                works += [_send(pack) for pack in packs]
+                works += [_send(pack, by_wire) for pack in packs]
             else:
-                work = _launch(algorithm == "all_gather", packs, False)
+                work = _launch(algorithm == "all_gather", packs, False, by_wire)
                 works += [work] * isinstance(work, Delivery)
         for work in works:  # of all packs at once: a broadcast on gloo waits for the one before
             work.wait()
@@ -111,7 +116,9 @@ class Delivery:
             parcel.unpack()
 
 
-def _launch(gathers: bool, packs: Sequence[Pack], async_op: bool) -> Work | Delivery:
+def _launch(
+    gathers: bool, packs: Sequence[Pack], async_op: bool, by_wire: bool = True
+) -> Work | Delivery:
     """Sync ``packs`` of the same ranks in one launch; gives the work, which is to be waited for.
 
     Args:
@@ -119,7 +126,7 @@ def _launch(gathers: bool, packs: Sequence[Pack], async_op: bool) -> Work | Deli
             owner broadcasts its span, of any length; those that are padding alone are left out.
     """
     comm, about = packs[0].comm, packs[0].layout
-    sent = [_sent(pack) for pack in packs]
+    sent = [_sent(pack, by_wire) for pack in packs]
     if gathers:
         work = comm.all_gather_all([(it.data, it.own_data) for it in sent], about, async_op)
     else:
@@ -132,18 +139,18 @@ def _launch(gathers: bool, packs: Sequence[Pack], async_op: bool) -> Work | Deli
     return _delivered(work, sent)
 
 
-def _send(pack: Pack) -> Work | Delivery:
+def _send(pack: Pack, by_wire: bool) -> Work | Delivery:
     """Start to send the spans as messages, on gloo, whose broadcasts wait for one another."""
-    sent = _sent(pack)
+    sent = _sent(pack, by_wire)
     pieces = [sent.data[:0]] * pack.comm.size
     for span in pack.layout.owned_spans:
         pieces[span.owner] = sent.span(span)
     return _delivered(pack.comm.send_to_all(pieces, pack.layout), [sent])
 
 
-def _sent(pack: Pack) -> Pack | Parcel:
+def _sent(pack: Pack, by_wire: bool) -> Pack | Parcel:
     """Return what travels: a pack itself, or a parcel in its place."""
-    return pack if pack.wire is None else pack.wire.parcel(pack.data, pack.comm.rank)
+    return pack if pack.wire is None or not by_wire else pack.wire.parcel(pack.data, pack.comm.rank)
 
 
 def _delivered(work: Work, sent: Sequence[Pack | Parcel]) -> Work | Delivery:

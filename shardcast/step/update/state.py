@@ -14,7 +14,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Encoded, moment_codec, row_of
-from shardcast.memory.shard import Shard
+from shardcast.memory.shard import PIECE, Shard
 from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
@@ -80,12 +80,12 @@ class ShardState:
 
     def begin(self) -> None:
         """Let the stored tensors of epilogues begin as the masters, where none were loaded."""
-        if any(self._unbegun.values()):
-            self.shard.absorb()
         for name, numbers in self._unbegun.items():
             for number in numbers:
-                values = self.shard.exact(self.shard.fragments[number])
-                self.encoded(name).write(self.part(number), values)
+                part = self.part(number)
+                for start in range(part.start, part.stop, PIECE):
+                    piece = slice(start, min(start + PIECE, part.stop))
+                    self.encoded(name).write(piece, self.shard.shown(piece))
             numbers.clear()
 
     def part(self, number: int) -> slice:
@@ -412,7 +412,7 @@ class Update(ABC):
         """Return an average, 1-d fp32; the masters before its first step, or where frozen."""
         state, fragment = self._states.get(shard), shard.fragments[number]
         values = {} if state is None else state.read(number, [AVERAGE + name], decode=True)
-        return values.get(AVERAGE + name, shard.exact(fragment))
+        return values[AVERAGE + name] if values else shard.exact(fragment)
 
     def sums(self, shard: Shard) -> RowSums:
         """Return the sums of epilogues for a shard; empty before an update that is measured."""

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from weekly import combined
 
 import shardcast
-from shardcast.optimizer.stateful import packed_of
 from shardcast.plan.traits import ELEMENTWISE
 from shardcast.testing import ThreadedWorld
 
@@ -171,8 +170,6 @@ def test_the_state_of_a_low_precision_run_is_taken_in_fp32(name: str):
     )
     for model, optimizer in zip((plain, sharded), optimizers, strict=True):
         model.weight.data.copy_(low.weight)
-        if isinstance(optimizer, shardcast.ShardedOptimizer):
-            packed_of(optimizer).resync_masters()
         optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
         for _ in range(3):
             trained(model, optimizer)

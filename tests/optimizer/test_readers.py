@@ -1,0 +1,352 @@
+"""Whatever reads while other weights are in the model moves no bit of the training.
+
+Scripts put an average, or another model's weights, into the model, save or look at it, and put the
+old weights back with the same bits. The masters must be those of a run that never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from models import assert_same_bits, install, values
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from weekly import combined
+
+import shardcast
+from shardcast import checkpoint, publish
+from shardcast.step.update import fused
+from shardcast.step.update.fusion import Executor
+from shardcast.testing import ThreadedWorld
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+
+MATRICES = "first.weight", "second.weight"
+
+
+class Net(nn.Module):
+    """Matrices that each published form can have, and sizes that no alignment divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 256, bias=False)
+        self.odd = nn.Linear(7, 13)
+
+
+# -- the readers ----------------------------------------------------------------------------------
+
+Reader = Callable[[nn.Module, Any, Path], Any]
+READERS: dict[str, Reader] = {}
+
+
+def reader(read: Reader) -> Reader:
+    READERS[read.__name__] = read
+    return read
+
+
+@reader
+def state_dict(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
+    optimizer.state_dict()
+
+
+@reader
+def full_state_dict(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
+    optimizer.full_state_dict()
+    optimizer.full_state_dicts()
+
+
+@reader
+def full_parameters(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
+    optimizer.full_parameters()
+    optimizer.full_parameters("ema")
+
+
+@reader
+def digest(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
+    optimizer.digest()
+
+
+@reader
+def model_state_dict(model: nn.Module, _optimizer: Any, _folder: Path) -> None:
+    model.state_dict()
+
+
+@reader
+def state(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
+    {param: dict(of) for param, of in optimizer.state.items()}
+
+
+@reader
+def reports(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
+    optimizer.memory_report()
+    optimizer.metrics()
+    optimizer.check_copies()
+
+
+@reader
+def averaged(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    with optimizer.averaged("ema"):
+        optimizer.state_dict()
+        checkpoint.save(folder / "inside", model, optimizer, step=1)
+
+
+@reader
+def changes(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
+    optimizer.changes(since=optimizer.changes().version)
+
+
+@reader
+def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    checkpoint.save(folder / "saved", model, optimizer, step=1, digest=True)
+
+
+@reader
+def save_async(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    checkpoint.save_async(folder / "saved", model, optimizer, step=1).wait()
+
+
+@reader
+def publish_a_folder(_model: nn.Module, optimizer: Any, folder: Path) -> None:
+    publish.FolderSender(folder / "sent", optimizer).send()
+
+
+@reader
+def plain_state(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    with optimizer.as_plain():
+        found = get_optimizer_state_dict(model, optimizer)
+        dcp.save({"optimizer": found}, checkpoint_id=folder / "dcp", no_dist=True)
+
+
+@reader
+def sleep(_model: nn.Module, optimizer: Any, folder: Path) -> None:
+    optimizer.sleep(to=folder)
+    optimizer.wake()
+
+
+@reader
+def load_average(model: nn.Module, optimizer: Any, _folder: Path) -> None:
+    optimizer.load_average("other", values(model))
+
+
+@reader
+def state_without_masters(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
+    """A load, but not of masters."""
+    with optimizer.as_plain():
+        found = optimizer.state_dict()
+    for own in found["state"].values():
+        own.pop("shardcast_master", None)
+    optimizer.load_state_dict(found)
+
+
+# -- how they are kept, and how they are shown ----------------------------------------------------
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=3e-3)
+
+
+KINDS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {
+    "bf16": (adamw, {}),
+    "fp16": (adamw, {"param_dtype": torch.float16, "loss_scale": 1.0}),
+    "split16": (adamw, {"master": "split16"}),
+    "fp32": (adamw, {"param_dtype": torch.float32}),
+    "device": (adamw, {}),
+    "offload": (adamw, {"offload": True}),
+    "overlap": (adamw, {"overlap_sync": True, "pack_params": 2}),
+    "whole": (adafactor, {}),
+    "mxfp8": (adamw, {"published": {"mxfp8": MATRICES}}),
+    "fp8_block128": (adamw, {"published": {"fp8_block128": MATRICES}}),
+}
+
+
+def copied(model: nn.Module, shown: Mapping[str, Tensor]) -> None:
+    for name, param in model.named_parameters():
+        param.copy_(shown[name])
+
+
+def assigned(model: nn.Module, shown: Mapping[str, Tensor]) -> None:
+    for name, param in model.named_parameters():
+        param.data = shown[name].to(param.dtype).clone()
+
+
+def loaded(model: nn.Module, shown: Mapping[str, Tensor]) -> None:
+    model.load_state_dict(shown)
+
+
+def loaded_in_fp32(model: nn.Module, shown: Mapping[str, Tensor]) -> None:
+    model.load_state_dict({name: value.float() for name, value in shown.items()})
+
+
+WAYS = {"copied": copied, "assigned": assigned, "loaded": loaded, "fp32": loaded_in_fp32}
+
+
+def train(
+    group: Any, folder: Path, kind: str, way: str, read: str, switches: bool
+) -> dict[str, Tensor]:
+    """Masters, averages, and what the model shows at the end of some steps."""
+    build, fields = KINDS[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Net()
+    fields = {"fuse": "eager", "averages": {"ema": 0.5, "other": 0.9}, "metrics": 1, **fields}
+    fields = {"changes": True, **fields}
+    optimizer: Any = shardcast.shard(model, build(model), process_group=group, **fields)
+    generator = torch.Generator().manual_seed(7)
+    for step in range(4):
+        install(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.wait_sync()
+        backup = values(model)
+        # Some elements stay as they are, as of an average that has settled.
+        other = {
+            name: torch.where(torch.rand(value.shape, generator=generator) < 0.5, value, value / 3)
+            for name, value in values(model).items()
+        }
+        with torch.no_grad():
+            if switches:
+                WAYS[way](model, {name: value.float() * 1.001 for name, value in other.items()})
+            if read:
+                READERS[read](model, optimizer, folder / f"{step}")
+            if switches:
+                WAYS[way](model, backup)
+    masters, ema = optimizer.full_parameters(), optimizer.full_parameters("ema")
+    ends = {f"average {name}": value for name, value in ema.items()} | masters
+    install(model, 9)
+    optimizer.step()
+    optimizer.wait_sync()
+    return ends | {f"shown {name}": value for name, value in values(model).items()}
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have a kind update as on an accelerator, eagerly: the device alone knows of skips."""
+
+    def of(kind: str) -> None:
+        if kind == "device":
+            executor = Executor(on_host=False)
+            monkeypatch.setattr(fused, "choose_executor", lambda *_: executor)
+
+    return of
+
+
+def assert_reads_move_nothing(folder: Path, kind: str, way: str, read: str) -> None:
+    for step in range(4):
+        (folder / f"{step}").mkdir()
+    found = ThreadedWorld(2).run(train, folder, kind, way, read, True)
+    undisturbed = ThreadedWorld(2).run(train, folder, kind, way, "", False)
+    for one, other in zip(found, undisturbed, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(("read", "kind"), combined(4, READERS, KINDS))
+def test_a_reader_that_sees_other_weights_moves_no_master(
+    read: str, kind: str, tmp_path: Path, on_device: Callable[[str], None]
+):
+    on_device(kind)
+    assert_reads_move_nothing(tmp_path, kind, "copied", read)
+
+
+@pytest.mark.parametrize(("way", "kind"), combined(2, WAYS, KINDS))
+def test_other_weights_that_leave_the_model_move_no_master(
+    way: str, kind: str, tmp_path: Path, on_device: Callable[[str], None]
+):
+    """Also where ``load_state_dict`` brings them, and takes them away."""
+    on_device(kind)
+    assert_reads_move_nothing(tmp_path, kind, way, "state_dict")
+
+
+def shown_and_read(group: Any, folder: Path, kind: str, read: str) -> Any:
+    """What the model shows while a reader looks, what it found, and what it shows afterwards."""
+    build, fields = KINDS[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Net()
+    fields = {"fuse": "eager", "averages": {"ema": 0.5}, **fields}
+    optimizer: Any = shardcast.shard(model, build(model), process_group=group, **fields)
+    install(model, 0)
+    optimizer.step()
+    optimizer.wait_sync()
+    with torch.no_grad():
+        copied(model, {name: value / 3 + 1 for name, value in values(model).items()})
+    shown = values(model)
+    if read == "averaged":
+        with optimizer.averaged("ema"):
+            assert not torch.equal(model.first.weight, shown["first.weight"])
+            found = optimizer.full_parameters()
+    elif read == "save":
+        checkpoint.save(folder, model, optimizer, step=1)
+        reloaded = Net()
+        again = shardcast.shard(reloaded, build(reloaded), process_group=group, **fields)
+        checkpoint.load(folder, reloaded, again)
+        found = again.full_parameters()
+    else:
+        found = optimizer.full_parameters()
+    return shown, found, values(model)
+
+
+@pytest.mark.parametrize(
+    ("read", "kind"), combined(2, ["full_parameters", "averaged", "save"], KINDS)
+)
+def test_a_reader_sees_the_weights_that_the_model_shows(read: str, kind: str, tmp_path: Path):
+    by_rank = ThreadedWorld(2).run(shown_and_read, tmp_path, kind, read)
+    shown, found, _ = by_rank[0]
+    for name, value in shown.items():
+        if kind == "split16":  # the weight, and sixteen more bits
+            assert torch.equal(found[name].to(value.dtype), value), name
+        else:
+            assert torch.equal(found[name], value.float()), name
+    for before, _, after in by_rank:
+        assert_same_bits(before, after)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_follower_of_changes_has_what_the_model_shows_at_each_answer(
+    kind: str, on_device: Callable[[str], None]
+):
+    """While other weights are in the model, after they have left it, and after the next step."""
+    on_device(kind)
+
+    def follow(group: Any) -> list[tuple[Any, dict[str, Tensor]]]:
+        build, fields = KINDS[kind]
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Net()
+        fields = {"fuse": "eager", "changes": True, **fields}
+        optimizer: Any = shardcast.shard(model, build(model), process_group=group, **fields)
+        told: list[tuple[Any, dict[str, Tensor]]] = []
+
+        def ask() -> None:
+            optimizer.wait_sync()
+            since = told[-1][0].version if told else None
+            told.append((optimizer.changes(since=since), values(model)))
+
+        for step in range(3):
+            install(model, step)
+            optimizer.step()
+            ask()
+            backup = values(model)
+            with torch.no_grad():
+                copied(model, {name: value / 3 for name, value in backup.items()})
+                ask()
+                ask()
+                copied(model, backup)
+            if step != 1:
+                ask()
+        return told
+
+    by_rank = ThreadedWorld(2).run(follow)
+    weights: dict[str, Tensor] = {}
+    version = None
+    for answers in zip(*by_rank, strict=True):
+        version = publish.apply(weights, [changes for changes, _ in answers], version)
+        assert_same_bits(weights, answers[0][1])
