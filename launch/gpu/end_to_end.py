@@ -1,8 +1,12 @@
-"""Part 5: GPT training against DDP with autocast, on one rank; then two ranks on one card."""
+"""Part 5: GPT training against DDP with autocast, on one rank; then two ranks on one card.
+
+Losses in low precision drift apart, those of one system too. The yardstick says how far: autocast
+alone, from weights that were moved by as little as bf16 rounds them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +29,9 @@ MODELS = {  # name: configuration, sequences per step
 }
 TINY = {"tiny": (GPTConfig(64, 16, 32, 2, 2), 2)}
 STEPS = 8
+RATE = 1e-4  # learning rate
+WARMUP = 10  # steps until it is reached; the loss after each of them is told
+PERTURBED = 1e-3  # the yardstick multiplies weights by 1 + N(0, 1) times this
 HELD = 26  # bytes per parameter of the hungrier system; activations come on top
 
 
@@ -39,12 +46,20 @@ def run(bench: Bench) -> None:
         for name, (config, batch) in models.items():
             with torch.device("meta"):
                 numel = sum(param.numel() for param in GPT(config).parameters())
+            exact: list[float] = []
+            yardstick: list[float] = []
             for system in (plain, averaged, sharded):
                 if bench.free() < HELD * numel + (8 << 30) and not bench.dry:
                     bench.note(model=name, system=system.__name__, skipped="not enough memory")
                     continue
                 with bench.row(model=name, system=system.__name__, parameters=numel) as found:
-                    found.update(trained(system, config, batch, bench))
+                    own = trained(system, config, batch, bench, found)
+                    exact = exact or own
+                    found.update(beside(own, exact, yardstick))
+                if system is plain and exact:
+                    with bench.row(model=name, system="plain, weights moved") as found:
+                        yardstick = spread(exact, config, batch, bench)
+                        found["yardstick"] = told(yardstick)
             if bench.dry or bench.free() > 2 * HELD * numel + (8 << 30):
                 with bench.row(model=name, system="sharded, beside torch's update") as found:
                     found["ulps apart"] = compared(config, batch, bench)
@@ -66,19 +81,19 @@ System = Callable[[nn.Module, torch.device], tuple[Callable[[Tensor, Tensor], Te
 
 def plain(model: nn.Module, device: torch.device) -> tuple[Any, Any]:
     """Autocast on one process, without DDP."""
-    return _autocast(model, device), torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return _autocast(model, device), torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
 
 
 def averaged(model: nn.Module, device: torch.device) -> tuple[Any, Any]:
     """DDP and autocast, fused AdamW on fp32 parameters."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=RATE, fused=True)
     return _autocast(wrapped, device), optimizer
 
 
 def sharded(model: nn.Module, _device: torch.device) -> tuple[Any, Any]:
     """shardcast in bf16."""
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    plain = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     return model, shardcast.shard(model, plain, param_dtype=torch.bfloat16)
 
 
@@ -91,38 +106,95 @@ def _autocast(model: nn.Module, device: torch.device) -> Callable[[Tensor, Tenso
     return forward
 
 
-def trained(system: System, config: GPTConfig, batch: int, bench: Bench) -> dict[str, Any]:
-    """Times and memory of a few steps on one batch, and the losses.
-
-    Those of large models part after some steps, of the same system too: the first ones tell.
-    """
-    torch.manual_seed(0)
-    figures: dict[str, Any] = {}
+def trained(
+    system: System, config: GPTConfig, batch: int, bench: Bench, figures: dict[str, Any]
+) -> list[float]:
+    """Losses of the first steps on one batch; times and memory of some more go to ``figures``."""
     x, y = tokens(bench, batch, config.context, config.vocabulary)
     with bench.peak(figures, "peak bytes"):
-        with torch.device(bench.device):
-            model = GPT(config)
-        forward, optimizer = system(model, bench.device)
-        losses = []
+        forward, optimizer = system(built(config, bench), bench.device)
+        found = [loss.item() for loss in losses(forward, optimizer, x, y)]
 
         def step() -> None:
-            loss = forward(x, y)
-            loss.backward()
+            forward(x, y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.detach())
 
         milliseconds = bench.time(step, rounds=STEPS)
     figures["ms"] = milliseconds
     figures["tokens/s"] = 1e3 * batch * config.context / milliseconds
-    figures["losses"] = " ".join(f"{loss.item():.3f}" for loss in losses)
 
     def phase() -> None:
         optimizer.step()
 
     forward(x, y).backward()
     figures["optimizer ms"] = bench.time(phase, rounds=STEPS)
+    return found
+
+
+def built(config: GPTConfig, bench: Bench) -> GPT:
+    """The model, always with the same weights."""
+    torch.manual_seed(0)
+    with torch.device(bench.device):
+        return GPT(config)
+
+
+def losses(
+    forward: Callable[[Tensor, Tensor], Tensor], optimizer: Any, x: Tensor, y: Tensor,
+    warmup: int = WARMUP,
+) -> Iterator[Tensor]:  # fmt: skip
+    """The loss before the first step, and after each of :data:`WARMUP` while the rate grows.
+
+    Without a warm-up Adam's first steps are as long as its later ones, in the direction of one
+    batch: the loss goes up and down, and after some steps two runs have little in common.
+    """
+    for step in range(WARMUP):
+        loss = forward(x, y)
+        yield loss.detach()
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (step + 1) / warmup)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        yield forward(x, y)
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, share: float, seed: int) -> None:
+    """Move each weight by a random share of itself."""
+    for number, param in enumerate(model.parameters()):
+        generator = torch.Generator(param.device).manual_seed(1000 * seed + number)
+        noise = torch.empty_like(param).normal_(0.0, share, generator=generator)
+        param.mul_(1 + noise)
+
+
+def spread(exact: list[float], config: GPTConfig, batch: int, bench: Bench) -> list[float]:
+    """How far the losses of autocast part if its weights are moved a little, the most of two."""
+    x, y = tokens(bench, batch, config.context, config.vocabulary)
+    most = [0.0] * len(exact)
+    for seed in (1, 2):
+        model = built(config, bench)
+        perturb(model, PERTURBED, seed)
+        moved = [loss.item() for loss in losses(*plain(model, bench.device), x, y)]
+        most = [max(pair) for pair in zip(most, apart(moved, exact), strict=True)]
+    return most
+
+
+def apart(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [abs(a - b) for a, b in zip(one, other, strict=True)]
+
+
+def beside(own: list[float], exact: list[float], yardstick: list[float]) -> dict[str, str]:
+    """The losses after each step, how far those of autocast are, and the yardstick."""
+    figures = {"losses": " ".join(f"{loss:.3f}" for loss in own)}
+    if yardstick:
+        figures |= {"from plain": told(apart(own, exact)), "yardstick": told(yardstick)}
     return figures
+
+
+def told(differences: Sequence[float]) -> str:
+    return " ".join(f"{difference:.1e}" for difference in differences)
 
 
 def compared(config: GPTConfig, batch: int, bench: Bench) -> str:
@@ -134,21 +206,21 @@ def compared(config: GPTConfig, batch: int, bench: Bench) -> str:
     x, y = tokens(bench, batch, config.context, config.vocabulary)
     with torch.device(bench.device):
         model = GPT(config)
-    beside = [param.detach().clone() for param in model.parameters()]
-    reference = torch.optim.AdamW(beside, lr=1e-4, fused=True)
+    others = [param.detach().clone() for param in model.parameters()]
+    reference = torch.optim.AdamW(others, lr=RATE, fused=True)
     _, optimizer = sharded(model, bench.device)
     differences = []
     for _ in range(STEPS):
         model(x, y).backward()
-        for param, other in zip(model.parameters(), beside, strict=True):
+        for param, other in zip(model.parameters(), others, strict=True):
             assert param.grad is not None
             other.grad = param.grad.float().clone()
         optimizer.step()
         reference.step()
         optimizer.zero_grad()
-        pairs = zip(optimizer.state_dict()["state"].values(), beside, strict=True)
+        pairs = zip(optimizer.state_dict()["state"].values(), others, strict=True)
         apart = [(entry["master"] - other.flatten()).abs().max() for entry, other in pairs]
-        largest = torch.stack([other.abs().max() for other in beside]).max()
+        largest = torch.stack([other.abs().max() for other in others]).max()
         unit = largest * torch.finfo(torch.float32).eps
         differences.append((torch.stack(apart).max() / unit).item())
     return " ".join(f"{difference:.1f}" for difference in differences)

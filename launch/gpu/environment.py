@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gpu.bench import Bench
+from gpu.initial import LENGTH, PLACE
 
 PACKAGES = (
     "torch", "triton", "accelerate", "transformers", "lightning", "apex", "deepspeed",
@@ -28,6 +29,10 @@ def run(bench: Bench) -> None:
         except importlib.metadata.PackageNotFoundError:
             bench.note(what=name, value="not installed")
     bench.note(what="CUDA of torch", value=torch.version.cuda)
+    if not bench.dry:
+        torch.manual_seed(0)
+        numbers = torch.randn(LENGTH, device=bench.device)[PLACE : PLACE + 8].tolist()
+        bench.note(what="normal numbers", value=" ".join(f"{number:.6f}" for number in numbers))
     compilers = [name for name in ("cc", "gcc", "clang", "g++") if shutil.which(name)]
     bench.note(what="compilers", value=", ".join(compilers) or "none: no fused kernels")
     bench.note(what="process groups", value=", ".join(backends()))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gpu.initial import LENGTH, NEAR, CudaRandom
 from torch import Tensor, nn
 
 import shardcast
@@ -207,3 +208,15 @@ def test_rounded_moments_stay_close_to_exact_ones(moments: str) -> None:
 def synchronize() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="compares a GPU's random numbers with a host's")
+def test_random_numbers_of_the_device_are_those_made_on_a_host():
+    torch.manual_seed(0)
+    one, other = torch.randn(LENGTH, device=DEVICE), torch.rand(LENGTH, device=DEVICE)
+    again = torch.randn(1000, device=DEVICE)
+    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    with CudaRandom(0, processors):
+        torch.testing.assert_close(one.cpu(), torch.empty(LENGTH).normal_(), rtol=0, atol=NEAR)
+        torch.testing.assert_close(other.cpu(), torch.empty(LENGTH).uniform_(), rtol=0, atol=1e-7)
+        torch.testing.assert_close(again.cpu(), torch.empty(1000).normal_(), rtol=0, atol=NEAR)

@@ -45,6 +45,16 @@ def test_the_dry_run_gives_figures_of_every_part_without_an_error(tmp_path: Path
     assert results.count("passed") > 10 and set(results) == {"passed", "skipped"}
     ranks = parts["end_to_end"]["figures"][0]
     assert ranks["replicas equal"] is True
+    compared = [row for row in parts["end_to_end"]["figures"] if "from plain" in row]
+    assert [row["system"] for row in compared] == ["averaged", "sharded"]
+    for row in compared:  # each loss with its distance from autocast, and how far that itself goes
+        losses, apart, yardstick = (
+            [float(number) for number in row[key].split()]
+            for key in ("losses", "from plain", "yardstick")
+        )
+        assert len(losses) == len(apart) == len(yardstick) == 11
+        assert losses[0] > losses[-1] and 0 < max(yardstick) < 0.01
+        assert max(apart) < 3 * max(yardstick), "a tiny model does not fork in ten steps"
     for figure in parts["memory"]["figures"]:
         assert figure["held / estimate"] == pytest.approx(1.0, abs=0.01)
     assert "figures mean nothing" in (tmp_path / "report.md").read_text()
