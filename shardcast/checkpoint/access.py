@@ -94,7 +94,7 @@ class Snapshot:
         Args:
             call: what the caller is in; ranks that meet here in different calls all raise.
         """
-        return self.comm.together(act, self.device, call)
+        return self._packed.together(act, call)
 
     def collect(self, act: Callable[[], T], call: str) -> list[T]:
         """:meth:`together`; what it returned on all ranks, which should be small."""

@@ -133,7 +133,7 @@ class Averages(StepHook):
             optimizer.refuse_averaged("averaged")
             optimizer.ready_to_read()
 
-        optimizer.process_groups.everyone.together(ready, optimizer.device, "averaged")
+        optimizer.together(ready, "averaged")
         buffers = {
             key: _compat.local_tensor(buffer)
             for key, buffer in saved_buffers(optimizer.stages).items()
@@ -207,6 +207,7 @@ class Averages(StepHook):
                     )
             return float(steps)
 
+        optimizer.decider.meet("load_average")
         everyone = optimizer.process_groups.everyone
         taken = everyone.collect(checked, optimizer.device, "load_average")
         if len({*taken}) > 1:

@@ -43,7 +43,7 @@ class Digest(StepHook):
         over the own masters and state, and waits for the device.
         """
         packed = self._optimizer
-        packed.process_groups.everyone.together(packed.ready_to_read, packed.device, "digest")
+        packed.together(packed.ready_to_read, "digest")
         return _digest(packed)
 
 

@@ -115,20 +115,19 @@ class FailureSignal(Signal):
         return self._part
 
     def read(self, total: Tensor) -> Tensor:
-        """Return which ranks failed, and how many."""
-        self._seen = total
+        """Return which ranks failed, how many, and their words."""
         failed = (total.view(self._ranks, WORDS)[:, 0] > 0).double()
-        self._count = failed.sum()
-        return torch.cat([failed, self._count.view(1)])
+        return torch.cat([failed, failed.sum().view(1), total])
 
     def scale(self, reading: Tensor | None) -> Tensor | None:
         """The sum was divided by all ranks; tokens are those of the ranks that took part."""
         if not self._drops or self.tokens_are_counted or reading is None:
             return None
-        return (self._ranks - reading[-1]).clamp(min=1) / self._ranks
+        return (self._ranks - reading[self._ranks]).clamp(min=1) / self._ranks
 
     def judge(self, reading: Tensor, norm: Tensor) -> Verdict:
-        return Verdict(skip=reading[-1] >= (self._ranks if self._drops else 1))
+        self._count, self._seen = reading[self._ranks], reading[self._ranks + 1 :]
+        return Verdict(skip=self._count >= (self._ranks if self._drops else 1))
 
     def error(self, mistakes: Sequence[float]) -> RuntimeError | None:
         """Note who failed; an error only where that is so in too many steps in a row."""

@@ -25,6 +25,8 @@ def close(packed: PackedOptimizer, restore: bool) -> None:
         if not packed.is_closed:
             _end(packed)
         if restore and sys.exc_info()[0] is None:
+            if packed.shards and packed.comm.is_alive:
+                packed.decider.meet("close")
             _restore(packed)
     finally:
         packed.process_groups.end_watch()

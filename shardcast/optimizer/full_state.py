@@ -55,9 +55,7 @@ class FullState:
         Every rank must call it.
         """
         optimizer = self._optimizer
-        optimizer.process_groups.everyone.together(
-            optimizer.ready_to_read, optimizer.device, "state_dict"
-        )
+        optimizer.together(optimizer.ready_to_read, "state_dict")
         return self._full_state(self._state_and_master, on_all=True)
 
     def _state_of(self, shard: Shard, number: int) -> Mapping[str, Any]:
@@ -76,12 +74,11 @@ class FullState:
         if optimizer.plain_names is not None:  # inside another one
             yield
             return
-        everyone, device = optimizer.process_groups.everyone, optimizer.device
-        everyone.together(partial(self._check_gathers, "as_plain"), device, "as_plain")
+        optimizer.together(partial(self._check_gathers, "as_plain"), "as_plain")
         names = self._gathered_names()
         self._begun = {*chain.from_iterable(names.values())} <= {MASTER}
         if self._begun:
-            everyone.together(self._begin, device, "as_plain")
+            optimizer.together(self._begin, "as_plain")
             names = self._gathered_names()
         optimizer.plain_names = names
         try:
@@ -121,7 +118,7 @@ class FullState:
     def check_copies(self) -> None:
         """Compare, by hashes, what several ranks hold; see ``ShardedOptimizer.check_copies``."""
         optimizer, process_groups = self._optimizer, self._optimizer.process_groups
-        optimizer.need_masters("check_copies")
+        optimizer.together(partial(optimizer.need_masters, "check_copies"), "check_copies")
         optimizer.sync.wait()
         differing: list[str] = []
         for shard in optimizer.shards:
@@ -140,7 +137,7 @@ class FullState:
             if differing:
                 raise RuntimeError(f"parameters that must be equal differ: {'; '.join(differing)}")
 
-        process_groups.everyone.together(refuse, optimizer.device, "check_copies")
+        optimizer.together(refuse, "check_copies")
 
     def masters(self, average: str | None = None) -> dict[str, Tensor]:
         """All parameters in fp32 by name, tied ones under each, on rank 0's host; else empty.
@@ -158,7 +155,7 @@ class FullState:
             if averages is not None:
                 averages.check("full_parameters", average)
 
-        optimizer.process_groups.everyone.together(ready, optimizer.device, "full_parameters")
+        optimizer.together(ready, "full_parameters")
 
         def master_of(shard: Shard, number: int) -> dict[str, Tensor]:
             if averages is not None:
@@ -179,9 +176,7 @@ class FullState:
     ) -> dict[str, Any]:
         """Return the ``state_dict()`` of a plain optimizer; no state on ranks that receive none."""
         optimizer, originals = self._optimizer, self._optimizer.originals
-        optimizer.process_groups.everyone.together(
-            originals.check, optimizer.device, "full_state_dict"
-        )
+        optimizer.together(originals.check, "full_state_dict")
         groups = originals.groups if place is None else originals.optimizers[place].param_groups
         shards = [s for s in optimizer.shards if place in (None, s.pack.layout.group.optimizer)]
         gathered = self._gathered("full_state_dict", shards, values, on_all=on_all)

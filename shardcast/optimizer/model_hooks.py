@@ -18,6 +18,7 @@ from shardcast.comm import warn_first
 from shardcast.hook import Hook
 from shardcast.memory.shard import Shard
 from shardcast.messages import page
+from shardcast.step.decide.loads import Loads
 from shardcast.step.sync.sync import Sync
 
 MARK = "_shardcast_model"  # attribute of a model that is sharded, or was
@@ -86,6 +87,7 @@ class ModelHooks:
         shards: those of all packs; the list may grow.
         begins: called when a backward reaches an output of the model.
         sync: what may be under way still.
+        loads: notes the parameters that are loaded.
     """
 
     def __init__(
@@ -94,8 +96,9 @@ class ModelHooks:
         shards: Sequence[Shard],
         begins: Sequence[Callable[[], None]],
         sync: Sync,
+        loads: Loads,
     ) -> None:
-        self._shards, self._begins, self._sync = shards, begins, sync
+        self._shards, self._begins, self._sync, self._loads = shards, begins, sync, loads
         self._looked = False  # at what the first forward did to parameters
         self._handles: list[Any] = []
         for stage in stages:
@@ -173,7 +176,7 @@ class ModelHooks:
     ) -> None:  # fmt: skip
         from shardcast.optimizer.model_loading import before_load  # only where a script loads
 
-        before_load(self._shards, self._sync, module, state_dict, prefix, metadata)
+        before_load(self._shards, self._sync, self._loads, module, state_dict, prefix, metadata)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

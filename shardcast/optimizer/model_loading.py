@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast._compat import dtensor
 from shardcast.memory.shard import Shard
+from shardcast.plan.pack_groups import PLAIN
+from shardcast.step.decide.loads import Loads
 from shardcast.step.sync.sync import Sync
 
 
 @torch.no_grad()
 def before_load(
-    shards: Sequence[Shard], sync: Sync, module: nn.Module, state_dict: MutableMapping[str, Any],
-    prefix: str, metadata: Mapping[str, Any],
+    shards: Sequence[Shard], sync: Sync, loads: Loads, module: nn.Module,
+    state_dict: MutableMapping[str, Any], prefix: str, metadata: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Give masters the loaded values in full precision; the model gets them cast. Local.
 
@@ -27,6 +29,7 @@ def before_load(
     Args:
         shards: those of all packs of the model.
         sync: what may be under way still.
+        loads: notes the parameters that are loaded.
         module: one of the model's, whose own parameters torch loads next.
         state_dict: the values, by names that begin with ``prefix``; those of packs with a cast of
             their own are replaced by what is published of them.
@@ -48,7 +51,13 @@ def before_load(
             if value.shape == _compat.local_tensor(param).shape:
                 loaded[param] = value
     for shard in shards:
-        if shard.in_place or shard.is_lent or loaded.keys().isdisjoint(shard.pack.in_model):
+        if shard.is_lent or loaded.keys().isdisjoint(shard.pack.in_model):
+            continue
+        is_shared = shard.pack.layout.pack_groups.shard == PLAIN
+        for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True):
+            if param in loaded:
+                loads.note(param, slot.name, is_shared)
+        if shard.in_place:
             continue
         for _, fragment, param in shard.owned():
             if param in loaded:

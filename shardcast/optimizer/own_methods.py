@@ -46,7 +46,7 @@ def _call(
         if not method.fits(args, named):
             raise _without(name, packed.originals.optimizers)
 
-    packed.process_groups.everyone.together(check, packed.device, name)
+    packed.together(check, name)
     decision = decide()
     packed.sync.wait()
     method.call(decision, args, named)

@@ -7,8 +7,8 @@ of this library work with this one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from shardcast.step.update import Update, updates_of
 
 if TYPE_CHECKING:
     from shardcast.memory.aliases import Alias
+
+T = TypeVar("T")
 
 
 class PackedOptimizer:
@@ -119,6 +121,23 @@ class PackedOptimizer:
     def update_of(self, shard: Shard) -> Update:
         """The update of the optimizer that has the parameters of ``shard``."""
         return self.updates[shard.pack.layout.group.optimizer]
+
+    def together(self, act: Callable[[], T], call: str) -> T:
+        """Return what ``act`` does here, if it succeeds on all ranks; else all raise. Collective.
+
+        :meth:`.Comm.together` by a message of a step's form, where there is one: so ranks that are
+        in a step, or in another call, raise as well.
+
+        Args:
+            call: the call that all ranks are in.
+        """
+        if not self.decider.meets:
+            return self.process_groups.everyone.together(act, self.device, call)
+        done: list[T] = []
+        with self.decider.refusal.held():
+            done.append(act())
+        self.decider.meet(call)
+        return done[0]
 
     # -- masters and parameters -------------------------------------------------------------
 
@@ -212,7 +231,8 @@ class PackedOptimizer:
         for hook in self.step_hooks:
             if type(hook).begin_backward is not StepHook.begin_backward:
                 begins.append(hook.begin_backward)
-        self.hooks = ModelHooks(self.called, self.shards, begins, self.sync)
+        loads = self.decider.refusal.loads
+        self.hooks = ModelHooks(self.called, self.shards, begins, self.sync, loads)
         for step_hook in self.step_hooks:
             step_hook.attach()
         names = {

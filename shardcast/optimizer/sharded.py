@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import compress
@@ -84,10 +85,11 @@ class ShardedOptimizer(StatefulOptimizer):
             What ``closure`` returned, else ``None``.
 
         Raises:
-            TypeError: there are ``options``, or a loss that no guard takes.
-            RuntimeError: inside :meth:`no_sync`; after ``max_skipped_steps`` skips in a row; on all
-                ranks, if one did not scale its loss though a scale is in use, or if they differ in
-                options of the groups (on an accelerator after a step or two, which are skipped).
+            TypeError: on all ranks: one gave ``options``, or a loss that no guard takes.
+            RuntimeError: inside :meth:`no_sync`; after ``max_skipped_steps`` skips in a row. On all
+                ranks, if one did not scale its loss though a scale is in use, edited gradients
+                after a clip or loaded other weights, or if they differ in options of the groups.
+                On an accelerator what all ranks raise comes a step or two later; these are skipped.
         """
         packed = self._packed
         if self._handles:
@@ -96,16 +98,14 @@ class ShardedOptimizer(StatefulOptimizer):
             packed.refuse_averaged("step")
         if packed.plain_names is not None:
             raise RuntimeError("step: leave `with optimizer.as_plain():` first")
-        if options:
-            raise TypeError(
-                f"step: expected nothing but a closure, got {', '.join(options)}=; shardcast makes "
-                "the update: set loss scale, clipping and learning rate in its options and groups"
-            )
+        with packed.decider.refusal.held():
+            _refuse_options(options)
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._refuse_scaler()
+        with packed.decider.refusal.held():
+            self._refuse_scaler()
         decision = self._pending_clip()  # which has reduced and decided already
         if decision is None:
             self._reduce()
@@ -114,11 +114,9 @@ class ShardedOptimizer(StatefulOptimizer):
                 loss = result
             decision = packed.decider.decide(packed.config.max_grad_norm, None, loss)
         else:
-            if loss is not None:
-                raise TypeError(
-                    "step: expected no loss= after clip_grad_norm_, which has decided already; set "
-                    "max_grad_norm in the configuration in place of the call"
-                )
+            with packed.decider.refusal.held():
+                _refuse_loss(loss)
+            packed.decider.meet("step")
             take_moved(packed.shards)  # what was assigned after the clip
         packed.sync.wait()  # what an overlapped one still sends is what the update writes
         for shard in packed.shards:
@@ -223,10 +221,12 @@ class ShardedOptimizer(StatefulOptimizer):
                 "been folded into the step; clip once, after the last backward of a step"
             )
         if self._clipped is not None and reduce.edits.version() != self._clipped_version:
-            raise RuntimeError(
-                "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
-                "clips them within the step; do it before you clip, or call optimizer.zero_grad()"
-            )
+            with self._packed.decider.refusal.held():
+                raise RuntimeError(
+                    "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
+                    "clips them within the step; do it before you clip, or call "
+                    "optimizer.zero_grad()"
+                )
         return self._clipped
 
     def count(self, tokens: float | Tensor) -> None:
@@ -244,11 +244,15 @@ class ShardedOptimizer(StatefulOptimizer):
                 here, each its own.
 
         Raises:
-            ValueError: a negative number, or no number.
-            RuntimeError: after a backward of this step that was not counted, or after
-                ``clip_grad_norm_``. In :meth:`step`, on all ranks: some ranks did not call it, or
-                there are no tokens at all.
+            ValueError: in :meth:`step`, on all ranks: a negative number, or no number.
+            RuntimeError: in :meth:`step`, on all ranks: called after a backward of this step that
+                was not counted, or after ``clip_grad_norm_``; some ranks did not call it, or there
+                are no tokens at all.
         """
+        with self._packed.decider.refusal.held():
+            self._count(tokens)
+
+    def _count(self, tokens: float | Tensor) -> None:
         reduce = self._packed.reduce
         if reduce.backwards and not reduce.has_gradients:
             self._note_clip(None)
@@ -295,6 +299,7 @@ class ShardedOptimizer(StatefulOptimizer):
             raise RuntimeError(f"gather_gradients: {reason}")
         clip = self._pending_clip()
         self._reduce()
+        self._packed.decider.meet("gather_gradients")
         self._packed.reduce.gather()
         if clip is not None:
             self._note_clip(clip)
@@ -324,15 +329,16 @@ class ShardedOptimizer(StatefulOptimizer):
             The global norm before clipping, 0-dim, loss scale removed; equal on all ranks.
 
         Raises:
-            TypeError, ValueError: ``max_norm``, or a group's ``max_grad_norm``, is not a number
-                above 0; other parameters or another norm; ``error_if_nonfinite=True``.
+            TypeError, ValueError: on all ranks: ``max_norm``, or a group's ``max_grad_norm``, is
+                not a number above 0; other parameters or another norm; ``error_if_nonfinite=True``.
         """
-        call, packed = "clip_grad_norm_", self._packed
-        bound = clip_bound(call, packed.originals, parameters, "max_norm", max_norm)
-        check_norm(call, norm_type, packed.config.norm_type, error_if_nonfinite)
+        call, packed, bound = "clip_grad_norm_", self._packed, None
+        with packed.decider.refusal.held():
+            bound = clip_bound(call, packed.originals, parameters, "max_norm", max_norm)
+            check_norm(call, norm_type, packed.config.norm_type, error_if_nonfinite)
         clip = self._pending_clip()
         self._reduce()
-        decision = packed.decider.decide(bound, clip)
+        decision = packed.decider.decide(bound, clip, call=call)
         self._note_clip(decision)
         return decision.norm.float()
 
@@ -344,15 +350,15 @@ class ShardedOptimizer(StatefulOptimizer):
     ) -> None:
         """Clamp every element of the averaged gradients; every rank must call it.
 
-        Args and errors are those of :meth:`clip_grad_norm_`, with ``clip_value`` for ``max_norm``.
-        Non-finite gradients still skip the step.
+        Args and errors are those of :meth:`clip_grad_norm_`, with ``clip_value`` for ``max_norm``;
+        of several ranks the errors come in :meth:`step`. Non-finite gradients still skip the step.
         """
-        bound = clip_bound(
-            "clip_grad_value_", self._packed.originals, parameters, "clip_value", clip_value
-        )
+        call, packed, bound = "clip_grad_value_", self._packed, math.inf
+        with packed.decider.refusal.held():
+            bound = clip_bound(call, packed.originals, parameters, "clip_value", clip_value)
         clip = self._pending_clip()
         self._reduce()
-        self._packed.decider.clip_value(bound, clip)
+        packed.decider.clip_value(bound, clip)
         if clip is not None:
             self._note_clip(clip)
 
@@ -368,11 +374,13 @@ class ShardedOptimizer(StatefulOptimizer):
     @divisor.setter
     def divisor(self, value: float | Tensor | None) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-        if not (value is None or number or (isinstance(value, Tensor) and value.dim() == 0)):
+        if value is None or number or (isinstance(value, Tensor) and value.dim() == 0):
+            self._packed.reduce.divisor.given = value
+            return
+        with self._packed.decider.refusal.held():
             raise ValueError(
                 f"divisor: expected a number above 0, a 0-dim tensor or None, got {value!r}"
             )
-        self._packed.reduce.divisor.given = value
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -437,6 +445,7 @@ class ShardedOptimizer(StatefulOptimizer):
         self.wait_sync()
         switched = [update.switch(to) for update in self._packed.updates]
         if any(switched):  # masters may have changed and were published
+            self._packed.decider.meet(to)
             self._packed.sync()
 
     def eval(self) -> None:
@@ -466,4 +475,20 @@ class ShardedOptimizer(StatefulOptimizer):
         raise TypeError(
             "a ShardedOptimizer cannot be pickled or copied: its masters belong to this process "
             "and process group; use state_dict(), or shardcast.checkpoint.save"
+        )
+
+
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    if options:
+        raise TypeError(
+            f"step: expected nothing but a closure, got {', '.join(options)}=; shardcast makes "
+            "the update: set loss scale, clipping and learning rate in its options and groups"
+        )
+
+
+def _refuse_loss(loss: object) -> None:
+    if loss is not None:
+        raise TypeError(
+            "step: expected no loss= after clip_grad_norm_, which has decided already; set "
+            "max_grad_norm in the configuration in place of the call"
         )

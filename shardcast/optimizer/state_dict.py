@@ -104,7 +104,7 @@ class StateDict:
             ValueError: on every rank; says why.
         """
         comm, device = self._optimizer.process_groups.everyone, self._optimizer.device
-        plan = comm.together(lambda: self._plan_alone(loaded), device, "load_state_dict")
+        plan = self._optimizer.together(lambda: self._plan_alone(loaded), "load_state_dict")
         if len(set(comm.exchange(("shardcast" in loaded, plan.masters), device))) > 1:
             raise ValueError(
                 "state_dict: some ranks were given a local state, or one with masters, others a "

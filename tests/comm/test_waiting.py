@@ -56,7 +56,7 @@ def one_more(group: Any, what: str) -> str | None:
     ("what", "waited"),
     [
         ("batch", "in an all-to-all of pack 4 ('blocks.1.proj.weight' and 3 more), after 2 steps"),
-        ("state", "in an all-gather of full_state_dict, after 2 steps"),
+        ("state", "in an all-reduce of full_state_dict, after 2 steps"),
     ],
 )
 def test_a_rank_that_does_one_thing_more_is_told_what_it_waited_for(

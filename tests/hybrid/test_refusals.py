@@ -237,7 +237,8 @@ REFUSED: dict[str, Refused] = {
                           torch.optim.Muon([model.one])),
         TypeError, "'one' is cut over .* 'tp', and Muon needs whole"),
     "a bad divisor": (
-        lambda m: sharded(m, divisor=0), ValueError, "divisor: expected a number above 0"),
+        lambda m: stepped(m, lambda o: setattr(o, "divisor", 0)),
+        ValueError, "divisor: expected a number above 0"),
     "another rate in a step": (
         lambda m: stepped(m, change("lr", 0.5 if m.get_rank() == 6 else 0.001)),
         RuntimeError, "lr of group 0 .*0.001.*; rank 6: 0.5"),

@@ -82,7 +82,7 @@ class Sleep(StepHook):
             TypeError, ValueError, OSError: on every rank: ``keep`` or ``to`` cannot be used.
         """
         optimizer, kinds = self._optimizer, {keep} if isinstance(keep, str) else set(keep)
-        everyone, device = optimizer.process_groups.everyone, optimizer.device
+        device = optimizer.device
 
         def copied() -> None:
             self._check(kinds)
@@ -100,7 +100,7 @@ class Sleep(StepHook):
                 torch.cuda.synchronize(device)
 
         try:
-            everyone.together(copied, device, "sleep")
+            optimizer.together(copied, "sleep")
         except BaseException:
             if not self._sleeps:
                 self._forget()
@@ -109,7 +109,7 @@ class Sleep(StepHook):
         optimizer.reduce.touched = True  # so that a clip of what is gone is lost, too
         self._free(keeps_parameters="parameters" in kinds)
         try:
-            everyone.together(self._refuse_holders, device, "sleep")
+            optimizer.together(self._refuse_holders, "sleep")
         except BaseException:
             self._restore()
             raise
@@ -129,9 +129,8 @@ class Sleep(StepHook):
             RuntimeError, OSError: on every rank, one of which has no memory, or cannot read.
         """
         optimizer, storages = self._optimizer, list[torch.UntypedStorage]()
-        everyone, device = optimizer.process_groups.everyone, optimizer.device
         moved = sum(memory.nbytes for memory in self._memories)
-        everyone.together(lambda: storages.extend(self._allocated()), device, "wake")
+        optimizer.together(lambda: storages.extend(self._allocated()), "wake")
         self._restore(storages)
         return moved
 

@@ -24,10 +24,10 @@ from shardcast.step.decide.decision import Arithmetic, Decision, Members, Presen
 from shardcast.step.decide.loss_scale import LossScale
 from shardcast.step.decide.norm import PNorm, clamp_, product
 from shardcast.step.decide.options import OptionCheck
+from shardcast.step.decide.refusal import Refusal
 from shardcast.step.decide.signal import (
     LEFT,
     Later,
-    Refusal,
     Reserved,
     Signal,
     Verdict,
@@ -76,7 +76,7 @@ class Decider:
         self.loss_scale = LossScale(config, process_groups, device) if config.scales_loss else None
         self._norm = PNorm(config.norm_type, device)
         self._presence = Presence(grads, process_groups, device)
-        self.refusal = Refusal(process_groups.everyone, device)
+        self.refusal = Refusal(process_groups, device)
         self._options = OptionCheck(
             originals.option_names(), lambda: originals.groups, self._trained, process_groups,
             device,
@@ -84,7 +84,7 @@ class Decider:
         self.tokens = Reserved(process_groups, divisor, device)
         options = config.extensions().values()
         self.signals: list[Signal] = [
-            self._presence, self.refusal,
+            self.refusal, self._presence,
             *([] if self.loss_scale is None else [self.loss_scale]), self._options, self.tokens,
             *(it.signal(config, process_groups, device) for it in options if it.signal),
             *(Later(name, mistakes, device) for name, (_, mistakes) in config.later().items()),
@@ -151,7 +151,7 @@ class Decider:
     @torch.no_grad()
     def decide(
         self, max_norm: float | None, pending: Decision | None = None,
-        loss: float | Tensor | None = None, judges: bool = True,
+        loss: float | Tensor | None = None, judges: bool = True, call: str = "step",
     ) -> Decision:  # fmt: skip
         """Decide over all ranks' own spans. Every rank must call it, after the reduction.
 
@@ -162,6 +162,7 @@ class Decider:
                 new factors hold for both.
             loss: of this rank, for a signal that takes it.
             judges: signals judge these gradients, unless they did so for ``pending``.
+            call: in which it is made, alike on all ranks.
 
         Raises:
             TypeError, ValueError: on every rank, for a loss that no signal takes.
@@ -169,6 +170,7 @@ class Decider:
                 differ in options of groups. On an accelerator the step is skipped for it, and
                 :meth:`SkipReport.poll` raises.
         """
+        self.refusal.call = call
         # For the groups that were sharded: with others this rank has an error that all must know.
         limits: dict[GroupId, Any] = dict.fromkeys(self._originals.sharded)
         for number, owner, group in self._originals.numbered():
@@ -199,7 +201,8 @@ class Decider:
         outcome = self._arithmetic.settle(
             agreed, *self._bounds(max_norm, limits), before, pending is not None, declined
         )
-        of_presence = slice(sum(sizes[:2]), sum(sizes[:3]))
+        before_presence = 2 + self.signals.index(self._presence)
+        of_presence = slice(sum(sizes[:before_presence]), sum(sizes[: before_presence + 1]))
         return Decision(
             norm=outcome.norm,
             skip=outcome.skip,
@@ -212,6 +215,40 @@ class Decider:
             multiplier=outcome.multiplier,
             increment=outcome.increment,
         )
+
+    @property
+    def meets(self) -> bool:
+        """Return whether :meth:`meet` sends anything."""
+        return self._process_groups.everyone.size > 1 and _compat.is_host(self._device)
+
+    @torch.no_grad()
+    def meet(self, call: str) -> None:
+        """Begin a call, beside the steps, that all ranks make; they raise if some make another one.
+
+        By a message of the form of a decision, so that a rank in a step learns of it, too: gloo
+        ends the process where ranks bring tensors of different sizes. On an accelerator a step does
+        not wait for its decision, and nothing is sent.
+
+        Raises:
+            Exception: on every rank, an error that a rank held back, another call, or other weights
+                that were loaded.
+        """
+        if not self.meets:
+            return
+        self.refusal.call = call
+        lengths = [signal.numel() for signal in self.signals]
+        sizes = self._arithmetic.sizes(len(self._originals.sharded), lengths)
+        vector = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
+        place = self.signals.index(self.refusal)
+        part = vector.split(sizes)[2 + place]
+        part.copy_(self.refusal.local())
+        self._process_groups.dp.all_reduce(vector, call)
+        if self._process_groups.model.size > 1:
+            reading = self._arithmetic.agree(vector, sizes).readings[place]
+        else:
+            reading = self.refusal.read(part)
+        if any(mistakes := reading.tolist()):
+            raise self.refusal.error(mistakes)
 
     def _bounds(
         self, max_norm: float | None, limits: Mapping[GroupId, Any]
@@ -277,7 +314,9 @@ class Decider:
         """
         unscale = None
         if pending is None and any(signal.agrees_scale for signal in self.signals):
-            unscale = self.decide(None, judges=False).unscale
+            unscale = self.decide(
+                None, judges=False, call="clip_grad_value_ of counted tokens"
+            ).unscale
         elif pending is None:
             unscale = self._arithmetic.scale([None] * len(self.signals))[1]
         self._clip_value = limit

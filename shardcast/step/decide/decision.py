@@ -85,6 +85,11 @@ class Presence(Signal):
         self._uploaded: dict[tuple[int, ...], Tensor] = {}
         self._zero = torch.zeros(1, dtype=torch.float64, device=device)
 
+    def numel(self) -> int:
+        if len(self._places) != len(self._grads):
+            self._arrange()
+        return self._numel + 1
+
     def local(self) -> Tensor:
         """Return this rank's part; uploaded once per pattern."""
         if len(self._places) != len(self._grads):
@@ -247,6 +252,11 @@ class Arithmetic:
             defining(method, self._signals) for method in ("read", "scale")
         )
         self.mistakes = [*_mistakes(self._signals, True), *_mistakes(self._signals, False)]
+
+    def sizes(self, groups: int, lengths: Sequence[int]) -> list[int]:
+        """Return the length of each part of the control vector, by those of the signals' parts."""
+        ranks = self._process_groups.dp.size
+        return [groups * (ranks if self._norm.is_maximum else 1), ranks, *lengths]
 
     def vector(
         self, powers: Tensor, members: Members, own: Sequence[Tensor]

@@ -66,6 +66,9 @@ class OptionCheck(Signal):
         self._pairs = self._paired(torch.zeros(3, dtype=torch.int64, device=device))
         self._warned = False
 
+    def numel(self) -> int:
+        return self._pairs.numel() if self._process_groups.everyone.size > 1 else 0
+
     def local(self) -> Tensor:
         """Return this rank's digests and their squares, 1-d fp64; empty where there is one rank.
 

@@ -5,8 +5,7 @@ A rank that raised by itself would leave the others waiting in their next collec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import Comm, ProcessGroups
-from shardcast.messages import by_rank
 
 if TYPE_CHECKING:
     from shardcast.step.decide.decision import Decision
@@ -89,6 +87,10 @@ class Signal:
         """Return this rank's part, 1-d fp64 on the device, of equal length on all ranks."""
         raise NotImplementedError
 
+    def numel(self) -> int:
+        """Return the length of :meth:`local`."""
+        return self.local().numel()
+
     def read(self, total: Tensor) -> Tensor:
         """Return 1-d fp64: for each mistake not 0 where some rank made it, then other numbers.
 
@@ -137,38 +139,6 @@ class Signal:
     def nbytes(self) -> int | None:
         """Return the bytes that it holds; with ``None`` they are not reported."""
         return None
-
-
-class Refusal(Signal):
-    """An error of this rank alone, inside a call that all ranks make."""
-
-    def __init__(self, comm: Comm, device: torch.device) -> None:
-        self._comm, self._device = comm, device
-        self._zero = torch.zeros(1, dtype=torch.float64, device=device)
-        self._error: Exception | None = None
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold an error of a user's mistake back until all ranks know of it."""
-        try:
-            yield
-        except (RuntimeError, TypeError, ValueError) as error:
-            if self._comm.size == 1:
-                raise
-            self._error = error
-
-    def local(self) -> Tensor:
-        """Return 1 if there is an error."""
-        return self._zero if self._error is None else self._zero + 1.0
-
-    def error(self, mistakes: Sequence[float]) -> Exception:
-        """Return this rank's own error, else those of the others."""
-        error, self._error = self._error, None
-        texts = known(None if error is None else str(error), self._comm, self._device)
-        if error is not None:
-            return error
-        told = [(rank, text) for rank, text in texts.items() if text is not None]
-        return RuntimeError(f"step: {by_rank(told) or 'another rank raised an error, see there'}")
 
 
 class Reserved(Signal):

@@ -1,0 +1,294 @@
+"""What one rank alone does in a call that all make is an error on all ranks, by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, assert_same_bits, run_world, sharded, values
+from torch import nn
+
+from shardcast import _compat, checkpoint
+from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
+
+pytestmark = pytest.mark.timeout(90)
+BF16 = torch.bfloat16
+
+
+def backward(model: nn.Module, step: int = 0) -> None:
+    CASES["mlp"].loss(model, CASES["mlp"].batch(step)).backward()
+
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+
+def clips(*arguments: Any, **named: Any) -> Callable[..., Any]:
+    def act(optimizer: Any, _model: nn.Module, is_wrong: bool) -> None:
+        optimizer.clip_grad_norm_(*arguments, **named) if is_wrong else (
+            optimizer.clip_grad_norm_(1.0)
+        )
+
+    return act
+
+
+def clips_some(optimizer: Any, model: nn.Module, is_wrong: bool) -> None:
+    params = [*model.parameters()]
+    optimizer.clip_grad_norm_(params[: 1 if is_wrong else None], 1.0)
+
+
+def clips_values(optimizer: Any, _model: nn.Module, is_wrong: bool) -> None:
+    optimizer.clip_grad_value_(-1.0 if is_wrong else 1.0)
+
+
+def edits_after_clip(optimizer: Any, model: nn.Module, is_wrong: bool) -> None:
+    optimizer.clip_grad_norm_(1.0)
+    if is_wrong:
+        model.a.weight.grad = torch.zeros_like(model.a.weight)
+
+
+def counts(optimizer: Any, model: nn.Module, is_wrong: bool) -> None:
+    optimizer.zero_grad()
+    optimizer.count(-1 if is_wrong else 1)
+    backward(model)
+
+
+def divides(optimizer: Any, _model: nn.Module, is_wrong: bool) -> None:
+    optimizer.divisor = -2.0 if is_wrong else None
+
+
+def steps_with(*, clipped: bool = False, **named: Any) -> Callable[..., Any]:
+    def act(optimizer: Any, _model: nn.Module, is_wrong: bool) -> None:
+        if clipped:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step(**named if is_wrong else {})
+
+    return act
+
+
+def is_stepped_by_a_scaler(optimizer: Any, _model: nn.Module, is_wrong: bool) -> None:
+    if is_wrong:
+        optimizer.found_inf = torch.zeros(())  # as torch.amp.GradScaler says it
+
+
+# What a rank does wrongly before the step, the kind of the error, and its text.
+MISTAKES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "a bound": (clips(-1.0), ValueError, "max_norm: expected a number above 0, got -1.0"),
+    "a bound of another kind": (clips("1"), TypeError, "max_norm: expected a number above 0"),
+    "another norm": (clips(1.0, norm_type=1.0), ValueError, "expected norm_type 2.0, got 1.0"),
+    "an error for infinity": (clips(1.0, error_if_nonfinite=True), ValueError, "got True"),
+    "some parameters": (clips_some, ValueError, "expected all trained parameters, got all but"),
+    "a bound of values": (clips_values, ValueError, "clip_value: expected a number above 0"),
+    "an edit after a clip": (edits_after_clip, RuntimeError, "edited, replaced or cleared after"),
+    "tokens": (counts, ValueError, "count: expected a number >= 0"),
+    "a divisor": (divides, ValueError, "divisor: expected a number above 0"),
+    "an argument": (steps_with(grad_scale=1.0), TypeError, "got grad_scale="),
+    "an argument after a clip": (steps_with(clipped=True, grad_scale=1.0), TypeError, "got grad_"),
+    "a loss after a clip": (steps_with(clipped=True, loss=1.0), TypeError, "expected no loss="),
+    "a scaler": (is_stepped_by_a_scaler, RuntimeError, "called by torch.amp.GradScaler"),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_one_rank_is_an_error_on_all_of_them(name: str, ranks: int):
+    act, kind, told = MISTAKES[name]
+
+    def run(group: Any) -> None:
+        model, is_wrong = CASES["mlp"].build(), group.rank() == 1
+        optimizer = sharded(model, group)
+        before = values(model)
+        backward(model)
+        with pytest.raises(kind) as raised:
+            act(optimizer, model, is_wrong)
+            optimizer.step()
+        assert told in str(raised.value)
+        assert is_wrong or str(raised.value).startswith("rank 1: ")
+        assert_same_bits(values(model), before)
+        optimizer.divisor = None
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()  # nothing of it is left
+
+    ThreadedWorld(ranks).run(run)
+
+
+def test_on_an_accelerator_the_report_follows(monkeypatch: pytest.MonkeyPatch):
+    def run(group: Any) -> str:
+        model, is_wrong = CASES["mlp"].build(), group.rank() == 1
+        optimizer = sharded(model, group)
+        before = values(model)
+        backward(model)
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            clips(-1.0)(optimizer, model, is_wrong)
+            optimizer.step()
+        assert_same_bits(values(model), before)
+        return str(raised.value)
+
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    (of_others, own), _ = run_world(2, run)
+    assert "another rank raised an error" in of_others
+    assert own.startswith("max_norm: expected a number above 0, got -1.0")
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+Call = Callable[[Any, nn.Module, str], Any]
+
+
+def average(optimizer: Any, _model: nn.Module, _folder: str) -> None:
+    with optimizer.averaged("ema"):
+        pass
+
+
+def as_plain(optimizer: Any, _model: nn.Module, _folder: str) -> None:
+    with optimizer.as_plain():
+        pass
+
+
+CALLS: dict[str, Call] = {
+    "gather_gradients": lambda it, *_: it.gather_gradients(),
+    "clip_grad_norm_": lambda it, *_: it.clip_grad_norm_(1.0),
+    "full_parameters": lambda it, *_: it.full_parameters(),
+    "full_state_dict": lambda it, *_: it.full_state_dict(),
+    "load_state_dict": lambda it, *_: it.load_state_dict(it.state_dict()),
+    "check_copies": lambda it, *_: it.check_copies(),
+    "digest": lambda it, *_: it.digest(),
+    "averaged": average,
+    "as_plain": as_plain,
+    "sleep": lambda it, *_: it.sleep(),
+    "close": lambda it, *_: it.close(),
+    "add_param_group": lambda it, model, _: it.add_param_group({"params": [model.late]}),
+    "save": lambda it, model, folder: checkpoint.save(folder, model, it, step=1),
+    "load": lambda it, model, folder: checkpoint.load(folder, model, it),
+}
+
+
+def one_calls(group: Any, name: str, folder: str) -> str:
+    """The error of a rank, of which the first one makes a call where the others step."""
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, group, param_dtype=BF16, averages={"ema": 0.9})
+    model.late = nn.Parameter(torch.ones(4))
+    backward(model)
+    with pytest.raises(RuntimeError) as raised:
+        if group.rank() == 0:
+            CALLS[name](optimizer, model, folder)
+        optimizer.step()
+    with contextlib.suppress(RuntimeError):
+        optimizer.close(restore=False)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_of_one_rank_beside_a_step_is_named_on_all(
+    gloo: SpawnedWorld, name: str, tmp_path: Path
+):
+    told = f"the ranks are in different calls: rank 0: {name}; rank 1: step; make the same calls"
+    for error in gloo.run(one_calls, name, str(tmp_path)):
+        assert error.startswith(told)
+
+
+def test_two_rare_calls_are_named_too():
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group)
+        told = "rank 0: digest; rank 1: full_parameters; make"
+        with pytest.raises(RuntimeError, match=told):
+            optimizer.full_parameters() if group.rank() else optimizer.digest()
+
+    ThreadedWorld(2).run(run)
+
+
+def test_calls_are_compared_over_ranks_of_a_mesh_too():
+    def run(mesh: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, None, mesh=mesh)
+        rank = mesh.get_rank()
+        backward(model)
+        with pytest.raises(RuntimeError, match=r"ranks 0, 1, 2: step; rank 3: gather_gradients"):
+            optimizer.gather_gradients() if rank == 3 else optimizer.step()
+
+    threaded_world({"dp": 2, "tp": 2}, run)
+
+
+# -- loads ----------------------------------------------------------------------------------------
+
+
+def loads(model: nn.Module, factor: float) -> None:
+    model.load_state_dict({name: value * factor for name, value in model.state_dict().items()})
+
+
+def there_and_back(model: nn.Module, rank: int) -> None:
+    if rank == 0:
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        loads(model, 3.0)
+        model.load_state_dict(kept)
+
+
+DIFFERENT: dict[str, Callable[[nn.Module, int], Any]] = {
+    "one rank": lambda model, rank: rank or loads(model, 2.0),
+    "other values": lambda model, rank: loads(model, 2.0 + rank),
+    "other layers": lambda model, rank: loads(model.a if rank else model.b, 2.0),
+}
+ALIKE: dict[str, Callable[[nn.Module, int], Any]] = {
+    "all": lambda model, _: loads(model, 2.0),
+    "there and back": there_and_back,
+    "the same": lambda model, rank: rank or loads(model, 1.0),
+}
+
+
+def after_loading(
+    group: Any, load: Callable[[nn.Module, int], Any], use: str, dtype: torch.dtype
+) -> str:
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, group, param_dtype=dtype)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    load(model, group.rank())
+    backward(model)
+    try:
+        if use == "clip":
+            optimizer.clip_grad_norm_(1.0)
+        if use == "gather":
+            optimizer.gather_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("use", ["step", "clip", "gather"])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_loads_that_differ_are_an_error_on_all_ranks(name: str, use: str, dtype: torch.dtype):
+    for error in run_world(2, after_loading, DIFFERENT[name], use, dtype)[0]:
+        assert "the ranks loaded different weights by model.load_state_dict" in error
+        assert "rank 0: " in error and "(values " in error
+        assert name != "one rank" or "rank 1: nothing" in error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("name", ALIKE)
+def test_loads_that_are_alike_or_undone_are_none(name: str, dtype: torch.dtype):
+    assert run_world(2, after_loading, ALIKE[name], "clip", dtype)[0] == ["", ""]
+
+
+def test_a_load_after_the_clip_is_compared_in_the_step():
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group)
+        backward(model)
+        optimizer.clip_grad_norm_(1.0)
+        if group.rank():
+            loads(model, 2.0)
+        with pytest.raises(RuntimeError, match="loaded different weights"):
+            optimizer.step()
+
+    ThreadedWorld(2).run(run)
