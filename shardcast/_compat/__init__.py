@@ -14,14 +14,18 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 if dist.is_available():
     # Its functions have the default group of the moment at which they are imported as a default
@@ -79,6 +83,11 @@ def local_tensor(tensor: Any) -> Tensor:
 def without_torch_function() -> AbstractContextManager[Any]:
     """Have functions take tensors of any class for plain ones inside it, on this thread."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Have ``torch.compile`` break its graph around ``function``, as around those of torch."""
+    return _disable_dynamo(function)
 
 
 _NOTHING = nullcontext()

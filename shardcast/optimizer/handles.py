@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardcast import _compat
 from shardcast.optimizer.growing import add_group, assign_groups
 from shardcast.optimizer.original import refused
 from shardcast.optimizer.state_view import (
@@ -66,6 +67,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         if self._ready:
             add_group(self._packed, self._place, param_group)
 
+    @_compat.uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count as stepped; the last handle makes the step. Every rank must call all of them."""
         if closure is not None:
@@ -99,6 +101,7 @@ class OptimizerHandle(torch.optim.Optimizer):
                 if set_to_none is not None:
                     handle.zero_grad(set_to_none)
 
+    @_compat.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of its own parameters, once they are used. Local."""
         if self._stepped_with is not None:  # and other handles have not stepped

@@ -64,6 +64,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     # -- the step ---------------------------------------------------------------------------
 
+    @_compat.uncompiled
     @torch.no_grad()
     def step(
         self,
@@ -194,6 +195,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     # -- gradients --------------------------------------------------------------------------
 
+    @_compat.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
         self._note_clip(None)
@@ -229,6 +231,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 )
         return self._clipped
 
+    @_compat.uncompiled
     def count(self, tokens: float | Tensor) -> None:
         """Have the coming step train the mean over all tokens of all ranks and micro-batches.
 
@@ -277,11 +280,13 @@ class ShardedOptimizer(StatefulOptimizer):
             packed.decider.tokens.clear()
         packed.reduce.backwards = 0
 
+    @_compat.uncompiled
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the loss scale, if there is one; for ``backward()``. Local."""
         scale = self._packed.decider.loss_scale
         return loss if scale is None else scale.apply(loss)
 
+    @_compat.uncompiled
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Have the mean over ranks in every ``.grad``; every rank must call it.
@@ -304,6 +309,7 @@ class ShardedOptimizer(StatefulOptimizer):
         if clip is not None:
             self._note_clip(clip)
 
+    @_compat.uncompiled
     def clip_grad_norm_(
         self,
         parameters: Parameters | float | None = None,
@@ -342,6 +348,7 @@ class ShardedOptimizer(StatefulOptimizer):
         self._note_clip(decision)
         return decision.norm.float()
 
+    @_compat.uncompiled
     def clip_grad_value_(
         self,
         parameters: Parameters | float | None = None,

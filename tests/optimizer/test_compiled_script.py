@@ -1,0 +1,57 @@
+"""A script that compiles its whole step of training, the optimizer's calls among it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardcast
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_compiled_step_of_training_has_the_bits_of_one_that_is_not_compiled(
+    dtype: str, several: bool
+):
+    def trained(compiled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        parts = list(model) if several else [model]
+        given = [torch.optim.SGD(part.parameters(), 1e-2) for part in parts]
+        optimizer = shardcast.shard(model, given, param_dtype=dtype)
+        loops: Any = optimizer.optimizers if several else [optimizer]
+
+        def step(x: Tensor) -> None:
+            with optimizer.no_sync():
+                optimizer.scale_loss(model(x[:1]).float().square().mean()).backward()
+            optimizer.scale_loss(model(x).float().square().mean()).backward()
+            optimizer.clip_grad_norm_(0.1)
+            for each in loops:
+                each.step()
+            for each in loops:
+                each.zero_grad()
+
+        run = torch.compile(step, backend="eager") if compiled else step
+        for number in range(3):
+            run(torch.randn(3, 4, generator=torch.Generator().manual_seed(number)))
+        return [param.detach().clone() for param in model.parameters()]
+
+    plain = trained(False)
+    for one, other in zip(plain, trained(True), strict=True):
+        assert torch.equal(one, other)
+    torch.manual_seed(0)
+    start = nn.Linear(4, 4).weight
+    assert not torch.equal(plain[0], start.to(plain[0].dtype)), "it trained"
