@@ -146,7 +146,7 @@ class CastForward:
             if self._is_converted():  # one without a cache that is off tells those inside
                 return ours and self._holds_untouched
             exported = self._weight is not None and torch.compiler.is_exporting()
-            return self._forced or ours or exported
+            return self._forced or self._is_root or ours or exported
         ours = self._compute is ComputeMode.FP32 or not torch.is_autocast_cache_enabled()
         return enabled and ours
 

@@ -663,6 +663,17 @@ def test_frozen_layers_compute_the_bits_that_they_have_beside_ddp_under_autocast
     assert all(torch.equal(one, other) for one, other in zip(stock, mine, strict=True))
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_autocast_around_the_model_that_is_off_turns_nothing_off_in_it(cached: bool):
+    """As those of frameworks do; without its cache it was taken for one inside of the model."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shardcast.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), param_dtype=BF16)
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", BF16, enabled=False, cache_enabled=cached):
+        output = model(x)
+    assert output.dtype == BF16 and torch.equal(output, model(x))
+
+
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_model_with_a_frozen_part_that_is_converted_to_be_evaluated_computes_in_fp32(
     copied: bool,
