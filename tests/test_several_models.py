@@ -26,6 +26,7 @@ SCRIPTS: dict[str, tuple[dict[str, tuple[int, int]], tuple[int, int]]] = {
     "GAN with two learning rates": ({"generator": (4, 2), "critic": (2, 1)}, (2, 4)),
     "One backward through both": ({"encoder": (6, 3), "decoder": (3, 6)}, (6, 6)),
     "Several optimizers together": ({"encoder": (6, 3), "decoder": (3, 6)}, (6, 6)),
+    "Two losses within one model": ({"body": (6, 3), "mix": (3, 6)}, (6, 6)),
     "Target network": ({"critic": (6, 1)}, (6, 6)),
     "Actor and critic": ({"actor": (6, 2), "critic": (8, 1)}, (6, 1)),
 }
@@ -41,8 +42,9 @@ class Averaging:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for param in group["params"]:
-                    dist.all_reduce(param.grad)
-                    param.grad /= dist.get_world_size()
+                    if param.grad is not None:
+                        dist.all_reduce(param.grad)
+                        param.grad /= dist.get_world_size()
             optimizer.step()
 
     def zero_grad(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardcast import _compat
+from shardcast.messages import page
 from shardcast.optimizer.growing import add_group, assign_groups
 from shardcast.optimizer.original import refused
 from shardcast.optimizer.state_view import (
@@ -20,6 +21,12 @@ from shardcast.optimizer.state_view import (
 if TYPE_CHECKING:  # it imports this module
     from shardcast.optimizer.packed import PackedOptimizer
     from shardcast.optimizer.sharded import ShardedOptimizer
+
+LOSSES = (
+    "For a loss of each optimizer: models that are sharded apart, as of a GAN; within one model, "
+    "as of DARTS, set .grad of what is not to move to None and call step() of what shardcast.shard "
+    f"returned ({page('several-models')})"
+)
 
 
 class OptimizerHandle(torch.optim.Optimizer):
@@ -72,24 +79,24 @@ class OptimizerHandle(torch.optim.Optimizer):
         """Count as stepped; the last handle makes the step. Every rank must call all of them."""
         if closure is not None:
             raise TypeError(
-                f"step: the handle of {self.name} takes no closure, which each handle would run "
+                f"step: the handle of {_named(self)} takes no closure, which each handle would run "
                 "again; pass it to step() of what shardcast.shard returned"
             )
         handles = self._handles
         waiting = [handle for handle in handles if handle._stepped_with is None]
         if self not in waiting:
             raise RuntimeError(
-                f"step() of the handle of {self.name} was called twice before that of "
+                f"step() of the handle of {_named(self)} was called twice before that of "
                 f"{_names(waiting)}: the optimizers step together; call step() of every handle "
                 "once, or step() of what shardcast.shard returned"
             )
         version = self._packed.reduce.edits.version()
         if any(handle._stepped_with not in (None, version) for handle in handles):
             raise RuntimeError(
-                f"step() of the handle of {self.name} came after a backward, a clip or "
+                f"step() of the handle of {_named(self)} came after a backward, a clip or "
                 "zero_grad() that followed the step() of another one: the optimizers step "
                 "together, with the same gradients; call step() of all handles after the last "
-                "backward. Losses of their own, as of a GAN, need models that are sharded apart"
+                f"backward. {LOSSES}"
             )
         self._stepped_with = version
         if waiting == [self]:
@@ -104,10 +111,17 @@ class OptimizerHandle(torch.optim.Optimizer):
     @_compat.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of its own parameters, once they are used. Local."""
-        if self._stepped_with is not None:  # and other handles have not stepped
+        stepped = [handle for handle in self._handles if handle._stepped_with is not None]
+        if self in stepped:  # and other handles have not stepped
             self._zero_grad_after = set_to_none
-        else:
-            super().zero_grad(set_to_none)
+            return
+        if stepped:
+            raise RuntimeError(
+                f"zero_grad() of the handle of {_named(self)} came after step() of that of "
+                f"{_names(stepped)} and before its own: the optimizers step together, with the "
+                f"gradients of the same backwards. {LOSSES}"
+            )
+        super().zero_grad(set_to_none)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Do as :class:`ShardedOptimizer` for this optimizer alone. Every rank must call it."""
@@ -139,4 +153,11 @@ def check_stepped(handles: Sequence[OptimizerHandle]) -> None:
 
 
 def _names(handles: Sequence[OptimizerHandle]) -> str:
-    return ", ".join(handle.name for handle in handles)
+    return ", ".join(map(_named, handles))
+
+
+def _named(handle: OptimizerHandle) -> str:
+    """Return its class, and its place among several of the same class."""
+    names = [each.name for each in handle._handles]
+    place = f" (optimizers[{handle._place}])" if names.count(handle.name) > 1 else ""
+    return f"{handle.name}{place}"

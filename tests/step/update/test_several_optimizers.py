@@ -13,7 +13,7 @@ import foreign
 import pytest
 import torch
 from oracle import BATCH, Optimizers, difference, mlp, pair, set_grads
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -247,6 +247,73 @@ def test_steps_that_would_count_twice_or_half_are_named():
     assert not any(map(torch.equal, before, model.parameters()))
 
 
+def test_handles_of_one_class_are_told_apart_by_their_places():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    _, second, third = shard(
+        model, [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    ).optimizers
+    second.step()
+    told = r"SGD \(optimizers\[1\]\) was called twice before that of SGD \(optimizers\[0\]\), SGD"
+    with pytest.raises(RuntimeError, match=told):
+        second.step()
+    with pytest.raises(RuntimeError, match=r"of that of SGD \(optimizers\[1\]\) and before its"):
+        third.zero_grad()
+
+
+class Mixed(nn.Module):
+    """Two operations, mixed by weights of a search, as in DARTS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.alphas = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.alphas.softmax(0)
+        return shares[0] * self.one(x) + shares[1] * self.other(x)
+
+    def weights(self) -> list[nn.Parameter]:
+        return [*self.one.parameters(), *self.other.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_and_alphas_of_a_search_take_turns_as_with_plain_optimizers(size: int):
+    """As the page on several models says, and as handles by turns say that it does not work."""
+
+    def search(group: Any, sharded: bool) -> list[Tensor]:
+        model = Mixed()
+        given = [
+            torch.optim.SGD(model.weights(), lr=0.1, momentum=0.9),
+            torch.optim.Adam([model.alphas], lr=1e-2),
+        ]
+        whole: Any = shard(model, given, group, param_dtype="fp32") if sharded else None
+        for step in range(4):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+            moves, rests = [model.alphas], model.weights()
+            for optimizer in reversed(given):
+                model.zero_grad()
+                model(x).square().mean().backward()
+                for param in rests:
+                    param.grad = None
+                (whole or optimizer).step()
+                moves, rests = rests, moves
+        return [param.detach().clone() for param in model.parameters()]
+
+    def run(group: Any) -> None:
+        for mine, plain in zip(search(group, True), search(group, False), strict=True):
+            torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-7)
+        model = Mixed()
+        given = [torch.optim.SGD(model.weights(), lr=0.1), torch.optim.Adam([model.alphas])]
+        of_weights, of_alphas = shard(model, given, group, param_dtype="fp32").optimizers
+        model(torch.ones(1, 4)).sum().backward()
+        of_alphas.step()
+        with pytest.raises(RuntimeError, match=r"as of DARTS, set \.grad"):
+            of_weights.zero_grad()
+
+    ThreadedWorld(size).run(run)
+
+
 @pytest.mark.parametrize("between", ["a backward", "zero_grad", "an edit"])
 def test_gradients_that_change_between_the_steps_of_handles_are_named(between: str):
     """With optimizers apart the first one would not have seen the change."""
@@ -257,7 +324,11 @@ def test_gradients_that_change_between_the_steps_of_handles_are_named(between: s
     if between == "a backward":
         model(BATCH).sum().backward()
     elif between == "zero_grad":
-        adamw.zero_grad()
+        with pytest.raises(
+            RuntimeError, match=r"zero_grad.. of the handle of AdamW came after step"
+        ):
+            adamw.zero_grad()
+        return
     else:
         model[0].weight.grad.mul_(0.5)
     with pytest.raises(RuntimeError, match="handle of AdamW came after a backward, a clip or zero"):
