@@ -98,6 +98,10 @@ del model, optimizer, sharded
 gc.collect()
 print("forgotten:", *ended())
 model, optimizer = plain()
+try:
+    shardcast.shard(model, optimizer, max_grad_norm=-1.0)
+except ValueError:
+    print("refused:", *changed())
 sharded = shardcast.shard(model, optimizer)
 dist.destroy_process_group()
 print("without a group:", *ended())
@@ -129,8 +133,24 @@ def test_several_ranks_have_one_thread_until_the_last_optimizer_or_group_ends(tm
         ranks = pool.map(lambda rank: told(SEVERAL, store, rank), "01")
         for lines in ranks:
             assert lines == [
-                "open: thread shardcast waiting", "closed:", "forgotten:", "without a group:",
+                "open: thread shardcast waiting", "closed:", "forgotten:", "refused:",
+                "without a group:",
             ]  # fmt: skip
+
+
+def test_a_process_ends_by_itself_while_its_thread_writes_into_the_store(tmp_path: Path):
+    script = """
+from shardcast.extensions.waiting import places
+places.PATIENCE = 0.02
+sharded = shardcast.shard(model, optimizer, param_dtype="bf16")
+train(model, sharded)
+print(*changed())
+threading.Event().wait(0.5)  # silent for long: the thread writes where this rank is
+"""
+    store = str(tmp_path / "store")
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [*pool.map(lambda rank: told(script, store, rank), "01")]
+    assert ranks == [["thread shardcast waiting"]] * 2
 
 
 def test_the_check_sees_traces():
