@@ -45,7 +45,7 @@ ALLOWED = {"_compat"}
 # together; what no option asks for but a call, a class or a codec is loaded by one of these names.
 ASSEMBLY = "shardcast.optimizer.api"
 CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
-BY_NAME = {"any_optimizer", "tokens"}
+BY_NAME = {"any_optimizer"}
 # A docstring begins with a verb in the imperative, or a noun with its article: these are neither.
 NO_SUBJECTS = frozenset(
     "What Whether Of As Those That Where How Which Who Whose When Its It Their None Also So".split()

@@ -30,10 +30,10 @@ from shardcast.option_values import COUNT, Option, ValidatedOptions, one_of, opt
 from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import Signal, Verdict, known, to_device
+from shardcast.step.decide.tokens import Tokens
 from shardcast.step.step_hook import StepHook
 
 LOGGER = logging.getLogger("shardcast")
-NEXT_TO_NONE = 1e-300  # tokens of a failed rank: lost in any sum, and not none where all failed
 KEPT = 1000  # failures that a script can ask for
 TEXT = 1000  # letters of an error
 # The name of an error travels in doubles, each of which holds eight letters of six bits.
@@ -70,24 +70,26 @@ class FailureSignal(Signal):
 
     Attributes:
         error_here: what this rank raised since the last step; empty if nothing.
-        tokens_are_counted: whether the step divides by tokens, of which a failed rank has none.
+        tokens: of the step; a failed rank has none.
         failures: the latest ones of all ranks, as far as the host has heard of them.
     """
 
     name = "on_error"
+    agrees_scale = True  # a rank that failed learns in a decision whether the others count
+    tokens: Tokens
 
     def __init__(
         self, rule: ErrorRule, process_groups: ProcessGroups, device: torch.device
     ) -> None:
         self._rule, self._device = rule, device
         self._comm, self._ranks = process_groups.dp, process_groups.dp.size
-        self._drops = self.agrees_scale = rule.action == "drop"
+        self._drops = rule.action == "drop"
         self.skips = (False,) * self._ranks
         self._nothing = torch.zeros(WORDS * self._ranks, dtype=torch.float64, device=device)
         self._part = self._seen = self._nothing
         self._count = self._nothing[0]
         self.noted = 2 + self._nothing.numel()
-        self.error_here, self.tokens_are_counted = "", False
+        self.error_here = ""
         self._gives_loss, self._steps, self._is_told = False, 0, False
         self.takers: Sequence[Signal] = ()  # of a loss
         self.failures: deque[Failure] = deque(maxlen=KEPT)
@@ -121,7 +123,7 @@ class FailureSignal(Signal):
 
     def scale(self, reading: Tensor | None) -> Tensor | None:
         """The sum was divided by all ranks; tokens are those of the ranks that took part."""
-        if not self._drops or self.tokens_are_counted or reading is None:
+        if not self._drops or self.tokens.counted or reading is None:
             return None
         return (self._ranks - reading[self._ranks]).clamp(min=1) / self._ranks
 
@@ -172,10 +174,14 @@ class FailureSignal(Signal):
             "Look at the data of these steps, or at the memory of these ranks.",
         )
 
+    def cleared(self) -> None:
+        self._part, self.error_here = self._nothing, ""
+
     def conclude(self, decision: Decision) -> None:
         if not self.error_here:
             self._gives_loss = any(signal.loss is not None for signal in self.takers)
-        self._part, self.error_here, self._is_told = self._nothing, "", False
+        self.cleared()
+        self._is_told = False
         self._steps += 1
 
 
@@ -207,6 +213,7 @@ class Attempts(StepHook):
         self._optimizer = optimizer
         self._signal: FailureSignal = optimizer.decider.signal_of(self.name)
         signals = optimizer.decider.signals
+        self._signal.tokens = optimizer.decider.tokens
         self._signal.takers = [signal for signal in signals if signal.takes_loss]
         modules = (module for stage in optimizer.stages for module in stage.modules())
         self._synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in modules)
@@ -304,16 +311,11 @@ class Attempts(StepHook):
         optimizer, signal = self._optimizer, self._signal
         reduce, tokens = optimizer.reduce, optimizer.decider.tokens
         if signal.error_here and (reduce.due or reduce.alone):
-            # It may have failed before it counted: it does as in the last step.
-            counts = tokens.counted or bool(vars(tokens).get("expected"))
             for shard in optimizer.shards:
                 for param in shard.pack.in_model:
                     param.grad = None
             reduce.backwards = 0
-            tokens.clear()
-            if counts:
-                optimizer.decider.counting().add(NEXT_TO_NONE, 0)
-        signal.tokens_are_counted = optimizer.decider.tokens.counted
+            tokens.abstain()  # it may have failed before it counted
 
 
 def _is_of_collective(error: BaseException | None) -> bool:

@@ -200,6 +200,7 @@ class ShardedOptimizer(StatefulOptimizer):
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
         self._note_clip(None)
         self._drop_tokens()
+        self._packed.decider.cleared()
         self._packed.reduce.cleared(set_to_none)
         with _compat.without_torch_function():
             super().zero_grad(set_to_none)
@@ -271,7 +272,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 "count: torch's schedules divide gradients by the micro-batches, and the tokens "
                 "divide them again; build the schedule with scale_grads=False"
             )
-        self._packed.decider.counting().add(tokens, reduce.backwards)
+        self._packed.decider.tokens.add(tokens, reduce.backwards)
 
     def _drop_tokens(self) -> None:
         """Forget the tokens whose gradients are dropped; not those of a batch that is to come."""

@@ -215,6 +215,71 @@ def test_tokens_are_those_of_the_ranks_that_took_part(size: int):
         assert_same_bits(one, other)
 
 
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("action", ["drop", "skip"])
+def test_a_rank_that_fails_before_it_counts_divides_as_the_others_do(action: str, clip: bool):
+    """In a first step, and in those of a script that counts in some steps alone."""
+    counted, failing = (True, False, True, True, False), {0: "before", 1: "", 2: "after", 4: ""}
+
+    def run(group: Any, attempts: bool) -> dict[str, Tensor]:
+        model, fields = CASE.build(), {"on_error": action} if attempts else {}
+        optimizer = sharded(model, group, lambda m: torch.optim.SGD(m.parameters(), 0.1), **fields)
+        for step, counts in enumerate(counted):
+            left_out = step in failing and group.rank() == 1
+            if not attempts and action == "skip" and step in failing:
+                continue
+            with optimizer.attempt() if attempts else optimizer.no_sync():
+                if left_out and attempts and failing[step] != "after":
+                    raise BadSample(step)
+                if counts:
+                    optimizer.count(0 if left_out else 3 + step)
+                x, y = CASE.batch(10 * step + group.rank())
+                if not left_out:
+                    nn.functional.mse_loss(model(x), y, reduction="sum").backward()
+                elif attempts:
+                    raise BadSample(step)
+            if not attempts and not counts:
+                optimizer.divisor = 1 if step in failing else None
+            if clip:
+                optimizer.clip_grad_value_(0.05)
+            optimizer.step()
+            optimizer.divisor = None
+            optimizer.zero_grad()
+        return values(model)
+
+    found, expected = run_world(2, run, True)[0], run_world(2, run, False)[0]
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("action", ["drop", "skip"])
+@pytest.mark.parametrize("way", ["zero_grad", "sleep"])
+def test_a_failure_goes_with_the_gradients_that_a_script_drops(way: str, action: str):
+    def run(group: Any, fails: bool) -> dict[str, Tensor]:
+        model = CASE.build()
+        optimizer: Any = sharded(model, group, on_error=action)
+        for step in range(3):
+            for again in range(2):
+                with optimizer.attempt():
+                    CASE.loss(model, CASE.batch(10 * step + again)).backward()
+                    if fails and not again and group.rank() == 1:
+                        raise BadSample("of what is given up")
+                if not again and way == "sleep":
+                    optimizer.sleep()
+                    optimizer.wake()
+                elif not again:
+                    optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not optimizer.failures() and not optimizer.skipped_steps
+        return values(model)
+
+    found, expected = run_world(2, run, True)[0], run_world(2, run, False)[0]
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.filterwarnings("error:step. no tokens")
 def test_a_counted_step_in_which_all_ranks_fail_is_skipped():
     def run(group: Any) -> int:
         model = CASE.build()

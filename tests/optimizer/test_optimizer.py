@@ -290,7 +290,7 @@ def test_a_plain_step_enters_no_file_of_an_option_that_is_off(monkeypatch: pytes
     of_step = {name for name in files if not name.startswith("testing")}
     assert "optimizer/sharded.py" in of_step
     assert not {name for name in of_step if name.startswith("extensions")}
-    off = ("tokens", "loss_scale", "guard", "averages", "metrics", "parallel_dims", "overlap")
+    off = ("loss_scale", "guard", "averages", "metrics", "parallel_dims", "overlap")
     assert not {name for name in of_step if Path(name).stem in off}
 
 

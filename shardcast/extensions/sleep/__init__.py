@@ -219,6 +219,7 @@ class Sleep(StepHook):
         """Clear all gradients, and free their storage."""
         optimizer, reduce = self._optimizer, self._optimizer.reduce
         reduce.cleared()
+        optimizer.decider.cleared()
         for shard in optimizer.shards:
             for param in shard.pack.in_model:
                 param.grad = None

@@ -17,7 +17,6 @@ from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients
-from shardcast.option_values import load_extension
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList
 from shardcast.step.decide.decision import Arithmetic, Decision, Members, Presence
@@ -28,13 +27,13 @@ from shardcast.step.decide.refusal import Refusal
 from shardcast.step.decide.signal import (
     LEFT,
     Later,
-    Reserved,
     Signal,
     Verdict,
     defining,
     to_device,
 )
 from shardcast.step.decide.skip_report import SkipReport
+from shardcast.step.decide.tokens import Tokens
 from shardcast.step.reduce.mean import Divisor
 
 
@@ -81,11 +80,11 @@ class Decider:
             originals.option_names(), lambda: originals.groups, self._trained, process_groups,
             device,
         )  # fmt: skip
-        self.tokens = Reserved(process_groups, divisor, device)
+        self.tokens = Tokens(process_groups, divisor, device)
         options = config.extensions().values()
         self.signals: list[Signal] = [
             self.refusal, self._presence,
-            *([] if self.loss_scale is None else [self.loss_scale]), self._options, self.tokens,
+            *([] if self.loss_scale is None else [self.loss_scale]), self.tokens, self._options,
             *(it.signal(config, process_groups, device) for it in options if it.signal),
             *(Later(name, mistakes, device) for name, (_, mistakes) in config.later().items()),
         ]  # fmt: skip
@@ -108,15 +107,6 @@ class Decider:
         )
         self._takes_loss = [signal for signal in self.signals if signal.takes_loss]
         self._arithmetic.index()
-
-    def counting(self) -> Any:
-        """The signal of counted tokens, which takes its place when a script counts some."""
-        if type(self.tokens) is Reserved:
-            module = load_extension("tokens")
-            tokens = module.TokenCount(self._process_groups, self._divisor, self._device)
-            self.replace(self.tokens, tokens)
-            self.tokens = tokens
-        return self.tokens
 
     def replace(self, reserved: Signal, signal: Signal) -> None:
         """Have a signal in the place that was reserved for it; its sums are as long, or empty."""
@@ -344,6 +334,11 @@ class Decider:
         self.skips.count(decision)
         for number in self._concludes:
             self.signals[number].conclude(decision)
+
+    def cleared(self) -> None:
+        """Called when a script drops the gradients of the coming step; local."""
+        for signal in self.signals:
+            signal.cleared()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers; waits for the device."""

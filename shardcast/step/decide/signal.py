@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Comm, ProcessGroups
+from shardcast.comm import Comm
 
 if TYPE_CHECKING:
     from shardcast.step.decide.decision import Decision
-    from shardcast.step.reduce.mean import Divisor
 
 T = TypeVar("T")
 # Facts that ranks must have alike: whether count was called, and what Decider.left names.
@@ -129,6 +128,9 @@ class Signal:
     def conclude(self, decision: Decision) -> None:
         """End the step."""
 
+    def cleared(self) -> None:
+        """Called when a script drops the gradients of the coming step; local."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and lists under names of its own; waits for the device."""
         return {}
@@ -139,43 +141,6 @@ class Signal:
     def nbytes(self) -> int | None:
         """Return the bytes that it holds; with ``None`` they are not reported."""
         return None
-
-
-class Reserved(Signal):
-    """One number for a script that counts tokens; here none were counted.
-
-    Attributes:
-        counted: something was counted, be it 0.
-    """
-
-    counted = False
-
-    def __init__(
-        self, process_groups: ProcessGroups, divisor: Divisor, device: torch.device
-    ) -> None:
-        self._process_groups, self._divisor, self._device = process_groups, divisor, device
-        self._in_mesh = process_groups.model.size > 1
-        self._zeros = torch.zeros(1 + self._in_mesh, dtype=torch.float64, device=device)
-        self._none = self._zeros[:1]
-
-    def arguments(self) -> Mapping[str, Any]:
-        return {COUNT: self.counted}
-
-    def local(self) -> Tensor:
-        return self._none
-
-    def read(self, total: Tensor) -> Tensor:
-        """Read no mistake; with model parallelism also the tokens, which other ranks may have."""
-        return torch.cat([self._none, total]) if self._in_mesh else self._zeros
-
-    def merge(self, readings: Tensor) -> Tensor:
-        """Add a mistake where model-parallel ranks have other numbers."""
-        mistake, tokens = readings.unbind(1)
-        differ = (tokens != tokens[0]).any().double()
-        return torch.stack([torch.maximum(mistake.amax(), differ), tokens[0]])
-
-    def clear(self) -> None:
-        """Forget the counts: their gradients were dropped."""
 
 
 class Later(Signal):

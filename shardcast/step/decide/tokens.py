@@ -10,39 +10,60 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import warn_first
+from shardcast.comm import ProcessGroups, warn_first
 from shardcast.messages import by_rank
+from shardcast.step.decide import option_differences
 from shardcast.step.decide.decision import Decision
-from shardcast.step.decide.signal import Reserved, known
+from shardcast.step.decide.signal import COUNT, Signal, known
+from shardcast.step.reduce.mean import Divisor
 
 
-class TokenCount(Reserved):
+class Tokens(Signal):
     """The tokens that a script counts on this rank for the coming step; waits for no device.
+
+    Its part has the number of tokens, 1 if this rank counts, and 1 if it does not. Mistakes: there
+    are no tokens, or model-parallel ranks have other ones; some ranks count and others do not.
 
     Attributes:
         counted: something was counted, be it 0.
+        abstains: this rank does not know whether it would have counted; it does as the others.
         expected: the last step was counted.
     """
 
-    counted = expected = False
+    skips = (True, True)
+    counted = abstains = expected = False
     _total: float | Tensor = 0.0  # 0-dim fp64 where tokens on the device are counted
+
+    def __init__(
+        self, process_groups: ProcessGroups, divisor: Divisor, device: torch.device
+    ) -> None:
+        self._process_groups, self._divisor, self._device = process_groups, divisor, device
+        self._in_mesh = process_groups.model.size > 1
+        self._abstention = torch.zeros(3, dtype=torch.float64, device=device)
+        self._none = self._abstention[:1]
+        self._yes = self._none + 1.0
+        self._no = torch.cat([self._none, self._none, self._yes])
 
     def clear(self) -> None:
         """Forget the counts: their gradients were dropped."""
-        self.counted = False
+        self.counted = self.abstains = False
         self._total = 0.0
+
+    def abstain(self) -> None:
+        """Count nothing on this rank, and divide as the other ranks do."""
+        self.clear()
+        self.abstains = True
 
     def conclude(self, decision: Decision) -> None:
         """A step used the counts; warn where there are none, unlike in the step before it."""
-        if not (self.expected or self.counted):
-            return
-        if self.expected and not self.counted:
+        if self.expected and not (self.counted or self.abstains):
             warn_first(
                 "step: no tokens were counted, though they were for the last step, so that this "
                 "one is the mean over ranks; call optimizer.count in every micro-batch, again "
                 "after zero_grad() and before a second backward (SAM)"
             )
-        self.expected = self.counted
+        if self.counted or not self.abstains:
+            self.expected = self.counted
         self.clear()
 
     def add(self, tokens: Any, backwards: int) -> None:
@@ -75,17 +96,37 @@ class TokenCount(Reserved):
         return self.counted
 
     def read(self, total: Tensor) -> Tensor:
-        """Return whether there are none, and how many there are over all ranks."""
-        return torch.cat([(~(total > 0)).double(), total]) if self.counted else super().read(total)
+        """Return the mistakes, then what there is over all ranks."""
+        if self.abstains:  # this rank failed, and may wait for the device
+            self.counted = bool(total[1] > 0)
+        if not self.counted:  # tokens of others are a mistake, and no launch is needed to say so
+            mistakes = total[:2]
+            return torch.cat([mistakes, total]) if self._in_mesh else mistakes
+        return torch.cat([(~(total[:1] > 0)).double(), total[2:], total])
+
+    def merge(self, readings: Tensor) -> Tensor:
+        """Add mistakes where model-parallel ranks have other numbers."""
+        none, differ, tokens, *counts = readings.unbind(1)
+        differ_in_tokens = (tokens != tokens[0]).any().double()
+        across = counts[0].sum() * counts[1].sum()
+        mistakes = (
+            torch.maximum(none.amax(), differ_in_tokens),
+            torch.maximum(differ.amax(), across),
+        )
+        return torch.stack([*mistakes, tokens[0]])
 
     def scale(self, reading: Tensor | None) -> Tensor | None:
         """The gradients are sums over a number of ranks, not over tokens."""
         if reading is None or not self.counted:
             return None
-        return reading[1] / self._divisor.value
+        return reading[2] / self._divisor.value
 
     def error(self, mistakes: Sequence[float]) -> RuntimeError:
-        counts = known(repr(self), self._process_groups.everyone, self._device)
+        everyone = self._process_groups.everyone
+        if mistakes[1]:
+            facts = {COUNT: repr(self.counted)}
+            return option_differences.error_of(facts, everyone, self._device)
+        counts = known(repr(self), everyone, self._device)
         return RuntimeError(
             "optimizer.count: expected more than 0 tokens in a step, and one number on all "
             f"model-parallel ranks of a data-parallel one, got {by_rank(counts.items())}; skip "
@@ -94,13 +135,15 @@ class TokenCount(Reserved):
         )
 
     def local(self) -> Tensor:
-        """This rank's sum, 1-d fp64 of one element on the device."""
+        if self.abstains:
+            return self._abstention
         if not self.counted:
-            return self._zeros[:1]
+            return self._no
         if isinstance(self._total, Tensor):
-            return self._total.view(1)
-        # Filled by a kernel: a copy from the host would wait, or need pinned memory.
-        return torch.full((1,), self._total, dtype=torch.float64, device=self._device)
+            total = self._total.view(1)
+        else:  # filled by a kernel: a copy from the host would wait, or need pinned memory
+            total = torch.full_like(self._none, self._total)
+        return torch.cat([total, self._yes, self._none])
 
     def __repr__(self) -> str:
         if not self.counted:
