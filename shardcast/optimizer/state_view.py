@@ -5,13 +5,15 @@ And who reads it: torch's own checkpoints take the optimizer for a plain one.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
 
+from shardcast.comm import warn_first
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment
 from shardcast.step.update import Update
@@ -130,3 +132,65 @@ def check_numel(
             f"{tuple(value.shape)}, expected {shape}; load the state of this very model (one that "
             "is not elementwise needs partition 'whole')"
         )
+
+
+class RankPart(dict[str, Any]):
+    """One rank's state dictionary, which warns when its state is taken out of it, as by a save.
+
+    A script that reads a learning rate, or goes back to it in memory, hears nothing. Copies are the
+    same, pickles are plain dictionaries.
+
+    Args:
+        size: how many ranks there are.
+    """
+
+    def __init__(self, values: Mapping[str, Any], size: int) -> None:
+        super().__init__(values)
+        self._size = size
+
+    def plain(self) -> dict[str, Any]:
+        """Return an ordinary dictionary of the same, quietly."""
+        return {key: super(RankPart, self).__getitem__(key) for key in super().__iter__()}
+
+    def _warn(self) -> None:
+        warn_first(
+            f"state_dict: this is the part of one rank of {self._size} alone, without which the "
+            "others cannot resume: save with shardcast.checkpoint.save, or call full_state_dict() "
+            "on every rank, which gives rank 0 the state of all"
+        )
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "state":
+            self._warn()
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value."""
+        if key not in self:
+            return default
+        return self[key]
+
+    def __iter__(self) -> Iterator[str]:  # dict(part) and {**part} come here, and to __getitem__
+        return super().__iter__()
+
+    def items(self) -> Any:
+        """Return keys and values."""
+        self._warn()
+        return super().items()
+
+    def values(self) -> Any:
+        """Return the values."""
+        self._warn()
+        return super().values()
+
+    def __copy__(self) -> RankPart:
+        return RankPart(self.plain(), self._size)
+
+    copy = __copy__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankPart:
+        return RankPart(copy.deepcopy(self.plain(), memo), self._size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._warn()  # torch.load(weights_only=True) knows the class
+        return OrderedDict, (), None, None, iter(self.plain().items())

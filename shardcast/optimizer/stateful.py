@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.closing import close
 from shardcast.optimizer.full_state import FullState
@@ -19,6 +18,7 @@ from shardcast.optimizer.memory_report import MemoryReport, report_of
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_dict import StateDict
 from shardcast.optimizer.state_view import (
+    RankPart,
     StateView,
     called_by_dcp,
     caller_of,
@@ -35,7 +35,6 @@ KEEP_PARTS = ("shardcast", "accelerate.optimizer")
 class StatefulOptimizer(torch.optim.Optimizer):
     """Groups, masters and state of the packs, for scripts and for torch's own helpers."""
 
-    _warned = False
     _clipped: Decision | None = None  # by a clip, on the present gradients; loading forgets it
     _ready = False  # torch's own set-up fills in groups and state, which ours are already
 
@@ -167,8 +166,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """This rank's shard: local, without collectives, tensors and plain scalars only.
 
         Per parameter of which this rank owns a part, torch's state of that part and its ``master``
-        (1-d fp32). Load it on the same rank of an equal layout; else there are checkpoints. Warns
-        once where a script calls it on one of several ranks: a file of it has no other rank's part.
+        (1-d fp32). Load it on the same rank of an equal layout; else there are checkpoints. On
+        several ranks a script is warned once that saves it, or takes the state out of it: a file of
+        it has no other rank's part.
 
         Inside :meth:`as_plain` the full state of all ranks; every rank must then call it.
 
@@ -182,21 +182,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if self._packed.plain_names is not None:
             result = self._full.gather_on_all()
         else:
-            self._warn_of_a_part(caller_of("state_dict"))
             result = self._states.dump()
+            size = self._packed.process_groups.everyone.size
+            if size > 1 and not caller_of("state_dict").startswith(KEEP_PARTS):
+                result = RankPart(result, size)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, result) or result
         return result
-
-    def _warn_of_a_part(self, module: str) -> None:
-        comm = self._packed.process_groups.everyone
-        if comm.size > 1 and not self._warned and not module.startswith(KEEP_PARTS):
-            self._warned = True
-            warn_first(
-                f"state_dict: this is the part of one rank of {comm.size} alone, without "
-                "which the others cannot resume: save with shardcast.checkpoint.save, or call "
-                "full_state_dict() on every rank, which gives rank 0 the state of all"
-            )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -210,7 +202,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """
         self._packed.refuse_averaged("load_state_dict")
         self.wait_sync()
-        loaded: Any = dict(state_dict) if isinstance(state_dict, Mapping) else list(state_dict)
+        loaded: Any
+        if isinstance(state_dict, RankPart):
+            loaded = state_dict.plain()
+        else:
+            loaded = dict(state_dict) if isinstance(state_dict, Mapping) else list(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
         self._states.apply(self._states.plan(loaded))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -344,22 +345,56 @@ def called_by(module: str, optimizer: Any) -> Callable[[], Any]:
     return scope["save"]
 
 
-def asks_twice_for_its_state(_group: Any, module: str) -> list[str]:
+def in_a_file(state: dict[str, Any]) -> None:
+    file = io.BytesIO()
+    torch.save({"optimizer": state}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["optimizer"]
+    assert loaded["param_groups"] == state["param_groups"]
+
+
+def goes_back(state: dict[str, Any], optimizer: Any) -> None:
+    """Read a learning rate, and go back to a state and to a copy of it, in memory."""
+    assert state["param_groups"][0]["lr"] > 0 and "state" in state
+    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    optimizer.load_state_dict(copy.copy(state))
+
+
+TAKES: dict[str, Callable[[dict[str, Any], Any], Any]] = {
+    "a file": lambda state, _: in_a_file(state),
+    "a file of a copy": lambda state, _: in_a_file(copy.deepcopy(state)),
+    "the state alone": lambda state, _: state["state"],
+    "get": lambda state, _: state.get("state"),
+    "items": lambda state, _: [*state.items()],
+    "another dictionary": lambda state, _: {**state},
+    "nothing": lambda state, _: None,
+    "the way back": goes_back,
+}
+QUIET = "nothing", "the way back"
+
+
+def asks_twice_for_its_state(_group: Any, module: str, what: str) -> list[str]:
     _, optimizer = shard(None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            called_by(module, optimizer)()
+            TAKES[what](called_by(module, optimizer)(), optimizer)
     return [str(warning.message) for warning in caught]
 
 
-def test_a_script_is_warned_once_that_its_state_dict_is_one_ranks_part(gloo: SpawnedWorld):
+@pytest.mark.parametrize("what", TAKES)
+def test_a_script_that_takes_one_ranks_part_for_a_state_is_warned_once(
+    gloo: SpawnedWorld, what: str
+):
     for module in ("script", "transformers.trainer"):
-        ((message,),) = filter(None, gloo.run(asks_twice_for_its_state, module))
-        assert "shardcast.checkpoint.save" in message and "full_state_dict()" in message
+        told = [*filter(None, gloo.run(asks_twice_for_its_state, module, what))]
+        assert len(told) == (what not in QUIET)
+        for (message,) in told:
+            assert "shardcast.checkpoint.save" in message and "full_state_dict()" in message
     for module in ("accelerate.optimizer", "shardcast.testing"):
-        assert gloo.run(asks_twice_for_its_state, module) == [[], []]
+        assert gloo.run(asks_twice_for_its_state, module, what) == [[], []]
     _, optimizer = shard(None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer.state_dict()  # of one rank it is all
+        in_a_file(optimizer.state_dict())  # of one rank it is all
