@@ -40,7 +40,7 @@ class TensorCollectives:
     write, free or use the tensors.
 
     Attributes:
-        steps: optimizer steps made so far, for that error.
+        steps: optimizer steps made so far.
         watch: of this rank.
     """
 
@@ -278,8 +278,8 @@ class Work:
         sentence = f"Where they were seen last: {places}. " if places else ""
         raise RuntimeError(
             f"rank {comm.rank} of {comm.size} waited for the other ranks in {self}, "
-            f"after {comm.steps} steps, and the process group gave up: {error}. {sentence}Usually "
-            "another rank made other calls (one more batch, two steps, or clip_grad_norm_, "
+            f"after {comm.watch.steps} steps, and the process group gave up: {error}. {sentence}"
+            "Usually another rank made other calls (one more batch, two steps, or clip_grad_norm_, "
             "full_state_dict, save or the like on some ranks only), raised an error of its own, or "
             "ended: look at what the others were doing. See 'waited for the other ranks' in "
             f"{page('troubleshooting')}"

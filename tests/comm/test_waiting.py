@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torch import nn
 
 from shardcast import checkpoint
 from shardcast.comm import Comm, ProcessGroups
+from shardcast.comm.group import Work
 from shardcast.extensions.waiting import look_after, places
 from shardcast.messages import LOG
 from shardcast.plan.layout import PackLayout, Slot, Span
@@ -107,6 +109,23 @@ def test_every_collective_names_itself_and_whose_it_is(named: str, error: type[E
         CALLS[named](comm)
     assert str(raised.value).startswith(expected)
     assert isinstance(raised.value.__cause__, error)
+
+
+def test_a_rank_with_several_optimizers_tells_one_number_of_steps(caplog: Any):
+    """The error too: that of the one that made most, as in the places of all ranks."""
+
+    def run(group: Any) -> None:
+        comm, ahead = Comm(GivesUp(1, 2)), Comm(FakeGroup(1, 2))
+        comm.steps, ahead.steps = 3, 5
+        with caplog.at_level("WARNING", "shardcast"):
+            comm.watch.waits = Work(comm, "an all-reduce", "")
+            places.Silence(comm.watch).look(2 * places.PATIENCE)
+        with pytest.raises(RuntimeError) as raised:
+            comm.all_reduce(FULL)
+        for text in (caplog.text, str(raised.value)):
+            assert set(re.findall(r"after (\d+) steps", text)) == {"5"}
+
+    ThreadedWorld(1).run(run)
 
 
 def test_errors_that_say_themselves_what_is_the_matter_are_left_as_they_are():

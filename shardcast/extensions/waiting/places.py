@@ -82,7 +82,7 @@ class Silence:
             "rank %d of %d has waited %.3g s for the other ranks in %s, after %d steps. %s. It "
             "ends with the time-out of the process group unless all ranks come to the same call "
             "(`if rank == 0:` around it?)",
-            *(comm.rank, comm.size, silent, work, comm.steps, report),
+            *(comm.rank, comm.size, silent, work, self._watch.steps, report),
         )
 
     def _report(self, comm: TensorCollectives, own: dict[str, Any]) -> str:
