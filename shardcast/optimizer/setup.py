@@ -27,12 +27,14 @@ from shardcast.plan import validate
 from shardcast.plan.casts import casts_of
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import OptimizerList
-from shardcast.plan.pack_groups import PackGroups
+from shardcast.plan.pack_groups import PLAIN, PackGroups
 from shardcast.plan.packing import describe, plan_packs, with_algorithms
 from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.partition import partition_of
 from shardcast.plan.precision import Precision
 from shardcast.plan.traits import OptimizerTraits, known_traits
+
+EXPERT = "of an expert"  # whatever its number
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,10 @@ class Plan:
     def facts(self) -> list[str]:
         """Return what all data-parallel ranks must have planned alike, a line each."""
         outside = (*self.outside.items(), *self.model.named_buffers())
+        groups = self.pack_groups_by_name
+        begun = [EXPERT if groups[name].shard != PLAIN else name for name in self.begun]
         return [
-            *self.layout.lines(),
+            *self.layout.lines(expert=EXPERT),
             *self.options,
             # Rank 0's are broadcast, so they must fit everywhere.
             *(
@@ -81,8 +85,13 @@ class Plan:
                 for n, t in outside
             ),
             # Each rank's own is cut: loaded on rank 0 alone it would be that of its spans alone.
-            *(f"    {name}, of which the optimizer has a state" for name in self.begun),
+            *(f"    {name}, of which the optimizer has a state" for name in begun),
         ]
+
+    def experts(self, dim: str) -> list[str]:
+        """Return what ranks along a dimension must have alike of the experts that they share."""
+        packs = [pack for pack in self.new if pack.pack_groups.shard == dim]
+        return [f"    {slot.name} {slot.shape}" for pack in packs for slot in pack.slots]
 
 
 def plan_for(

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from shardcast.plan.algorithms import Algorithms
-from shardcast.plan.pack_groups import PackGroups
+from shardcast.plan.pack_groups import PLAIN, PackGroups
 
 SHOWN = 8  # lengths of spans that are shown one by one
 
@@ -253,8 +253,12 @@ class Layout:
             for slot in pack.slots:
                 yield pack, slot
 
-    def lines(self, algorithms: bool = True) -> list[str]:
-        """One line per pack and slot: what is compared across ranks and printed."""
+    def lines(self, algorithms: bool = True, expert: str = "") -> list[str]:
+        """One line per pack and slot: what is compared across ranks and printed.
+
+        Args:
+            expert: in place of the names of experts, which may be numbered through all ranks.
+        """
         lines = [
             f"Layout: {sum(len(p.slots) for p in self.packs)} parameters in {len(self.packs)} "
             f"packs, {self.numel} elements ({self.padding} padding), partition "
@@ -278,7 +282,8 @@ class Layout:
                 f"({pack.padding} padding), spans {spans}{how}"
             )
             for slot in pack.slots:
-                lines.append(f"    {slot.name} {tuple(slot.shape)} @ {slot.offset}")
+                name = expert if expert and pack.pack_groups.shard != PLAIN else slot.name
+                lines.append(f"    {name} {tuple(slot.shape)} @ {slot.offset}")
         return lines
 
     def digest(self) -> bytes:

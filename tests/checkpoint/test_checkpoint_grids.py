@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,71 @@ def test_experts_are_saved_as_parts_of_one_tensor(tmp_path: Path):
     checkpoint.load(tmp_path, model, optimizer)
     for rank, local in enumerate(ranks):
         assert torch.equal(model.weight[2 * (rank // 2) :][:2], local)
+
+
+def numbered(mesh: Any, wrong: int = 0) -> tuple[nn.Module, Any]:
+    """The same experts as plain tensors, named by their numbers in the whole model."""
+    torch.manual_seed(0)
+    weight = torch.randn(4, 3, 2)
+    first = 0 if mesh is None else 2 * mesh["ep"].get_local_rank()
+    own = range(first, first + (4 if mesh is None else 2))
+    shift = wrong if mesh is not None and mesh["edp"].get_local_rank() else 0
+    model = nn.Module()
+    model.gate = nn.Linear(3, 4)
+    model.experts = nn.ParameterDict(
+        {f"{number + shift}": nn.Parameter(weight[number].clone()) for number in own}
+    )
+    more: Any = {}
+    if mesh is not None:
+        dp = mesh["ep", "edp"]._flatten("dp")
+        more = {"mesh": mesh, "dp": dp, "experts": {"edp": ["experts.*"]}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sharded = shardcast.shard(model, optimizer, fuse="eager", param_dtype="fp32", **more)
+    grads = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    for number in own:
+        param = model.experts[f"{number + shift}"]
+        param.grad = grads[number].clone()
+    for seed, param in enumerate(model.gate.parameters(), 1):
+        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
+    sharded.step()
+    return model, sharded
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_experts_under_their_numbers_train_and_are_saved_as_those_of_one_model(
+    copies: int, tmp_path: Path
+):
+    world = {"ep": 2, "edp": copies}
+
+    def saved(mesh: Any) -> Any:
+        model, optimizer = numbered(mesh)
+        checkpoint.save(tmp_path, model, optimizer, step=1, digest=True)
+        before = values(model)
+        with torch.no_grad():
+            model.gate.weight.zero_()
+        optimizer.step()
+        checkpoint.load(tmp_path, model, optimizer)
+        assert_same_bits(values(model), before)
+        return before, experts_of(mesh, True)[0].weight.to_local().detach().clone()
+
+    ranks = threaded_world(world, saved)
+    model, optimizer = numbered(None)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    checkpoint.load(tmp_path, model, optimizer)
+    for rank, (found, as_dtensor) in enumerate(ranks):
+        first = 2 * (rank // copies)
+        for number in range(2):
+            name = f"experts.{first + number}"
+            assert torch.equal(found[name], as_dtensor[number])
+            assert torch.equal(model.get_parameter(name), found[name])
+        assert torch.equal(model.gate.weight, found["gate.weight"])
+
+
+def test_ranks_that_share_an_expert_have_one_number_for_it():
+    for message in everywhere({"ep": 2, "edp": 2}, lambda mesh: numbered(mesh, wrong=4)):
+        assert re.search(r"experts\.(0.*experts\.4|2.*experts\.6)", message)
 
 
 def stages_of_one_name(mesh: Any) -> Any:

@@ -35,6 +35,7 @@ class MeshGroups(ProcessGroups):
                 for slot in pack.slots
             ]
             alike.append((self.comm(dim), facts))
+        alike += [(self.comm(dim), plan.experts(dim)) for dim in dims.experts]
         for comm, facts in alike:
             self.everyone.together(partial(comm.check_equal, facts, device), device)
         if dims.in_pipeline:
