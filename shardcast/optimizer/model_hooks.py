@@ -99,6 +99,7 @@ class ModelHooks:
         loads: Loads,
     ) -> None:
         self._shards, self._begins, self._sync, self._loads = shards, begins, sync, loads
+        self._in_vain: dict[nn.Module, str] = {}  # loads that matched no name, as messages
         self._looked = False  # at what the first forward did to parameters
         self._handles: list[Any] = []
         for stage in stages:
@@ -132,6 +133,10 @@ class ModelHooks:
                 "model: a sharded model was wrapped in DistributedDataParallel, so gradients "
                 "would be averaged twice; use the model as shardcast.shard left it, without DDP"
             )
+        # With strict=True torch has raised, and the script has loaded other names since.
+        for message in filter(None, self._in_vain.values()):
+            warn_first(message)
+        self._in_vain.clear()
         if not (module.training and torch.is_grad_enabled()):  # it may be converted to be used
             return
         for shard in self._shards:
@@ -174,8 +179,11 @@ class ModelHooks:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any],
         *_strictness: Any,
     ) -> None:  # fmt: skip
-        from shardcast.optimizer.model_loading import before_load  # only where a script loads
+        # Only where a script loads.
+        from shardcast.optimizer.model_loading import before_load, in_vain
 
+        if not prefix:  # what the script calls load_state_dict() of
+            self._in_vain[module] = in_vain(module, state_dict)
         before_load(self._shards, self._sync, self._loads, module, state_dict, prefix, metadata)
 
 

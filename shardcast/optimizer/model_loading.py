@@ -15,6 +15,8 @@ from shardcast.plan.pack_groups import PLAIN
 from shardcast.step.decide.loads import Loads
 from shardcast.step.sync.sync import Sync
 
+WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
+
 
 @torch.no_grad()
 def before_load(
@@ -64,6 +66,25 @@ def before_load(
                 shard.load(fragment, loaded[param].reshape(-1)[slice(*fragment.param_range)])
         if shard.pack.cast is not None:
             _round(shard, module, state_dict, prefix, loaded)
+
+
+def in_vain(module: nn.Module, state_dict: Mapping[str, Any]) -> str:
+    """Return what to warn of where no name of ``state_dict`` is one of ``module``'s; or nothing."""
+    own = (*module.named_parameters(), *module.named_buffers())
+    # Its wrapper takes this part out of the names of state dictionaries.
+    names = {name.replace("_checkpoint_wrapped_module.", "") for name, _ in own}
+    names |= {name for name, _ in own}
+    if not names or not state_dict or not names.isdisjoint(state_dict):
+        return ""
+    given = next(iter(state_dict))
+    prefix = next((p for p in WRAPPERS if given.startswith(p)), "")
+    strip = f"consume_prefix_in_state_dict_if_present(state, {prefix!r}) of torch.nn.modules.utils"
+    return (
+        f"model.load_state_dict loaded nothing: none of {len(state_dict)} names, such as "
+        f"{given!r}, is one of this {type(module).__name__}, such as {min(names)!r}"
+        + f"; take the prefix of a wrapper off before: {strip}"
+        * bool(prefix)
+    )
 
 
 def _round(
