@@ -139,6 +139,14 @@ class ModelHooks:
         self._in_vain.clear()
         if not (module.training and torch.is_grad_enabled()):  # it may be converted to be used
             return
+        first = next(module.parameters(), None)
+        if first is not None and first.is_meta:
+            raise RuntimeError(
+                "model: its parameters were replaced by some without memory after shardcast.shard, "
+                "as model.to('meta') does, so that it cannot be trained; masters are still there "
+                "(optimizer.full_parameters(), checkpoint.save). To give memory away between steps "
+                "use optimizer.sleep() and optimizer.wake()"
+            )
         for shard in self._shards:
             shard.forget_before_load()
             if shard.pack.converted:

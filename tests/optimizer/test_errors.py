@@ -410,6 +410,24 @@ def test_groups_that_lose_or_get_parameters_behind_the_optimizer_are_refused(
         getattr(optimizer, then)()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_model_that_went_to_the_meta_device_is_named_and_its_masters_are_kept(size: int):
+    def run(group: Any) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = shardcast.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group
+        )
+        before = model.weight.detach().clone()
+        model.to("meta")
+        with pytest.raises(RuntimeError, match=r"as model\.to\('meta'\) does"):
+            model(torch.ones(2, 4))
+        weights = optimizer.full_parameters()
+        if not group.rank():
+            assert torch.equal(weights["weight"].to(before.dtype), before)
+
+    ThreadedWorld(size).run(run)
+
+
 def test_a_model_is_scripted_after_the_training():
     model = MLP()
     sharded(model).close()
