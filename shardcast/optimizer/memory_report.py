@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.signal import Signal
 from shardcast.step.step_hook import StepHook
 
@@ -55,8 +56,20 @@ def summary_of(packed: PackedOptimizer) -> str:
         f"sharded {sum(len(pack.slots) for pack in packs)} parameters ({dtypes}) of "
         f"{packed.originals.name} in {len(packs)} packs over {comm.size} of {packed.comm.size} "
         f"data-parallel ranks; {_size(report_of(packed).total)} per rank before the first step"
-        f"{beside * bool(frozen)}"
+        f"{beside * bool(frozen)}{_rounded(packed)}"
     )
+
+
+def _rounded(packed: PackedOptimizer) -> str:
+    """Say how many masters begin with the digits of a lower dtype, in which the model came."""
+    numels: Counter[torch.dtype] = Counter()
+    for shard in packed.shards:
+        for slot, given in zip(shard.pack.layout.slots, shard.given_dtypes, strict=True):
+            if given != MASTER_DTYPE and shard.pack.layout.requires_grad:
+                numels[given] += slot.numel
+    came = " and ".join(f"{n:,} in {str(d).removeprefix('torch.')}" for d, n in numels.items())
+    text = f"; {came} as they came, so that their masters begin rounded: pass a model in fp32"
+    return text * bool(numels)
 
 
 def _size(nbytes: int) -> str:

@@ -315,6 +315,21 @@ def test_shard_says_in_one_line_what_it_did_and_the_report_has_a_total(
     assert f"total {report.total / 1e6:.3f} MB" in str(report)
 
 
+@pytest.mark.parametrize("low", [False, True])
+def test_the_line_of_shard_says_which_masters_begin_rounded(
+    low: bool, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "shardcast")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if low:
+        model[0].bfloat16()
+    sharded(model)
+    assert (
+        "20 in bfloat16 as they came, so that their masters begin rounded" in caplog.text
+    ) == low
+    assert ("begin rounded" in caplog.text) == low
+
+
 def test_an_optimizer_shows_what_the_docs_list_and_what_any_torch_optimizer_has():
     model = CASES["mlp"].build()
     optimizer = sharded(model)
