@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
+from shardcast.memory import packed_param
 from shardcast.memory.aliases import tie
 from shardcast.memory.codecs import shown
 from shardcast.memory.shard import Shard
@@ -38,6 +40,10 @@ def _end(packed: PackedOptimizer) -> None:
     later = partial(_restore, packed, MASTER_DTYPE)
     for module in {*packed.stages, *packed.called}:
         mark(module, restore=later)
+    for param in _params(packed):
+        note = packed_param.note_of(param)
+        if note is not None and note.is_held:
+            note.restore = later
     try:
         packed.remove_hooks()
     finally:
@@ -48,6 +54,8 @@ def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
     """Give parameters and buffers back, in ``dtype`` or as they were given. Collective."""
     for module in {*packed.stages, *packed.called}:
         unmark(module)
+    for param in _params(packed):
+        packed_param.forget(param)
     if not all(shard.pack.comm.is_alive for shard in packed.shards):
         warn(
             "the process group of a sharded model was destroyed before its masters were "
@@ -55,11 +63,7 @@ def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
         )
         return
     # Those of a group that was added later were made low by shard() already.
-    dtypes = {
-        param: of_stage.get(name, param.dtype)
-        for stage, of_stage in zip(packed.stages, packed.given_dtypes, strict=True)
-        for name, param in stage.named_parameters()
-    }
+    dtypes = packed.given_dtype_of()
     for shard in packed.shards:
         params = zip(shard.pack.in_model, shard.given_dtypes, strict=True)
         _restore_shard(shard, [dtype or dtypes.get(param, low) for param, low in params])
@@ -67,6 +71,12 @@ def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
     packed.updates.clear()  # operands and state, which a script that keeps this would keep
     restore_rest(packed.stages, packed.given_dtypes)
     tie(packed.aliases)
+
+
+def _params(packed: PackedOptimizer) -> list[nn.Parameter]:
+    """Return the parameters that have notes of this optimizer."""
+    held = [param for shard in packed.shards for param in shard.pack.in_model]
+    return [*held, *packed.outside.values()]
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 A backward that begins (so that the outermost one flushes the reduction), weights that
 ``load_state_dict`` has in full precision, a model that was converted, and a DDP wrapper put around
-a sharded one. And a copy of the model, which has no masters.
+a sharded one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import warn_first
 from shardcast.hook import Hook
+from shardcast.memory.packed_param import PackedParam, note_of
 from shardcast.memory.shard import Shard
-from shardcast.messages import page
 from shardcast.step.decide.loads import Loads
 from shardcast.step.sync.sync import Sync
 
@@ -28,38 +27,19 @@ class ShardedModel:
     """A model's knowledge of its sharding; its copies and pickles know nothing.
 
     Args:
-        low: the dtype of parameters that have masters; ``None`` where all are fp32.
         restore: gives a model that was sharded back in fp32, with the masters that are still kept.
     """
 
-    def __init__(
-        self, model: nn.Module, low: torch.dtype | None, restore: Callable[[], None] | None
-    ) -> None:
-        self._model, self._low, self.restore = id(model), low, restore
+    def __init__(self, restore: Callable[[], None] | None) -> None:
+        self.restore = restore
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        low, self._low = self._low, None  # warns once
-        if low is not None and isinstance(memo.get(self._model), nn.Module):
-            warn_first(
-                f"a sharded model was copied: the copy has its weights in {low}, without fp32 "
-                "masters. An average that such a copy is moved to in small steps stands still, for "
-                "they are rounded away: use shardcast.shard(..., averages={'ema': 0.999}), or copy "
-                f"the model before shardcast.shard ({page('averages')})"
-            )
-        elif low is not None:
-            self._low = low
 
-
-def mark(
-    model: nn.Module,
-    low: torch.dtype | None = None,
-    restore: Callable[[], None] | None = None,
-) -> None:
+def mark(model: nn.Module, restore: Callable[[], None] | None = None) -> None:
     """Note that ``model`` is sharded; or was, and that ``restore`` gives it back in fp32."""
-    setattr(model, MARK, ShardedModel(model, low, restore))
+    setattr(model, MARK, ShardedModel(restore))
 
 
 def unmark(model: nn.Module) -> None:
@@ -74,8 +54,10 @@ def is_marked(model: nn.Module) -> bool:
 
 
 def waiting_restores(models: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Return what gives these models back in fp32, each once; see :func:`mark`."""
-    notes = (getattr(model, MARK, None) for model in models)
+    """Return what gives these models, or a part of them, back in fp32, each once."""
+    notes: list[ShardedModel | PackedParam | None] = []
+    for model in models:
+        notes += [getattr(model, MARK, None), *map(note_of, model.parameters())]
     return list(dict.fromkeys(note.restore for note in notes if note and note.restore))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
+from shardcast.memory import packed_param
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.optimizer.model_hooks import ModelHooks, mark
 from shardcast.optimizer.setup import Plan
@@ -23,7 +24,7 @@ from shardcast.optimizer.tree import Tree, called_by_script
 from shardcast.option_values import CALLS
 from shardcast.plan.activations import install_casts
 from shardcast.plan.layout import Layout
-from shardcast.plan.precision import Precision
+from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.step.decide.decider import Decider
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.step_hook import StepHook
@@ -98,9 +99,12 @@ class PackedOptimizer:
         self._later = {n: step for n, (step, _) in plan.config.later().items() if several}
         self.next_begin = min(self._later.values(), default=math.inf)
         self.outside = plan.outside
-        low = next((shard.pack.layout.dtype for shard in shards if not shard.in_place), None)
         for module in {*self.stages, *self.called}:
-            mark(module, low)
+            mark(module)
+        given = self.given_dtype_of()
+        for param in plan.outside.values():
+            if given.get(param, param.dtype) != param.dtype:
+                packed_param.note(param, given[param], self.sync.wait, is_held=False)
         self.install_hooks()
 
     # -- groups -----------------------------------------------------------------------------
@@ -108,7 +112,11 @@ class PackedOptimizer:
     def add(self, shards: Sequence[Shard]) -> None:
         """Hold these too."""
         self.shards += shards
+        given = self.given_dtype_of()
         for shard in shards:
+            for param, dtype in zip(shard.pack.in_model, shard.given_dtypes, strict=True):
+                copied = MASTER_DTYPE if shard.in_place else given.get(param, dtype)
+                packed_param.note(param, copied, self.sync.wait)
             if shard.pack.layout.requires_grad:
                 self.activate(shard)
 
@@ -138,6 +146,14 @@ class PackedOptimizer:
             done.append(act())
         self.decider.meet(call)
         return done[0]
+
+    def given_dtype_of(self) -> dict[nn.Parameter, torch.dtype]:
+        """Return the dtype of each parameter that the model had at ``shard()``, as it was given."""
+        return {
+            param: of_stage.get(name, param.dtype)
+            for stage, of_stage in zip(self.stages, self.given_dtypes, strict=True)
+            for name, param in stage.named_parameters()
+        }
 
     # -- masters and parameters -------------------------------------------------------------
 

@@ -279,9 +279,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """With ``overlap_sync``: have the updated parameters here. Local.
 
         Call it before you read or write parameters by hand, outside of a forward (an EMA, weight
-        norms, a copy of a part of the model). Forwards, state dicts, a copy of the whole model, and
-        everything of this optimizer and of checkpoints wait by themselves. On a GPU it is the
-        current stream that waits: call it before forwards on other streams branch off.
+        norms). Forwards, state dicts, ``copy.deepcopy``, and everything of this optimizer and of
+        checkpoints wait by themselves. On a GPU it is the current stream that waits: call it before
+        forwards on other streams branch off.
         """
         self._packed.sync.wait()
 

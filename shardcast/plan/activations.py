@@ -62,8 +62,9 @@ class CastForward:
         outputs: likewise.
         compute: turns autocast on or off around the forward; ``LOW`` turns off only what an
             ``AUTOCAST`` module turned on, not an autocast of the user's.
-        weight: a low-precision one inside, if any; where it was converted, as of a copy that is
-            evaluated in fp32, ``AUTOCAST`` turns nothing on, here and in modules inside.
+        weight: a low-precision one inside, if any. Where it has another dtype now, as in a copy,
+            which is in fp32, ``AUTOCAST`` turns nothing on, here and in modules inside, and inputs
+            are cast to that dtype.
         within: how the caller computes, if not under autocast. Else ``AUTOCAST`` stays off where
             the script turned it off within the model; a layer then computes in fp32.
         is_root: nobody but the script calls it, so that an autocast without a cache is its own;
@@ -103,7 +104,8 @@ class CastForward:
         if not torch.compiler.is_compiling() and self._looks:  # in this order: it is no guard then
             self._looks -= 1
             self._refuse_copies(_compat.calling_module())
-        if (inputs := self._inputs) is not None:
+        inputs = self._weight if self._is_converted() else self._inputs
+        if inputs is not None:
             dtype = inputs.dtype if isinstance(inputs, Tensor) else inputs
             args = tuple([_cast(value, dtype) for value in args])
             if kwargs:
@@ -139,7 +141,8 @@ class CastForward:
         enabled = torch.is_autocast_enabled(self._device_type)
         if self._compute is ComputeMode.AUTOCAST:
             if enabled:  # by the script: entered anew without the cache
-                return self._is_root and torch.is_autocast_cache_enabled()
+                renews = self._is_root and torch.is_autocast_cache_enabled()
+                return renews and not self._is_converted()
             # An autocast that a script nests in ours inherits that there is no cache, which
             # torch.export turns off itself.
             ours = torch.is_autocast_cache_enabled()

@@ -196,7 +196,9 @@ def rank_zero(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("AveragedModel after wrapping", "torch", warned="average")
+@recipe(
+    "AveragedModel after wrapping", "torch", error=RuntimeError, match="expected dtype float for"
+)
 def averaged_after(variant: Variant) -> Report:
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -97,11 +96,8 @@ def test_an_average_made_before_the_model_is_sharded_is_that_of_plain_training(
 
 
 @pytest.mark.parametrize("name", AVERAGES)
-def test_an_average_copied_from_a_sharded_model_stands_still_and_is_warned_of(name: str):
-    """But of a list of clones, which nothing tells from other tensors."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = train(AVERAGES[name], before=False, param_dtype="bf16")
-    assert missing(found, train(AVERAGES[name])) > 0.5
-    told = [w for w in caught if "stands still" in str(w.message)]
-    assert len(told) == (name != "diffusers")
+def test_an_average_copied_from_a_sharded_model_is_that_of_plain_training(name: str):
+    """But a list of clones in bf16, which nothing tells from other tensors, stands still."""
+    found = train(AVERAGES[name], before=False, param_dtype="bf16")
+    lost = missing(found, train(AVERAGES[name]))
+    assert lost > 0.5 if name == "diffusers" else lost < 0.2

@@ -1,14 +1,14 @@
-"""Parameters of the model that no sharded optimizer holds; copies of a sharded model."""
+"""Parameters of the model that no sharded optimizer holds."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from models import CASES
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
@@ -17,7 +17,7 @@ from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
 
-HELD, COPIED = "no optimizer that was given to", "a sharded model was copied"
+HELD = "no optimizer that was given to"
 
 
 def net() -> nn.Sequential:
@@ -63,23 +63,6 @@ def test_a_layer_that_another_sharded_model_trains_is_not_warned_of(recwarn: Any
 
     ThreadedWorld(2).run(run)
     assert not [each for each in recwarn.list if HELD in str(each.message)]
-
-
-@pytest.mark.parametrize(("dtype", "told"), [("bf16", 1), ("fp32", 0)])
-def test_a_copy_of_a_sharded_model_is_warned_of_once_where_it_has_no_masters(dtype: str, told: int):
-    model = net()
-    optimizer = shardcast.shard(model, sgd(model.parameters()), param_dtype=dtype)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        copy.deepcopy(model[0])
-        copy.deepcopy(model.state_dict())
-        pickle.dumps(model)
-        assert not [each for each in caught if COPIED in str(each.message)]
-        for _ in range(2):
-            copy.deepcopy(copy.deepcopy(model))
-        optimizer.close()
-        copy.deepcopy(model)
-    assert len([each for each in caught if COPIED in str(each.message)]) == told
 
 
 class Nested(nn.Module):
@@ -229,3 +212,41 @@ def test_what_no_optimizer_holds_keeps_its_memory_dtype_and_strides(size: int):
         assert torch.equal(view, model[0].weight[:1])
 
     ThreadedWorld(size).run(run)
+
+
+class ShadowsInBuffers(nn.Module):
+    """As LitEma of latent-diffusion."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name, param in model.named_parameters():
+            self.register_buffer(name.replace(".", ""), param.clone().detach())
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [({}, True), ({"param_dtype": "fp32"}, False), ({"keep_fp32": ("net.*",)}, False)],
+)
+def test_buffers_that_begin_as_low_precision_parameters_are_warned_of(
+    fields: dict[str, Any], told: bool, recwarn: pytest.WarningsRecorder
+):
+    model = nn.Module()
+    model.net = CASES["mlp"].build()
+    model.ema = ShadowsInBuffers(model.net)
+    inner = torch.optim.SGD(model.net.parameters(), lr=0.1)
+    shardcast.shard(model, inner, **fields)
+    messages = [str(each.message) for each in recwarn.list if "averages of weights" in str(each)]
+    assert len(messages) == told
+    for message in messages:
+        assert "buffer 'ema.aweight' and 5 more" in message and "'net.a.weight'" in message
+        for remedy in ("averages=", "keep_fp32=", "param_dtype='fp32'"):
+            assert remedy in message
+
+
+def test_buffers_of_norms_and_views_of_parameters_are_not_warned_of():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model.register_buffer("table", torch.randn(8, 8))
+    model[0].register_buffer("view", model[0].weight.detach())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shardcast.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
