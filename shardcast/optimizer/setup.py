@@ -21,6 +21,7 @@ from torch import nn
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
+from shardcast.memory.packed_param import note_of
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.option_values import load_extension
 from shardcast.plan import validate
@@ -121,6 +122,7 @@ def plan_for(
     groups = validate.check_groups(names, originals, added)
     params = {name: param for param, name in names.items() if name in groups}
     outside = {n: p for p, n in names.items() if n not in groups} if before is None else {}
+    _check_free(params)
     validate.check_kinds(params)
     optimized = (param for group in originals.groups for param in group["params"])
     precision = Precision(inner, config, {param for param in optimized if param.requires_grad})
@@ -160,6 +162,25 @@ def plan_for(
         inner, tuple(stages) or (inner,), originals, config, precision, layout, new, params,
         outside, pack_groups_by_name, costs, tuple(begun), tuple(options), unmatched,
     )  # fmt: skip
+
+
+def _check_free(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError for a parameter that another sharded optimizer holds."""
+    held = [name for name, param in params.items() if _is_held(param)]
+    if held:
+        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+        raise ValueError(
+            f"optimizer: parameter {held[0]!r}{more} belongs to another sharded optimizer, which "
+            "has its masters; expected each parameter in one sharded optimizer. Build one "
+            "optimizer over all parameters and shard the models together, "
+            "shardcast.shard(nn.ModuleDict({'one': one, 'other': other}), optimizer); leave the "
+            "shared parameters out of this one; or call close() of the other one first"
+        )
+
+
+def _is_held(param: nn.Parameter) -> bool:
+    note = note_of(param)
+    return note is not None and note.is_held and note.restore is None
 
 
 def _traits(
