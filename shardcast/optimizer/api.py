@@ -21,6 +21,7 @@ from shardcast.memory.sharing import find_aliases
 from shardcast.optimizer import setup
 from shardcast.optimizer.memory_report import summary_of
 from shardcast.optimizer.model_hooks import is_marked, waiting_restores
+from shardcast.optimizer.outside import warn_of_averages
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stages import joined
@@ -163,6 +164,8 @@ def shard(
         for restore in restores:
             restore()
         dtypes = setup.dtypes_of(stages)
+        if process_groups.everyone.rank == 0 and any(True for _ in plan.model.buffers()):
+            warn_of_averages(plan)
         if plan.outside or any(True for stage in stages for _ in stage.buffers()):
             from shardcast.optimizer.rest import convert_rest
 
