@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.comm import warn_first
 from shardcast.hook import Hook
 from shardcast.memory.packed_param import PackedParam, note_of
 from shardcast.memory.shard import Shard
