@@ -56,6 +56,7 @@ def save_async(
         ValueError, RuntimeError, OSError: as ``save``.
     """
     snapshot = Snapshot(model, optimizer)
+    snapshot.together(lambda: None, "save_async")  # before those of an earlier one
     earlier = _running.get(optimizer)
     if earlier is not None:
         earlier.end("save_async")
