@@ -109,7 +109,7 @@ class ShardedOptimizer(StatefulOptimizer):
             self._refuse_scaler()
         decision = self._pending_clip()  # which has reduced and decided already
         if decision is None:
-            self._reduce()
+            self._reduce("step")
             is_loss = isinstance(result, (float, Tensor))  # a closure may return other things
             if loss is None and is_loss and packed.decider.takes_loss:
                 loss = result
@@ -136,8 +136,8 @@ class ShardedOptimizer(StatefulOptimizer):
         self._conclude(decision)
         return result
 
-    def _reduce(self) -> None:
-        """Have the mean of all gradients in the own spans."""
+    def _reduce(self, call: str) -> None:
+        """Have the mean of all gradients in the own spans, for a ``call`` of all ranks."""
         packed = self._packed
         for hook in packed.step_hooks:
             hook.before_reduce()
@@ -153,7 +153,8 @@ class ShardedOptimizer(StatefulOptimizer):
         packed.reduce.finish()
         if frozen:
             # Behind the reduction, which other ranks have begun in their backward; what wakes is
-            # reduced then.
+            # reduced then. Ranks of another call would bring another all-reduce.
+            packed.decider.meet(call)
             woken = wake(packed, frozen)
             if scale is not None:
                 scale.look([s.grads for s in woken if s.grads is not None], touched, more=True)
@@ -304,7 +305,7 @@ class ShardedOptimizer(StatefulOptimizer):
         if reason := self._packed.reduce.cannot_gather:
             raise RuntimeError(f"gather_gradients: {reason}")
         clip = self._pending_clip()
-        self._reduce()
+        self._reduce("gather_gradients")
         self._packed.decider.meet("gather_gradients")
         self._packed.reduce.gather()
         if clip is not None:
@@ -344,7 +345,7 @@ class ShardedOptimizer(StatefulOptimizer):
             bound = clip_bound(call, packed.originals, parameters, "max_norm", max_norm)
             check_norm(call, norm_type, packed.config.norm_type, error_if_nonfinite)
         clip = self._pending_clip()
-        self._reduce()
+        self._reduce(call)
         decision = packed.decider.decide(bound, clip, call=call)
         self._note_clip(decision)
         return decision.norm.float()
@@ -365,7 +366,7 @@ class ShardedOptimizer(StatefulOptimizer):
         with packed.decider.refusal.held():
             bound = clip_bound(call, packed.originals, parameters, "clip_value", clip_value)
         clip = self._pending_clip()
-        self._reduce()
+        self._reduce(call)
         packed.decider.clip_value(bound, clip)
         if clip is not None:
             self._note_clip(clip)
@@ -472,7 +473,7 @@ class ShardedOptimizer(StatefulOptimizer):
         """A decision on the present gradients that no signal judges. Every rank must call it."""
         decision = self._pending_clip()
         if decision is None:
-            self._reduce()
+            self._reduce("step")
             decision = self._packed.decider.decide(None, judges=False)
         return decision
 

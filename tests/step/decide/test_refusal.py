@@ -167,9 +167,10 @@ CALLS: dict[str, Call] = {
 }
 
 
-def one_calls(group: Any, name: str, folder: str) -> str:
+def one_calls(group: Any, name: str, folder: str, frozen: bool = False) -> str:
     """The error of a rank, of which the first one makes a call where the others step."""
     model = CASES["mlp"].build()
+    model.a.requires_grad_(not frozen)
     optimizer = sharded(model, group, param_dtype=BF16, averages={"ema": 0.9})
     model.late = nn.Parameter(torch.ones(4))
     backward(model)
@@ -189,6 +190,14 @@ def test_a_call_of_one_rank_beside_a_step_is_named_on_all(
     told = f"the ranks are in different calls: rank 0: {name}; rank 1: step; make the same calls"
     for error in gloo.run(one_calls, name, str(tmp_path)):
         assert error.startswith(told)
+
+
+@pytest.mark.parametrize("name", ["gather_gradients", "full_parameters", "clip_grad_norm_"])
+def test_so_it_is_where_a_step_looks_whether_frozen_parameters_have_gradients(
+    gloo: SpawnedWorld, name: str, tmp_path: Path
+):
+    for error in gloo.run(one_calls, name, str(tmp_path), True):
+        assert error.startswith(f"the ranks are in different calls: rank 0: {name}; rank 1: step")
 
 
 def test_two_rare_calls_are_named_too():
