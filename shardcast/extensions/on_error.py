@@ -245,6 +245,7 @@ class Attempts(StepHook):
         """
         self._check()
         self._is_open, reduce = True, self._optimizer.reduce
+        self._optimizer.in_no_sync = False  # the step reduces, and is to
         try:
             with reduce.no_sync():
                 self._send_buffers()

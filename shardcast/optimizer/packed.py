@@ -58,13 +58,14 @@ class PackedOptimizer:
         step_hooks: of the options in their order, and behind them those that calls asked for.
         next_begin: the number of the step in which the next option begins that begins later.
         is_closed: ``close()`` was called.
+        in_no_sync: the script accumulated in ``no_sync()`` since the last step or ``zero_grad()``.
         tree: the modules, to see one that a rank replaced.
         average_in_model: name of the average that the model has, inside ``averaged()``.
         plain_names: inside ``as_plain()``, what stands for the state of all ranks, of which DCP
             asks for names alone.
     """
 
-    is_closed = False
+    is_closed = in_no_sync = False
     average_in_model: str | None = None
     plain_names: dict[nn.Parameter, dict[str, None]] | None = None
 

@@ -23,6 +23,7 @@ from shardcast.optimizer.outside import name_unheld
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.stateful import StatefulOptimizer
 from shardcast.step.decide.decision import Decision
+from shardcast.step.history import BACKWARDS
 
 
 class ShardedOptimizer(StatefulOptimizer):
@@ -146,6 +147,8 @@ class ShardedOptimizer(StatefulOptimizer):
         take_moved(packed.shards)
         several = packed.process_groups.everyone.size > 1
         packed.decider.left = packed.tree.left() if several else ""
+        if several and not packed.reduce.at_step:
+            self._warn_of_local_steps()
         frozen = [shard for shard in packed.shards if shard.grads is None]
         scale, touched = packed.decider.loss_scale, packed.reduce.touched
         if scale is not None:
@@ -172,6 +175,7 @@ class ShardedOptimizer(StatefulOptimizer):
             ]
         )
         self._note_clip(None)
+        self._packed.in_no_sync = False
         self._last_norm, self._last_skip = decision.norm, decision.skip
         packed = self._packed
         packed.decider.conclude(decision)
@@ -201,14 +205,29 @@ class ShardedOptimizer(StatefulOptimizer):
         """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
         self._note_clip(None)
         self._drop_tokens()
+        self._packed.in_no_sync = False
         self._packed.decider.cleared()
         self._packed.reduce.cleared(set_to_none)
         with _compat.without_torch_function():
             super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """For all micro-batches but a step's last, on every rank: full gradients stay here."""
+        """For all micro-batches but a step's last, on every rank: full gradients stay here.
+
+        A step averages gradients over the ranks, also those of which no backward was synchronized.
+        Under DDP each rank would step by its own ones then (local SGD): it warns of that once.
+        """
+        self._packed.in_no_sync = True
         return self._packed.reduce.no_sync()
+
+    def _warn_of_local_steps(self) -> None:
+        reduce = self._packed.reduce
+        if self._packed.in_no_sync and reduce.touched and not reduce.history[BACKWARDS]:
+            warn_first(
+                "no_sync: all backwards of a step ran inside it, and the step averages their "
+                "gradients over the ranks; under DDP each rank would step by its own ones (local "
+                "SGD). Leave no_sync() before the last backward, or train by DDP for local SGD"
+            )
 
     def _note_clip(self, decision: Decision | None) -> None:
         """Keep a decision on the present gradients; ``None`` forgets the last one."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from typing import Any
 
 import foreign
 import pytest
 import torch
+from models import CASES, sharded
 from oracle import BATCH, backwards, check, mlp, on_ranks, set_grads, sgd, steps
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -187,3 +190,26 @@ def test_sgd_takes_a_plain_state_of_a_buffer_not_begun():
         steps(3)(model, optimizer, _batch, _sharded)
 
     check(lambda model: sgd(model, momentum=0.9, dampening=0.5), script)
+
+
+@pytest.mark.parametrize("last", ["outside", "inside", "in an attempt"])
+def test_a_step_of_which_no_backward_was_synchronized_warns_of_local_sgd(last: str):
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        fields = {"on_error": "skip"} if last == "in an attempt" else {}
+        optimizer = sharded(model, group, **fields)
+        contexts = {"outside": contextlib.nullcontext, "inside": optimizer.no_sync}
+        for _ in range(2):
+            with optimizer.no_sync():
+                CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+            with contexts[last]() if last in contexts else optimizer.attempt():
+                CASES["mlp"].loss(model, CASES["mlp"].batch(1)).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ThreadedWorld(2).run(run)
+    local = [it for it in told if "all backwards of a step ran inside it" in str(it.message)]
+    assert len(local) == (last == "inside")
