@@ -14,8 +14,8 @@ local.
 """
 
 from shardcast.checkpoint.background import Saving, save_async
-from shardcast.checkpoint.dcp import Stored
-from shardcast.checkpoint.directory import DamagedCheckpointError, Manifest, inspect, latest
+from shardcast.checkpoint.dcp import DamagedCheckpointError, Stored
+from shardcast.checkpoint.directory import Manifest, inspect, latest
 from shardcast.checkpoint.exporting import export
 from shardcast.checkpoint.importing import import_dcp, load_plain
 from shardcast.checkpoint.loading import Resumed, load, resume

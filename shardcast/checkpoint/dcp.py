@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,8 +158,37 @@ def _as_written(data: Any) -> Any:
     return _compat.own_storage(data.detach()) if plain and data.is_contiguous() else data
 
 
+class DamagedCheckpointError(RuntimeError):
+    """A committed checkpoint whose files are not what was written."""
+
+
 class UnreadableError(RuntimeError):
     """Metadata that is damaged, or written by a version that is not known here."""
+
+
+UNFIT: tuple[type[Exception], ...] = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, TypeError),
+    *(UnicodeError, UnpicklingError, RecursionError),
+)  # what comes of facts of another form than a save writes
+
+
+@contextmanager
+def fitting(folder: Path, *more: type[Exception]) -> Iterator[None]:
+    """Raise DamagedCheckpointError where files say what does not fit together.
+
+    Somebody has written them anew, with their checksums.
+    """
+    kinds: tuple[type[Exception], ...] = (*UNFIT, *more)
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, (DamagedCheckpointError, UnreadableError)):
+            raise
+        raise DamagedCheckpointError(
+            f"checkpoint {str(folder)!r}: its files say what does not fit together "
+            f"({type(error).__name__}: {str(error)[:200]}), whatever their checksums are; take the "
+            "one before"
+        ) from error
 
 
 class Reader(FileSystemReader):
@@ -188,7 +220,10 @@ class Reader(FileSystemReader):
             self.set_up_storage_reader(self._metadata, False)
             for place in self.storage_data.values():
                 name, end = place.relative_path, place.offset + place.length
+                if place.offset < 0 or place.length < 0:
+                    raise ValueError(f"{name!r} has no byte {place.offset}")
                 self.sizes[name] = max(end, self.sizes.get(name, 0))
+            self._check_forms()
         except Exception as error:  # anything may be in there
             raise UnreadableError(
                 f"{str(file)!r} cannot be read as DCP metadata by {VERSIONS}: {error}"
@@ -199,6 +234,20 @@ class Reader(FileSystemReader):
                     f"{str(file)!r} refers to {name!r}, outside of its directory; this is no "
                     "checkpoint as it was written"
                 )
+
+    def _check_forms(self) -> None:
+        """Raise ValueError for facts of another form than DCP's."""
+        for path in self.paths:
+            if not path or not all(isinstance(part, (str, int)) for part in path):
+                raise ValueError(f"{path!r} is no path of a state dict")
+        for path, stored in self.stored.items():
+            entry: Any = self._metadata.state_dict_metadata[self.paths[path]]
+            chunks = [(*chunk.offsets, *chunk.sizes) for chunk in entry.chunks]
+            numbers = [*stored.shape, *itertools.chain(*chunks)]
+            dims = {len(chunk) for chunk in chunks} - {2 * len(stored.shape)}
+            counts = all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+            if dims or not counts or not isinstance(stored.dtype, torch.dtype):
+                raise ValueError(f"{path!r} has no shape, chunks or dtype of a tensor")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return what ``.metadata`` says; unable to run code, unlike DCP's own."""
@@ -229,11 +278,16 @@ class Reader(FileSystemReader):
             )
         planner = _LoadPlanner()
         item = ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)
-        self.read_data(LoadPlan([item]), planner).wait()
+        with fitting(self.folder, ValueError, RuntimeError):
+            self.read_data(LoadPlan([item]), planner).wait()
         return planner.value
 
     def read(self, views: Sequence[ShardView]) -> None:
         """Fill the memory of ``views`` from whichever chunks overlap them, cast if need be."""
+        with fitting(self.folder, ValueError):
+            self._read(views)
+
+    def _read(self, views: Sequence[ShardView]) -> None:
         planner, items = _LoadPlanner(), list[ReadItem]()
         for view in views:
             key, chunks = self.paths[view.path], list[ChunkStorageMetadata]()

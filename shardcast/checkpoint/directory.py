@@ -15,21 +15,34 @@ whether it still is::
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardcast.checkpoint import storage
-from shardcast.checkpoint.dcp import METADATA, Reader, Stored, UnreadableError
+from shardcast.checkpoint.dcp import (
+    METADATA,
+    DamagedCheckpointError,
+    Reader,
+    Stored,
+    UnreadableError,
+    fitting,
+)
 from shardcast.comm import warn_first
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
 READERS = 8  # threads that verify the files of one checkpoint
@@ -37,11 +50,8 @@ FACTS = {"step": int, "world_size": int, "partition": str, "optimizer": str, "fi
 OPTIONAL = ("digest", "digest_of", "torch", "python")
 MANIFEST, MARKER = "shardcast.json", "COMMITTED"
 NAME = re.compile(r"step-(\d{9}|[1-9]\d{9,})")  # as folder_of() gives; `step-1` is a user's
+EXPORTING = ".exporting-"
 WRITING, BACKGROUND, LEAVING, DAMAGED = ".writing-", ".background-", ".leaving-", ".damaged-"
-
-
-class DamagedCheckpointError(RuntimeError):
-    """A committed checkpoint whose files are not what was written."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +95,9 @@ class Manifest:
     @property
     def trained(self) -> frozenset[str]:
         """The names of the parameters in the optimizer's groups; reads a file."""
-        groups = Reader(self.path).object(("optimizer", "param_groups"))
-        return frozenset(name for group in groups for name in group["params"])
+        with fitting(self.path):
+            groups = Reader(self.path).object(("optimizer", "param_groups"))
+            return frozenset(name for group in groups for name in group["params"])
 
     @property
     def optimizer_steps(self) -> int | None:
@@ -96,7 +107,8 @@ class Manifest:
         """
         reader = Reader(self.path)
         counts = [path for path in reader.stored if path[::3] == ("optimizer", "step")]
-        return max((int(reader.tensor(path).max()) for path in counts), default=None)
+        with fitting(self.path, RuntimeError):
+            return max((int(reader.tensor(path).max()) for path in counts), default=None)
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -391,6 +403,30 @@ def _exists(target: Path) -> ValueError:
         f"step: checkpoint {str(target)!r} exists already, with other contents, and is never "
         "overwritten; save under another step or remove it first"
     )
+
+
+def sweep_exports(directory: Path) -> None:
+    """Delete what exports that were killed left behind; one that is under way holds a lock."""
+    for path in directory.glob(f"{EXPORTING}*"):
+        with contextlib.suppress(OSError), locked(path):
+            shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold a lock that ends with the process, where the system has such ones.
+
+    Raises:
+        OSError: somebody else holds it, or there are none.
+    """
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOTSUP, "no locks on this system")
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def sweep(directory: Path, *prefixes: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,14 +16,13 @@ from torch import Tensor
 
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.access import state_key
-from shardcast.checkpoint.dcp import Reader
-from shardcast.checkpoint.directory import chosen, new_name
+from shardcast.checkpoint.dcp import Reader, fitting
+from shardcast.checkpoint.directory import EXPORTING, chosen, locked, new_name, sweep_exports
 from shardcast.checkpoint.region import KeyPath
 from shardcast.messages import note_speed
 from shardcast.optimizer.state_dict import plain_dict
 from shardcast.step.update.epilogues import AVERAGE
 
-EXPORTING = ".exporting-"
 Paths = dict[str, KeyPath]  # of what is stored, by names
 Convert = Callable[[str, str, Tensor], Mapping[str, Tensor]]
 
@@ -67,24 +67,27 @@ def export(
         raise ValueError(f"max_shard_mb: expected a number > 0, got {max_shard_mb!r}")
     began = time.monotonic()
     reader = Reader(chosen(directory))
-    head = reader.object(("shardcast",))
     convert: Convert = _as_it_is
-    if weights == "published":
-        from shardcast.extensions.published_forms.reading import Exported
+    with fitting(reader.folder):
+        head = reader.object(("shardcast",))
+        if weights == "published":
+            from shardcast.extensions.published_forms.reading import Exported
 
-        trained = (name for group in _groups(reader) for name in group["params"])
-        convert = exported_forms = Exported(head.get("published"), trained)
-    paths = _model_paths(reader, None if weights == "published" else weights)
-    paths |= {name: paths[first] for name, first in head["ties"].items() if first in paths}
-    paths = {state_key(name): path for name, path in paths.items()}
+            trained = (name for group in _groups(reader) for name in group["params"])
+            convert = exported_forms = Exported(head.get("published"), trained)
+        paths = _model_paths(reader, None if weights == "published" else weights)
+        paths |= {name: paths[first] for name, first in head["ties"].items() if first in paths}
+        paths = {state_key(name): path for name, path in paths.items()}
+        reads = [*paths.values(), *(_state_paths(reader) if optimizer else ())]
+        total, done = sum(reader.stored[path].nbytes for path in reads), 0
     target = Path(os.path.abspath(out))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"out: {str(target)!r} exists; give a new or an empty directory")
+    if target.parent.is_dir():
+        sweep_exports(target.parent)
     writing = target.with_name(new_name(EXPORTING, target))
     storage.make_directory(writing)
     files = storage.Files(hashed=False)
-    reads = [*paths.values(), *(_state_paths(reader) if optimizer else ())]
-    total, done = sum(reader.stored[path].nbytes for path in reads), 0
 
     def read(path: KeyPath) -> Tensor:
         nonlocal done
@@ -93,6 +96,9 @@ def export(
         progress(done, total)
         return value
 
+    lock = contextlib.ExitStack()
+    with contextlib.suppress(OSError):  # without one it is not swept, either
+        lock.enter_context(locked(writing))
     try:
         limit = int(max_shard_mb * 2**20)
         written = _export_model(files, reader, paths, writing, limit, read, convert)
@@ -110,6 +116,8 @@ def export(
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         raise
+    finally:
+        lock.close()
     exported = [target / name for name in written]
     nbytes = sum(path.stat().st_size for path in exported)
     note_speed(f"exported {str(reader.folder)!r} to {str(target)!r}", nbytes, began)
@@ -129,17 +137,18 @@ def _optimizer_files(
     state: dict[str, dict[str, Any]] = {}
     for path in _state_paths(reader):
         state.setdefault(path[2], {})[path[3]] = read(path)
-    for name, values in head["objects"].items():
-        state.setdefault(name, {}).update(values)
-    groups = _groups(reader)
-    places = head.get("places", [0] * len(groups))  # as before there were several
-    by_place: list[list[Any]] = [[] for _ in range(max(places) + 1)]
-    for group, place in zip(groups, places, strict=True):
-        by_place[place].append(group)
-    names = [f"optimizer-{place}.pt" for place in range(len(by_place))]
-    if len(names) == 1:
-        names = ["optimizer.pt"]
-    return {name: plain_dict(state, own) for name, own in zip(names, by_place, strict=True)}
+    with fitting(reader.folder, ValueError):
+        for name, values in head["objects"].items():
+            state.setdefault(name, {}).update(values)
+        groups = _groups(reader)
+        places = head.get("places", [0] * len(groups))  # as before there were several
+        by_place: list[list[Any]] = [[] for _ in range(max(places) + 1)]
+        for group, place in zip(groups, places, strict=True):
+            by_place[place].append(group)
+        names = [f"optimizer-{place}.pt" for place in range(len(by_place))]
+        if len(names) == 1:
+            names = ["optimizer.pt"]
+        return {name: plain_dict(state, own) for name, own in zip(names, by_place, strict=True)}
 
 
 def _as_it_is(key: str, _name: str, value: Tensor) -> Mapping[str, Tensor]:

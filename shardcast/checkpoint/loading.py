@@ -13,8 +13,8 @@ import torch
 
 from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint.access import Model, Snapshot
-from shardcast.checkpoint.dcp import Reader, Stored
-from shardcast.checkpoint.directory import DamagedCheckpointError, Manifest
+from shardcast.checkpoint.dcp import DamagedCheckpointError, Reader, Stored, fitting
+from shardcast.checkpoint.directory import Manifest
 from shardcast.checkpoint.source import StateSource, from_reader
 from shardcast.messages import note_speed
 
@@ -74,7 +74,8 @@ def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer)
 
     def compared() -> tuple[StateSource, Resumed, Manifest]:
         manifest, reader = folders.manifest_of(folder), Reader(folder)
-        source = compare(snapshot, _ours(folder, reader))
+        with fitting(folder):
+            source = compare(snapshot, _ours(folder, reader))
         extra, per_rank = reader.object(("extra",)), reader.object(("per_rank",))
         return source, Resumed(manifest.step, extra, per_rank, folder), manifest
 

@@ -329,6 +329,7 @@ def _prepare(
         storage.make_directory(base)
     # A save leaves alone what one in the background is writing meanwhile.
     folders.sweep(base, WRITING, LEAVING, *([BACKGROUND] if background else []))
+    folders.sweep_exports(base)
     folders.clear_the_way(target, facts)
     masters = sum(math.prod(inventory.shapes[name]) for name in inventory.trained)
     free, needed = shutil.disk_usage(base).free, masters * MASTER_DTYPE.itemsize + RESERVE

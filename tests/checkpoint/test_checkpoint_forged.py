@@ -1,0 +1,133 @@
+"""Files whose checksums are right and whose contents no save writes; exports that were killed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import python
+from models import job
+from small_runs import METADATA
+
+from shardcast import checkpoint
+from shardcast.checkpoint import directory
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+
+OTHERS: list[Any] = [None, 0, -1, 1 << 70, "x", [], {}, (), (1,), 1.5, True, b"x", ("a", "b")]
+Place = tuple[Any, ...]
+
+
+def places(value: Any, place: Place = ()) -> Iterator[Place]:
+    """Every place in a tree of containers and objects."""
+    yield place
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, (torch.dtype, type)):
+        items = vars(value).items()
+    for key, inner in items if len(place) < 7 else ():
+        yield from places(inner, (*place, key))
+
+
+def forged(value: Any, place: Place, other: Any) -> Any:
+    """A copy with ``other`` at that place."""
+    if not place:
+        return other
+    key, *rest = place
+    if isinstance(value, dict):
+        return {**value, key: forged(value[key], tuple(rest), other)}
+    if isinstance(value, (list, tuple)):
+        made = [*value]
+        made[key] = forged(value[key], tuple(rest), other)
+        return made if isinstance(value, list) else tuple(made)
+    new = copy.copy(value)
+    object.__setattr__(new, key, forged(getattr(value, key), tuple(rest), other))
+    return new
+
+
+def sum_up(folder: Path) -> None:
+    """Have the right sizes and checksums of all that is there."""
+    manifest = json.loads((folder / directory.MANIFEST).read_bytes())
+    for name in manifest["files"]:
+        data = (folder / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    data = json.dumps(manifest).encode()
+    (folder / directory.MANIFEST).write_bytes(data)
+    (folder / directory.MARKER).write_text(hashlib.sha256(data).hexdigest())
+
+
+def read_all(folder: Path, out: Path) -> dict[str, Callable[[], Any]]:
+    manifest = checkpoint.inspect
+    return {
+        "facts": lambda: [manifest(folder).tensors, manifest(folder).trained],
+        "steps": lambda: manifest(folder).optimizer_steps,
+        "export": lambda: checkpoint.export(folder, out),
+        "load": lambda: checkpoint.load(folder, *job(steps=0)),
+    }
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_forged_contents_with_right_checksums_end_in_an_error_that_names_the_checkpoint(
+    part: int, made: Path, tmp_path: Path
+):
+    source, draw, refused = made / "step-000000002", random.Random(part), 0
+    metadata = pickle.loads((source / METADATA).read_bytes())
+    every = [*places(metadata)]
+    for _ in range(60):
+        run = Path(shutil.copytree(source, tmp_path / "run" / source.name))
+        name = draw.choice([METADATA, METADATA, *(p.name for p in source.glob("*.distcp"))])
+        data = (source / name).read_bytes()
+        if name == METADATA:
+            data = pickle.dumps(forged(metadata, draw.choice(every), draw.choice(OTHERS)))
+        else:
+            at = draw.randrange(len(data) - 8)
+            data = data[:at] + draw.randbytes(8) + data[at + 8 :]
+        (run / name).write_bytes(data)
+        sum_up(run)
+        for call in read_all(tmp_path / "run", tmp_path / "out").values():
+            try:
+                call()
+            except (ValueError, RuntimeError) as error:
+                refused += 1
+                assert "checkpoint" in str(error) or "model" in str(error), error
+        assert not [*tmp_path.glob(f"{directory.EXPORTING}*")]
+        shutil.rmtree(tmp_path / "run")
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    assert refused > 60
+
+
+KILLED = """
+import os, sys
+from shardcast import checkpoint
+checkpoint.export(*sys.argv[1:], progress=lambda done, total: os._exit(9))
+"""
+
+
+@pytest.mark.parametrize("by", ["export", "save"])
+def test_what_a_killed_export_leaves_goes_with_the_next_export_or_save(
+    by: str, made: Path, tmp_path: Path
+):
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    done = python("-c", KILLED, str(tmp_path), str(tmp_path / "out"))
+    assert done.returncode == 9, done.stderr
+    (left,) = tmp_path.glob(f"{directory.EXPORTING}*")
+    other = tmp_path / f"{directory.EXPORTING}other"
+    other.mkdir()
+    with directory.locked(other):  # as an export that is under way
+        if by == "export":
+            checkpoint.export(tmp_path, tmp_path / "more")
+        else:
+            checkpoint.save(tmp_path, *job(steps=0), step=3)
+        assert other.is_dir() and not left.exists()
