@@ -7,7 +7,6 @@ import inspect
 import math
 import platform
 import threading
-import weakref
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -519,55 +518,6 @@ def test_a_compiled_function_has_one_graph_for_all_lengths():
         for tensor in tensors[1:]:
             double(tensor)
     assert all(bool((tensor == 2).all()) for tensor in tensors)
-
-
-@pytest.mark.needs_compiler
-@pytest.mark.parametrize("copies", [False, True])
-def test_a_call_goes_to_the_generated_code_if_that_had_the_very_arguments(
-    copies: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """Not where something around the code makes arguments of its own, here a copy of one."""
-    from torch._inductor import compile_fx
-    from torch._inductor.output_code import CompiledFxGraph
-
-    compile_graph: Any = compile_fx.compile_fx
-
-    def with_copies(*given: Any, **how: Any) -> Any:
-        graph = compile_graph(*given, **how)
-        return lambda *arguments: graph(*arguments[:-1], arguments[-1].clone())
-
-    if copies:
-        monkeypatch.setattr(compile_fx, "compile_fx", with_copies)
-    compiled, run = list[Any](), CompiledFxGraph.__call__
-    with monkeypatch.context() as noting:
-        noting.setattr(
-            CompiledFxGraph,
-            "__call__",
-            lambda self, inputs: compiled.append(self) or run(self, inputs),
-        )
-        torch._dynamo.reset()
-        operands, add_ = (torch.ones(8), torch.ones(8)), inductor.compiled(_add_, notes=True)
-        add_(*operands)
-    call, asked = inductor.last_call(operands), list[Any]()
-    del add_
-    torch._dynamo.reset()
-    alive = weakref.ref(compiled[0])
-    compiled.clear()
-    gc.collect()
-    assert alive() is not None, "the code may need what goes with its graph"
-    monkeypatch.setattr(
-        CompiledFxGraph, "__call__", lambda self, inputs: asked.append(1) or run(self, inputs)
-    )
-    assert call is not None
-    for value in (3, 4):
-        call(operands)
-        assert operands[0].tolist() == [value] * 8
-    assert len(asked) == 2 * copies
-    torch._dynamo.reset()
-
-
-def _add_(out: Tensor, value: Tensor) -> None:
-    out.add_(value)
 
 
 def test_under_a_dispatch_mode_a_compiled_function_runs_as_it_is():

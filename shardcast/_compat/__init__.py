@@ -122,6 +122,17 @@ def is_alias(tensor: Tensor, other: Tensor) -> bool:
     return bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]
 
 
+def constants_of(tensor: Tensor) -> Tensor:
+    """Return the same 0-dim or 1-d memory with an :func:`own_storage`, of one length in each call.
+
+    For one graph of :func:`compiled` the length is a constant.
+    """
+    numbers = own_storage(tensor)
+    if numbers.dim():
+        torch._dynamo.mark_static(numbers, 0)
+    return numbers
+
+
 def rows_of(tensor: Tensor, row: int, stack: int = 1) -> Tensor:
     """Return the same memory as rows of ``row`` elements (0: 1-d), with an :func:`own_storage`.
 

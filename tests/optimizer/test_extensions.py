@@ -195,8 +195,8 @@ def test_what_is_for_accelerators_or_for_few_runs_is_not_imported_by_others():
     seldom = {
         "memory.gathering", "memory.gradient_access", "optimizer.model_loading",
         "step.fallback", "step.reduce.cleared", "step.reduce.compiled_mean",
-        "step.reduce.further_sums", "step.reduce.gathering", "step.update.batches",
-        "step.update.compiled_update", "step.update.numbers_of_rules", "step.update.sgd",
+        "step.reduce.further_sums", "step.reduce.gathering", "step.update.compiled_update",
+        "step.update.numbers_of_rules", "step.update.sgd",
     }  # fmt: skip
     assert all(find_spec(f"shardcast.{name}") for name in seldom)
     assert not imported() & {f"shardcast.{name}" for name in seldom}

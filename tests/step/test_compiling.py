@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounter
 from shardcast import shard
 from shardcast.step import fallback
 from shardcast.step.reduce import compiled_mean
-from shardcast.step.update import batches, compiled_update
+from shardcast.step.update import compiled_update
 from shardcast.testing import SpawnedWorld
 
 pytestmark = [
@@ -32,16 +32,12 @@ def forgotten() -> Iterator[None]:
     try:
         torch._dynamo.reset()
         compiled_mean._kernel.cache_clear()
-        compiled_mean._graph.cache_clear()
         compiled_update._kernel.cache_clear()
-        batches._kernel.cache_clear()
         yield
     finally:
         torch._dynamo.reset()
         compiled_mean._kernel.cache_clear()
-        compiled_mean._graph.cache_clear()
         compiled_update._kernel.cache_clear()
-        batches._kernel.cache_clear()
 
 
 @contextlib.contextmanager
@@ -160,9 +156,7 @@ def test_no_kernel_counts_against_the_limit_of_graphs_of_another(monkeypatch: py
     graphs, compile_ = CompileCounter(), torch.compile
     monkeypatch.setattr(
         torch, "compile",
-        lambda function, options=None, backend=None, **kinds: compile_(
-            function, backend=graphs, **kinds
-        ),
+        lambda function, options=None, **kinds: compile_(function, backend=graphs, **kinds),
     )  # fmt: skip
     with forgotten(), torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
         warnings.simplefilter("error")

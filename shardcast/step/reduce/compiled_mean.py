@@ -1,13 +1,9 @@
-"""Reduce: the mean over ranks as one kernel, which reads every piece once and writes the mean once.
-
-The first call for a length is made by Dynamo; the others go to its graph themselves.
-"""
+"""Reduce: the mean over ranks as one kernel, which reads and writes everything once."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,78 +40,25 @@ def compiled_mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, ou
     """Run :func:`mean_` as one kernel."""
     if not out.numel():
         return
-    own = [piece is out for piece in pieces]
-    memory: Any = out
-    last: _LastMean | None = getattr(memory, "last_mean", None)
-    if last is not None and carry is None and last.serves(pieces, size, own):
-        return
-    # In rows, of whose number one graph serves all but 0 and 1, so that a length is known to be
-    # a multiple of what is loaded at a time; all spans are with the default alignment.
+    # In rows, of whose number one graph serves all but 0 and 1, so that a length is known to be a
+    # multiple of what is loaded at a time; all spans are with the default alignment.
     row = ROW if out.numel() % ROW == 0 and out.numel() > ROW else 0
-    key = size, row, pieces[0].dtype, out.dtype, carry is None, tuple(own)
-    _kernel(*key)(pieces, size, carry, out)
-    call = None if carry is not None else _graph(*key).call_for(_rows_of(out, row))
-    memory.last_mean = (
-        None if call is None else _LastMean(call, size, row, own, pieces[-1 if own[0] else 0], out)
-    )
-
-
-class _LastMean:
-    """The call by which a mean was written to some memory, and is in each backward.
-
-    Args:
-        piece: one of what was added up.
-    """
-
-    def __init__(
-        self, call: inductor.Call, size: int, row: int, own: list[bool], piece: Tensor, out: Tensor
-    ) -> None:
-        self._call = call.with_first([_rows_of(out, row)])
-        self._kind = size, own, piece.dtype, piece.numel()
-        self._row = row
-
-    def serves(self, pieces: Sequence[Tensor], size: int, own: list[bool]) -> bool:
-        """Write the mean of these, if they are like those."""
-        piece, row = pieces[-1 if own[0] else 0], self._row
-        if self._kind != (size, own, piece.dtype, piece.numel()) or not self._call.fits:
-            return False
-        received: Sequence[Any] = pieces
-        try:
-            rows = [part.in_rows for part in received]
-        except AttributeError:  # a new buffer
-            rows = [_rows_of(part, row) for part in received]
-        self._call([None, *rows])  # no carry
-        return True
-
-
-def _rows_of(tensor: Tensor, row: int) -> Tensor:
-    """Return :func:`_compat.rows_of`, made once for a tensor: packs land in the same ones.
-
-    It holds the memory, not ``tensor``, with which it goes.
-    """
-    known: Any = tensor
-    rows: Tensor | None = getattr(known, "in_rows", None)
-    if rows is None:
-        rows = known.in_rows = _compat.rows_of(tensor, row)
-    return rows
+    is_own = tuple(piece is out for piece in pieces)
+    run = _kernel(size, row, pieces[0].dtype, out.dtype, carry is None, is_own)
+    # Not known as views: a compiled graph would be bound to their bases, and to their offsets.
+    target = _compat.rows_of(out, row)
+    in_rows = [target if piece is out else _compat.rows_of(piece, row) for piece in pieces]
+    run(in_rows, None if carry is None else _compat.rows_of(carry, row), target)
 
 
 @functools.cache  # one compiled function, so that models of one process share its graph
-def _graph(size: int, *_: Any) -> inductor.GraphForLengths:
-    def mean(out: Tensor, carry: Tensor | None, *pieces: Tensor) -> None:
+def _kernel(size: int, row: int, dtype: torch.dtype, *_: object) -> Callable[..., None]:
+    def mean(pieces: Sequence[Tensor], carry: Tensor | None, out: Tensor) -> None:
         mean_(pieces, size, carry, out)  # a constant, by which is divided in the pieces' own dtype
 
-    return inductor.GraphForLengths(mean)
+    def in_chunks(pieces: Sequence[Tensor], carry: Tensor | None, out: Tensor) -> None:
+        flat = None if carry is None else carry.view(-1)
+        mean_in_chunks_([piece.view(-1) for piece in pieces], size, flat, out.view(-1))
 
-
-@functools.cache
-def _kernel(size: int, row: int, dtype: torch.dtype, *others: Any) -> Callable[..., None]:
-    graph = _graph(size, row, dtype, *others)
-
-    def in_rows(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
-        # Not known as views: a compiled graph would be bound to their bases, and to their offsets.
-        target = _rows_of(out, row)
-        rest = None if carry is None else _rows_of(carry, row)
-        graph(target, rest, *(target if piece is out else _rows_of(piece, row) for piece in pieces))
-
-    return or_eager(in_rows, mean_in_chunks_, f"the mean over {size} ranks in {dtype}")
+    name = f"the mean over {size} ranks in {dtype}"
+    return or_eager(inductor.compiled(mean), in_chunks, name)

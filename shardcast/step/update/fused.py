@@ -24,7 +24,7 @@ from shardcast.step.update.rules import NoRule, Rule
 from shardcast.step.update.state import Key, Range, ShardState, Update
 
 if TYPE_CHECKING:
-    from shardcast.step.update.batches import RuleNumbers
+    from shardcast.step.update.numbers_of_rules import RuleNumbers
 
 WINDOW = 1 << 22  # elements that are on the device at a time where masters and state are not
 
@@ -38,8 +38,7 @@ class _Plan:
             published, the first piece of masters.
         counting: views of the counts of steps that grow.
         is_steady: after another step like this the same fragments have equal counts.
-        ranges: all of a shard.
-        alone: those that are called one by one.
+        ranges: of each shard.
         scalars: of each key, where numbers are on the device.
     """
 
@@ -51,9 +50,13 @@ class _Plan:
     is_steady: bool
     keys: list[Key]
     ranges: dict[Shard, list[Range]]
-    alone: list[Range]
     scalars: list[UpdateScalars] = field(default_factory=list)
     numbers: list[RuleNumbers] = field(default_factory=list)
+
+    @property
+    def every(self) -> list[Range]:
+        """The ranges of all shards."""
+        return [one for of_shard in self.ranges.values() for one in of_shard]
 
     def serves(
         self, present: Mapping[Pack, Sequence[bool]], rules: Sequence[Rule],
@@ -177,19 +180,15 @@ class FusedUpdate(Update):
             one.state.send(one.part, one.fusion, operands)
 
         if self._transfer is not None:
-            self._transfer(plan.alone, fetch, update, send)
+            self._transfer(plan.every, fetch, update, send)
             return
-        if self._state_on_host:
-            for one in plan.alone:
+        for one in plan.every:
+            if self._state_on_host:
                 operands = fetch(one)
                 update(one, operands)
                 send(one, operands)
-            return
-        for one in plan.alone:
-            factor = factors[plan.keys[one.key].group]
-            execute(one.fusion, one.operands or one.fetch(), scalars[one.key], factor, skip)
-        for numbers in plan.numbers:
-            numbers.run(factors, behind, skip)
+            else:
+                update(one, one.operands or one.fetch())
 
     def _rules(self) -> list[Rule]:
         """Return the rule of each group that shards have."""
@@ -201,7 +200,7 @@ class FusedUpdate(Update):
         ]
 
     def _scalars(self, plan: _Plan, behind: Any) -> list[UpdateScalars]:
-        """Return this step's numbers of each key; those of batches are in their tables then."""
+        """Return this step's numbers of each key."""
         groups = self._optimizer.param_groups
         for numbers in plan.numbers:
             numbers.compute(groups)
@@ -241,27 +240,16 @@ class FusedUpdate(Update):
         for shard in self._states:
             assert shard.grads is not None
             memory[shard] = shard.grads.own, shard.pack.data, shard.master.first
-        every = [one for of_shard in ranges.values() for one in of_shard]
-        plan = _Plan(
-            present, rules, self._active, memory, counting, is_steady, known, ranges, every
-        )
+        plan = _Plan(present, rules, self._active, memory, counting, is_steady, known, ranges)
         if not self._execute.on_host:
-            from shardcast.step.update.batches import RuleNumbers, in_batches
+            from shardcast.step.update.numbers_of_rules import RuleNumbers
 
-            batches: list[list[Range]] = []
-            if self._execute.in_batches and not self._state_on_host:
-                batches, plan.alone = in_batches(every)
-                plan.ranges = {shard: [] for shard in ranges}
-                for one in itertools.chain(plan.alone, *batches):
-                    plan.ranges[one.state.shard].append(one)
-            groups, steps, keys_of = self._optimizer.param_groups, self._steps, known
-            for rule in dict.fromkeys(key.rule for key in keys_of):
-                numbers = RuleNumbers(
-                    rule, keys_of, batches, groups, steps, self._uniform, self._execute.in_batches
-                )
+            groups, steps = self._optimizer.param_groups, self._steps
+            for rule in dict.fromkeys(key.rule for key in known):
+                numbers = RuleNumbers(rule, known, groups, steps, self._uniform, self._execute.keep)
                 plan.numbers.append(numbers)
             found = {n: it for numbers in plan.numbers for n, it in numbers.scalars.items()}
-            plan.scalars = [found[number] for number in range(len(keys_of))]
+            plan.scalars = [found[number] for number in range(len(known))]
         return plan
 
     def _runs(

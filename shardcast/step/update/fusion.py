@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from shardcast.step.compiling import compiles
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
 from shardcast.step.update.rules import Rule
 
-if TYPE_CHECKING:
-    from shardcast._compat import inductor
-
 CHUNK = 1 << 18  # elements per thread and eager call on a CPU: all operands stay in its cache
 PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
 RULE_STATES = 4  # chances that are the rule's; those of epilogues come after them
@@ -37,15 +34,17 @@ VECTOR = 16  # fp32 elements of the longest vector of a CPU
 
 
 class UpdateScalars(NamedTuple):
-    """The numbers of one step: of the host, or 0-dim fp32 tensors.
+    """The numbers of one step: of the host, or fp32 tensors.
 
     Attributes:
         step: 0-dim tensor in both cases.
+        rule: numbers of the host, or a 1-d tensor.
+        epilogues: of each its numbers, or 0-dim tensors.
         epilogue_steps: 1-d tensor in both cases, of each epilogue the steps it has taken part in.
     """
 
     step: Tensor
-    rule: tuple[Any, ...]
+    rule: tuple[Any, ...] | Tensor
     epilogues: tuple[tuple[Any, ...], ...] = ()
     epilogue_steps: Tensor | None = None
 
@@ -156,7 +155,8 @@ def update_(
     unscaled = exact.clone() if rule.edits and compares else exact
     master, state = news[0], tuple(news[1 : 1 + len(rule.state)])
 
-    rule.apply_(master, exact, state, numbers.rule)
+    of_rule = numbers.rule.unbind() if isinstance(numbers.rule, Tensor) else numbers.rule
+    rule.apply_(master, exact, state, of_rule)
     encoded = fusion.master.encode(master, None)
     if epilogues:
         updated = UpdateValues(master, state)
@@ -221,11 +221,9 @@ class Operands(list[Tensor]):
 
     Attributes:
         in_rows: the same memory in the shape of :func:`update_`, once it was needed.
-        last_call: of a graph with them.
     """
 
     in_rows: list[Tensor] | None = None
-    last_call: inductor.KeptCall | None = None
 
 
 class Executor:
@@ -233,12 +231,7 @@ class Executor:
 
     Args:
         on_host: numbers of the step and the decision to skip are the host's.
-
-    Attributes:
-        in_batches: whether several ranges are compiled as one.
     """
-
-    in_batches = False
 
     def __init__(self, on_host: bool) -> None:
         self.on_host = on_host
@@ -274,6 +267,10 @@ class Executor:
         for copy, end in list(zip(copies, ends, strict=True))[1:]:  # the gradient is only read
             end.copy_(copy[: end.numel()])
 
+    def keep(self, numbers: Tensor) -> Tensor:
+        """Return numbers that are given to many calls, 0-dim or 1-d, as a tensor for these."""
+        return numbers
+
     def _whole(self, rows: int, row: int) -> tuple[int, int]:
         """Return how many of ``rows`` rows are run as they are, and how many a padded copy has."""
         # torch's fused kernels round what is left after the last whole vector in another way:
@@ -302,5 +299,5 @@ def choose_executor(config: ShardcastConfig, device: torch.device) -> Executor:
     if compiles(config, device):
         from shardcast.step.update.compiled_update import CompiledExecutor
 
-        return CompiledExecutor(in_batches=not is_host)
+        return CompiledExecutor()
     return Executor(on_host=is_host)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -236,7 +236,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Range:
-    """A part of a shard that is updated in one call, or as one of several.
+    """A part of a shard that is updated in one call.
 
     Attributes:
         key: the place of its numbers among those of an update.
@@ -255,15 +255,6 @@ class Range:
         self.operands = self.state.fetch(self.part, self.fusion)
         return self.operands
 
-    def fetch_in_rows(self) -> list[Tensor]:
-        """Fetch the operands of whole rows in the shape of :func:`.fusion.update_`."""
-        row, operands = self.fusion.row, self.fetch()
-        operands.in_rows = [
-            _compat.rows_of(tensor, 0 if count < row else row)
-            for tensor, count in zip(operands, self.fusion.counts, strict=True)
-        ]
-        return operands.in_rows
-
     def take_gradient(self, own: Tensor) -> None:
         """Have the gradient in other memory, of which ``own`` is the own span."""
         if self.operands is not None:
@@ -277,19 +268,6 @@ class Range:
         for operands in (self.operands, self.operands and self.operands.in_rows):
             if operands:
                 operands[0] = nothing
-        if self.operands:
-            self.operands.last_call = None
-
-    @property
-    def rows(self) -> int:
-        """The whole rows."""
-        rows: int = (self.part.stop - self.part.start) // self.fusion.row
-        return rows
-
-    def cut(self, stop: int) -> tuple[Range, Range]:
-        """Cut the range in two at an element of the own span."""
-        first, rest = slice(self.part.start, stop), slice(stop, self.part.stop)
-        return replace(self, part=first, operands=None), replace(self, part=rest, operands=None)
 
 
 class OwnMethod(NamedTuple):

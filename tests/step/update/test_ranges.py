@@ -1,0 +1,146 @@
+"""Ranges of an update on an accelerator: their numbers, and what is kept from step to step."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardcast
+from shardcast import _compat
+from shardcast.step.update import compiled_update, fusion
+from shardcast.step.update.state import ShardState
+
+pytestmark = pytest.mark.timeout(60)
+SIZES = (3, 700, 64, 130, 64, 1, 2000, 129, 513, 64, 320, 77, 640)
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU passes for an accelerator, and compiled functions run as they are."""
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    monkeypatch.setattr(compiled_update, "_kernel", lambda *_: fusion.in_pieces)
+
+
+def optimizer_of(group: Any, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **fields: Any):
+    torch.manual_seed(0)
+    model = nn.ParameterList(torch.randn(size) for size in SIZES)
+    params = [*model.parameters()]
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    groups = [
+        {"params": params[:6], "lr": 1e-2},
+        {"params": params[6:9], "lr": 1e-3, "max_grad_norm": 0.3},
+        {"params": params[9:], "weight_decay": 0.0},
+    ]
+    fields = {"param_dtype": torch.bfloat16, "max_grad_norm": 1.0, "fuse": "compile", **fields}
+    optimizer = shardcast.shard(
+        model, kind(groups, lr=3e-3, weight_decay=0.1, **options),
+        process_group=group, pack_params=1, **fields,
+    )  # fmt: skip
+    return model, optimizer
+
+
+def trained(kind: type[torch.optim.Optimizer], fields: dict[str, Any]) -> dict[str, Tensor]:
+    model, optimizer = optimizer_of(None, kind, **fields)
+    draw = random.Random(1)
+    for step in range(8):
+        absent = set() if step % 4 < 2 else {*draw.sample(range(len(SIZES)), 5)}
+        for number, param in enumerate(model.parameters()):
+            grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step))
+            grad[0] = torch.nan if step == 5 and number == 2 else grad[0]
+            param.grad = None if number in absent else grad.to(param.dtype)
+        optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.scale_loss(torch.zeros(()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {str(number): param.detach().clone() for number, param in enumerate(model)}
+
+
+@pytest.mark.filterwarnings("ignore:step skipped")
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"averages": {"ema": 0.9}}),
+        (torch.optim.AdamW, {"param_dtype": torch.float32, "max_grad_norm": None}),
+        (torch.optim.AdamW, {"param_dtype": torch.float16, "loss_scale": 8.0}),
+        (torch.optim.SGD, {}),
+    ],
+    ids=str,
+)
+def test_a_training_with_numbers_of_the_device_is_that_with_numbers_of_the_host(
+    kind: type[torch.optim.Optimizer], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Several rates and bounds, absent gradients, a skipped step, ends of no whole row."""
+    fields = {"fuse": "eager", **fields}
+    expected = trained(kind, fields)
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    found = trained(kind, fields)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_a_step_like_the_last_one_prepares_nothing(monkeypatch: pytest.MonkeyPatch):
+    fetched: list[slice] = []
+    fetch = ShardState.fetch
+
+    def counted(self: ShardState, part: slice, *others: Any) -> Any:
+        fetched.append(part)
+        return fetch(self, part, *others)
+
+    monkeypatch.setattr(ShardState, "fetch", counted)
+
+    def run(group: Any) -> list[int]:
+        model, optimizer = optimizer_of(group)
+        counts, grads = [], [torch.randn_like(param) for param in model]
+        for step in range(7):
+            for param, grad in zip(model, grads, strict=True):
+                param.grad = grad.clone()
+            if step in (3, 4):
+                model[1].grad = None
+            optimizer.param_groups[0]["lr"] *= 0.5
+            before = len(fetched)
+            optimizer.step()
+            counts.append(len(fetched) - before)
+            optimizer.zero_grad()
+        return counts
+
+    first, *later = shardcast.testing.threaded_world(1, run)[0]
+    assert first > 0 and later[:2] == [0, 0], "the rate alone has changed"
+    assert later[2] > 0 and later[4] > 0, "a gradient is absent, and is there again"
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_all_that_a_kernel_is_given_begins_at_a_multiple_of_16_bytes(
+    kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+):
+    """Inductor copies on a GPU what does not, in each call."""
+    given: list[Tensor] = []
+
+    def run(_fusion: Any, operands: Any, numbers: Any, factor: Any, skip: Any) -> None:
+        given.extend([*operands, numbers.rule, factor, skip])
+
+    monkeypatch.setattr(compiled_update, "_kernel", lambda *_: run)
+    trained(kind, {})
+    assert {tensor.data_ptr() % 16 for tensor in given} == {0} and len(given) > 100
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.needs_compiler
+def test_a_rule_has_one_graph_for_all_lengths_rates_and_absent_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    compiled_update._kernel.cache_clear()
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters["stats"]
+    before = counts["unique_graphs"]
+    trained(torch.optim.AdamW, {"param_dtype": torch.float32, "max_grad_norm": 1.0})
+    assert counts["unique_graphs"] == before + 2, "with weight decay and without it"
+    trained(torch.optim.SGD, {"param_dtype": torch.float32, "max_grad_norm": 1.0})
+    assert counts["unique_graphs"] == before + 4
