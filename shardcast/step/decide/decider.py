@@ -7,7 +7,6 @@ method here waits for it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from shardcast.step.decide.loss_scale import LossScale
 from shardcast.step.decide.norm import PNorm, clamp_, product
 from shardcast.step.decide.options import OptionCheck
 from shardcast.step.decide.refusal import Refusal
+from shardcast.step.decide.report import Report
 from shardcast.step.decide.signal import (
     LEFT,
     Later,
@@ -89,14 +89,16 @@ class Decider:
             *(Later(name, mistakes, device) for name, (_, mistakes) in config.later().items()),
         ]  # fmt: skip
         self._members = Members((0, 0), None)
-        mistakes = sum(len(signal.skips) for signal in self.signals)
+        # Finite powers have a finite norm here.
+        is_finite = process_groups.model.size == 1 and config.norm_type >= 1
+        self._report = Report(self.signals, process_groups.dp.size, device, is_finite)
         self.skips = SkipReport(
-            grads, process_groups.dp, device, self._refuse, mistakes, config.max_skipped_steps,
+            grads, process_groups.dp, device, self._refuse, self._report, config.max_skipped_steps,
             self.loss_scale is not None and self.loss_scale.dynamic, self.signals,
             process_groups.everyone,
         )  # fmt: skip
         self._arithmetic = Arithmetic(
-            self._norm, config.norm_type, self.signals, process_groups, device, self.skips
+            self._norm, self.signals, process_groups, self._report, self.skips
         )
         self._index()
 
@@ -178,7 +180,7 @@ class Decider:
         verdicts: Mapping[Signal, Verdict] = {}
         agreed = self._arithmetic.agree(vector, sizes)
         if _compat.is_host(self._device):
-            self._refuse(agreed.report[3 + self._process_groups.dp.size :].tolist())
+            self._refuse(self._report.mistakes(agreed.report))
         before: list[Tensor | None] | None = None
         if pending is not None:
             verdicts = pending.verdicts
@@ -187,23 +189,12 @@ class Decider:
             verdicts = self._judged(agreed.readings, agreed.norm)
             factor = _with_factors(agreed.unscale, verdicts)
             before = None if factor is agreed.unscale else [factor] * len(limits)
-        declined = _declined(verdicts)
-        outcome = self._arithmetic.settle(
-            agreed, *self._bounds(max_norm, limits), before, pending is not None, declined
-        )
+        bound, bounds = self._bounds(max_norm, limits)
         before_presence = 2 + self.signals.index(self._presence)
         of_presence = slice(sum(sizes[:before_presence]), sum(sizes[: before_presence + 1]))
-        return Decision(
-            norm=outcome.norm,
-            skip=outcome.skip,
-            factors=dict(zip(limits, outcome.factors, strict=True)),
-            unscale=outcome.unscale,
-            verdicts=verdicts,
-            declined=declined,
-            present=self._presence.anywhere(vector[of_presence]),
-            taken=outcome.taken,
-            multiplier=outcome.multiplier,
-            increment=outcome.increment,
+        present = self._presence.anywhere(vector[of_presence])
+        return self._arithmetic.settle(
+            agreed, bound, bounds, before, pending is not None, verdicts, present
         )
 
     @property
@@ -242,13 +233,13 @@ class Decider:
 
     def _bounds(
         self, max_norm: float | None, limits: Mapping[GroupId, Any]
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
+    ) -> tuple[Tensor | None, dict[GroupId, Tensor | None]]:
         """Return the bounds of norms on the device: the common one, and that of each group."""
         limit_of_all, *of_groups = (
             None if limit is None else self._norm.on_device(limit)
             for limit in (max_norm, *limits.values())
         )
-        return limit_of_all, of_groups
+        return limit_of_all, dict(zip(limits, of_groups, strict=True))
 
     def _judged(self, readings: Sequence[Tensor], norm: Tensor) -> dict[Signal, Verdict]:
         verdicts = {}
@@ -322,10 +313,7 @@ class Decider:
         """
         if not any(mistakes):
             return
-        numbers, by_signal = iter(mistakes), [[0.0] * len(it.skips) for it in self.signals]
-        for place, part in self._arithmetic.mistakes:
-            by_signal[place][part] = islice(numbers, part.stop - part.start)
-        for signal, own in zip(self.signals, by_signal, strict=True):
+        for signal, own in self._report.by_signal(mistakes):
             if any(own) and (error := signal.error(own)) is not None:
                 raise error
 
@@ -359,12 +347,3 @@ def _with_factors(unscale: Tensor | None, verdicts: Mapping[Signal, Verdict]) ->
         if verdict.factor is not None:
             unscale = product(unscale, verdict.factor.float())
     return unscale
-
-
-def _declined(verdicts: Mapping[Signal, Verdict]) -> Tensor | None:
-    """Return whether a verdict skips the step, 0-dim."""
-    declined: Tensor | None = None
-    for verdict in verdicts.values():
-        if verdict.skip is not None:
-            declined = verdict.skip if declined is None else declined | verdict.skip
-    return declined

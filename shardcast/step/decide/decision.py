@@ -6,9 +6,9 @@ vectors to the tensors of a decision. None of its operations looks at a value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from shardcast.memory.pack import Pack
 from shardcast.messages import by_rank
 from shardcast.plan.layout import GroupId
 from shardcast.step.decide.norm import PNorm, clip_factors, product
+from shardcast.step.decide.report import Report
 from shardcast.step.decide.signal import Signal, Verdict, defining, known, to_device
 
 if TYPE_CHECKING:  # it imports this module
@@ -190,9 +191,7 @@ class Agreement(NamedTuple):
         readings: of each signal.
         scale: of the gradients in the own spans, 0-dim; ``unscale`` is its inverse, fp32.
         norm, skip: as in :class:`.Decision`, before a verdict.
-        report: 1-d fp64: the norm; 1, 1, per data-parallel rank its first pack that is not finite
-            (see :meth:`.SkipReport.first_nonfinite`), and the mistakes of all signals, which
-            :class:`.SkipReport` counts.
+        report: see :class:`.Report`.
     """
 
     powers: Tensor
@@ -204,46 +203,20 @@ class Agreement(NamedTuple):
     report: Tensor
 
 
-class Outcome(NamedTuple):
-    """The tensors of a decision, a factor for each group."""
-
-    norm: Tensor
-    skip: Tensor
-    taken: Tensor
-    multiplier: Tensor
-    increment: Tensor
-    unscale: Tensor | None
-    factors: Sequence[Tensor | None]
-
-
 class Arithmetic:
     """The arithmetic from norms and signals to an outcome, waiting for nothing.
 
     Args:
         signals: in the order of the vector; :meth:`index` is called after each change.
-        norm_type: p of ``norm``.
-
-    Attributes:
-        mistakes: of which reading each part of the mistakes in a report is, those that skip a step
-            first.
+        skips: knows the first pack that is not finite.
     """
 
     def __init__(
-        self, norm: PNorm, norm_type: float, signals: Sequence[Signal],
-        process_groups: ProcessGroups, device: torch.device, skips: SkipReport,
+        self, norm: PNorm, signals: Sequence[Signal], process_groups: ProcessGroups, report: Report,
+        skips: SkipReport,
     ) -> None:  # fmt: skip
         self._norm, self._signals, self._process_groups = norm, signals, process_groups
-        self._skips = skips
-        self._one_each = torch.ones(2, dtype=torch.float64, device=device)
-        ranks = process_groups.dp.size
-        skips_step = sorted((it for signal in signals for it in signal.skips), reverse=True)
-        # Of a report, packs and mistakes that skip a step.
-        self._skipping = slice(3, 3 + ranks + sum(skips_step))
-        # A report skips a step if this product is not 0: with a norm that is not finite it is NaN.
-        skips_if = [0.0, 0.0, 0.0, *[0.0] * ranks, *map(float, skips_step)]
-        self._skips_if = to_device(skips_if, torch.float64, device)
-        # Finite powers have a finite norm here; a loss scale of 0 has not.
-        self._norm_is_finite = process_groups.model.size == 1 and norm_type >= 1
+        self._report, self._skips = report, skips
         self.index()
 
     def index(self) -> None:
@@ -251,7 +224,6 @@ class Arithmetic:
         self._reads, self._scales = (
             defining(method, self._signals) for method in ("read", "scale")
         )
-        self.mistakes = [*_mistakes(self._signals, True), *_mistakes(self._signals, False)]
 
     def sizes(self, groups: int, lengths: Sequence[int]) -> list[int]:
         """Return the length of each part of the control vector, by those of the signals' parts."""
@@ -302,14 +274,10 @@ class Arithmetic:
             totals[place] = self._signals[place].read(totals[place])
         if self._process_groups.model.size > 1:
             powers, totals = self._merged(powers, totals)
-        mistakes = [totals[place][part] for place, part in self.mistakes]
         scale, unscale = self.scale(totals)
         norm = self._norm.root(powers, scale)
-        report = torch.cat([norm.view(1), self._one_each, first_nonfinite, *mistakes])
-        if self._norm_is_finite and scale is None:
-            skip = report[self._skipping].any()
-        else:
-            skip = (report * self._skips_if).any()
+        report = self._report.of(norm, first_nonfinite, totals)
+        skip = self._report.skips(report, scale is not None)
         return Agreement(powers, totals, scale, unscale, norm, skip, report)
 
     def scale(self, readings: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
@@ -330,37 +298,43 @@ class Arithmetic:
         return self._norm.merge(all_powers), merged
 
     def settle(
-        self, agreed: Agreement, bound: Tensor | None, bounds: Sequence[Tensor | None],
-        before: Sequence[Tensor | None] | None = None, is_clipped: bool = False,
-        declined: Tensor | None = None,
-    ) -> Outcome:  # fmt: skip
+        self, agreed: Agreement, bound: Tensor | None, bounds: Mapping[GroupId, Tensor | None],
+        before: Sequence[Tensor | None] | None, is_clipped: bool,
+        verdicts: Mapping[Signal, Verdict], present: Mapping[Pack, tuple[bool, ...]],
+    ) -> Decision:  # fmt: skip
         """Clip, and say whether the step is made.
 
         Args:
-            bound, bounds: of norms, see :func:`.clip_factors`.
+            bound, bounds: of norms, of all groups and of each, see :func:`.clip_factors`.
             before: of each group what its gradients are multiplied with before they are clipped;
                 ``None``: with what removes the scale.
             is_clipped: that is an earlier clip, and the norm is that of the clipped gradients.
-            declined: as in :class:`.Decision`.
+            verdicts, present: as in :class:`Decision`.
         """
         powers, _, scale, unscale, norm, skip, report = agreed
+        limits = [*bounds.values()]
         if before is None:
-            factors = clip_factors(self._norm, powers, scale, bound, bounds, norm, unscale)
+            factors = clip_factors(self._norm, powers, scale, bound, limits, norm, unscale)
         else:
             powers = self._norm.multiplied(powers, before, scale)
             multiplied = self._norm.root(powers, scale)
-            clips = clip_factors(self._norm, powers, scale, bound, bounds, multiplied)
+            clips = clip_factors(self._norm, powers, scale, bound, limits, multiplied)
             factors = [product(*pair) for pair in zip(before, clips, strict=True)]
             norm = multiplied if is_clipped else norm
+        declined = _declined(verdicts)
         skip = skip if declined is None else skip | declined
-        taken, multiplier, increment = self._skips.tally(skip, report[1:])
-        return Outcome(norm, skip, taken, multiplier, increment, unscale, factors)
+        taken, multiplier, increment = self._report.tally(skip, report)
+        return Decision(
+            norm=norm, skip=skip, factors=dict(zip(bounds, factors, strict=True)), unscale=unscale,
+            verdicts=verdicts, declined=declined, present=present, taken=taken,
+            multiplier=multiplier, increment=increment,
+        )  # fmt: skip
 
 
-def _mistakes(signals: Sequence[Signal], skips: bool) -> Iterator[tuple[int, slice]]:
-    """Give the mistakes of readings that skip a step, or that do not, in runs."""
-    for place, signal in enumerate(signals):
-        for does_skip, run in groupby(range(len(signal.skips)), key=signal.skips.__getitem__):
-            first, *others = run
-            if does_skip == skips:
-                yield place, slice(first, first + 1 + len(others))
+def _declined(verdicts: Mapping[Signal, Verdict]) -> Tensor | None:
+    """Return whether a verdict skips the step, 0-dim."""
+    declined: Tensor | None = None
+    for verdict in verdicts.values():
+        if verdict.skip is not None:
+            declined = verdict.skip if declined is None else declined | verdict.skip
+    return declined

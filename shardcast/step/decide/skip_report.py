@@ -18,6 +18,7 @@ from shardcast.comm import Comm
 from shardcast.memory.gradients import Gradients
 from shardcast.step.decide import skip_reasons
 from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.report import Report
 from shardcast.step.decide.signal import Signal, to_device
 
 
@@ -61,8 +62,8 @@ class SkipReport:
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
-        refuse: raises for mistakes of ``Agreement.report``.
-        mistakes: how many these are.
+        refuse: raises for mistakes of a report.
+        report: the layout of reports.
         bound: steps skipped in a row that raise.
         usual: a skip now and then is the normal work of a dynamic loss scale: no warning.
         signals: may have numbers of their own for the host, and know why a step was skipped.
@@ -75,7 +76,7 @@ class SkipReport:
         comm: Comm,
         device: torch.device,
         refuse: Callable[[Sequence[float]], None],
-        mistakes: int,
+        report: Report,
         bound: int,
         usual: bool,
         signals: Sequence[Signal] = (),
@@ -84,24 +85,18 @@ class SkipReport:
         self._everyone = comm if everyone is None else everyone
         self._grads, self._comm, self._device = grads, comm, device
         self._refuse, self._bound, self._usual = refuse, bound, usual
+        self._report = report
         self._noting = [signal for signal in signals if signal.noted]
         # Steps skipped so far and in a row; of the last skipped one, per rank, its first pack that
-        # is not finite; of all steps since they were reported the mistakes. As in Agreement.report.
-        ranks = comm.size
-        sizes = [1, 1, ranks, mistakes]
-        self._counted = sum(sizes)
-        self._sizes = [self._counted, *(signal.noted for signal in self._noting)]
+        # is not finite; of all steps since they were reported the mistakes. As in reports.
+        self._sizes = [report.length, *(signal.noted for signal in self._noting)]
         self._sent = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
         self._totals, *noted = self._sent.split(self._sizes)
         for signal, numbers in zip(self._noting, noted, strict=True):
             signal.numbers = numbers
-        self._skipped, self._in_row, _, self._mistakes = self._totals.split(sizes)
-        made = [[1, 0, *[1] * (ranks + mistakes), 1], [0, 0, *[0] * ranks, *[1] * mistakes, 1]]
-        skipped = [[1, 1, *[0] * ranks, *[1] * mistakes, 0], [*[1] * self._counted, 0]]
-        self._if_made = to_device(made, torch.float64, device)
-        self._if_skipped = to_device(skipped, torch.float64, device)
+        self._skipped, self._in_row, _, self._mistakes = report.counts(self._totals)
         self._none = torch.zeros((), dtype=torch.float64, device=device)
-        self._first_by_rank = self._none.new_zeros(ranks)
+        self._first_by_rank = self._none.new_zeros(comm.size)
         self._first = self._first_by_rank[comm.rank]
         self._from_last = torch.empty(0)
         self._host = HostCopy(device)
@@ -126,14 +121,6 @@ class SkipReport:
         torch.amax(numbers, 0, out=self._first)  # for it takes a launch to put it into a row
         return self._first_by_rank
 
-    def tally(self, skip: Tensor, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``taken``, ``multiplier`` and ``increment`` of a decision."""
-        # Rows by which totals and report are multiplied; each ends with 1, or 0 for a skipped step:
-        # one launch for all that follows from it.
-        weights = torch.where(skip, self._if_skipped, self._if_made)
-        multiplier, of_report = weights[:, :-1].unbind()
-        return weights[0, -1], multiplier, report * of_report
-
     def count(self, decision: Decision) -> None:
         """Note whether the step is skipped; some later :meth:`poll` reports it."""
         torch.addcmul(decision.increment, self._totals, decision.multiplier, out=self._totals)
@@ -152,9 +139,7 @@ class SkipReport:
         totals = self._host.read()
         if totals is None:
             return
-        skipped, in_row = totals[:2]
-        nonfinite = totals[2 : 2 + self._comm.size]
-        mistakes = totals[2 + self._comm.size : self._counted]
+        (skipped,), (in_row,), nonfinite, mistakes = self._report.counts(totals)
         is_news, self._reported = skipped != self._reported, skipped
         if any(mistakes) and not _compat.is_host(self._device):  # on a CPU refused at once
             self._mistakes.zero_()
@@ -175,15 +160,14 @@ class SkipReport:
         return int(self._skipped.item())
 
     def _noted(self, totals: Sequence[float]) -> Iterator[tuple[Signal, Sequence[float]]]:
-        start = self._counted
+        start = self._report.length
         for signal in self._noting:
             yield signal, totals[start : start + signal.noted]
             start += signal.noted
 
     def state_dict(self) -> dict[str, float]:
         """Return plain numbers; waits for the device."""
-        skipped, in_row = self._totals[:2].tolist()
-        return {"skipped": skipped, "in_row": in_row}
+        return {"skipped": float(self._skipped), "in_row": float(self._in_row)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Undo :meth:`state_dict`."""

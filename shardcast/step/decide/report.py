@@ -1,0 +1,109 @@
+"""The report of a decision: numbers that the host reads when they have arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby, islice, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardcast.step.decide.signal import Signal, to_device
+
+
+class Counts(NamedTuple):
+    """The parts of a report behind its norm, and of the totals that are counted of them.
+
+    Attributes:
+        skipped, in_row: the skipped steps, so far and in a row; in a report 1.
+        nonfinite: per data-parallel rank its first pack that is not finite, counted from the last
+            one; 0: none.
+        mistakes: those of all signals, see :meth:`Report.by_signal`.
+    """
+
+    skipped: Any
+    in_row: Any
+    nonfinite: Any
+    mistakes: Any
+
+
+class Report:
+    """The layout of reports, 1-d fp64: the norm, then :class:`Counts`. Nobody else slices one.
+
+    Args:
+        signals: whose mistakes it has, those that skip a step first.
+        ranks: that are data-parallel.
+        norm_is_finite: the norm of finite powers is, unless there is a scale.
+
+    Attributes:
+        length: of the counts.
+    """
+
+    def __init__(
+        self, signals: Sequence[Signal], ranks: int, device: torch.device, norm_is_finite: bool
+    ) -> None:
+        self._signals, self._norm_is_finite = signals, norm_is_finite
+        skips_step = sorted((it for signal in signals for it in signal.skips), reverse=True)
+        mistakes = len(skips_step)
+        self._places = [*_mistakes(signals, True), *_mistakes(signals, False)]
+        self._ends = [*accumulate([1, 1, ranks, mistakes], initial=0)]
+        self.length = self._ends[-1]
+        self._one_each = torch.ones(2, dtype=torch.float64, device=device)
+        # Packs and mistakes that skip a step.
+        self._skipping = slice(3, 3 + ranks + sum(skips_step))
+        # A report skips a step if this product is not 0: with a norm that is not finite it is NaN.
+        skips_if = [0.0, 0.0, 0.0, *[0.0] * ranks, *map(float, skips_step)]
+        self._skips_if = to_device(skips_if, torch.float64, device)
+        made = [[1, 0, *[1] * (ranks + mistakes), 1], [0, 0, *[0] * ranks, *[1] * mistakes, 1]]
+        skipped = [[1, 1, *[0] * ranks, *[1] * mistakes, 0], [*[1] * self.length, 0]]
+        self._if_made = to_device(made, torch.float64, device)
+        self._if_skipped = to_device(skipped, torch.float64, device)
+
+    def of(self, norm: Tensor, nonfinite: Tensor, readings: Sequence[Tensor]) -> Tensor:
+        """Return the report of one decision.
+
+        Args:
+            readings: of each signal, which begin with its mistakes.
+        """
+        mistakes = [readings[place][part] for place, part in self._places]
+        return torch.cat([norm.view(1), self._one_each, nonfinite, *mistakes])
+
+    def skips(self, report: Tensor, is_scaled: bool) -> Tensor:
+        """Return whether it skips the step, 0-dim bool."""
+        if self._norm_is_finite and not is_scaled:  # a loss scale of 0 makes a norm that is not
+            return report[self._skipping].any()
+        return (report * self._skips_if).any()
+
+    def tally(self, skip: Tensor, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``taken``, ``multiplier`` and ``increment`` of a decision."""
+        # Rows by which totals and report are multiplied; each ends with 1, or 0 for a skipped step:
+        # one launch for all that follows from it.
+        weights = torch.where(skip, self._if_skipped, self._if_made)
+        multiplier, of_report = weights[:, :-1].unbind()
+        return weights[0, -1], multiplier, report[1:] * of_report
+
+    def counts(self, totals: Any) -> Counts:
+        """Return the parts of totals, a tensor or a list."""
+        return Counts(*(totals[start:stop] for start, stop in pairwise(self._ends)))
+
+    def mistakes(self, report: Tensor) -> list[float]:
+        """Return the mistakes of a report; waits for the device."""
+        mistakes: list[float] = self.counts(report[1:]).mistakes.tolist()
+        return mistakes
+
+    def by_signal(self, mistakes: Sequence[float]) -> Iterator[tuple[Signal, list[float]]]:
+        """Give each signal with its own mistakes."""
+        numbers, by_signal = iter(mistakes), [[0.0] * len(it.skips) for it in self._signals]
+        for place, part in self._places:
+            by_signal[place][part] = islice(numbers, part.stop - part.start)
+        yield from zip(self._signals, by_signal, strict=True)
+
+
+def _mistakes(signals: Sequence[Signal], skips: bool) -> Iterator[tuple[int, slice]]:
+    """Give the mistakes of readings that skip a step, or that do not, in runs."""
+    for place, signal in enumerate(signals):
+        for does_skip, run in groupby(range(len(signal.skips)), key=signal.skips.__getitem__):
+            first, *others = run
+            if does_skip == skips:
+                yield place, slice(first, first + 1 + len(others))
