@@ -151,7 +151,7 @@ class ShardcastConfig(ValidatedOptions):
     master: str = extension("fp32", "split_masters")
     moments: str = extension("fp32", "low_moments")
     metrics: bool | int = extension(False, "metrics")
-    replica_check: int = extension(0, "replica_check", default=100, later=3)
+    replica_check: int = extension(0, "replica_check")
     offload: bool = extension(False, "offload")
     averages: Any = extension((), "averages")
     published: Any = extension(None, "published_forms")
@@ -265,20 +265,9 @@ class ShardcastConfig(ValidatedOptions):
             declared = each.metadata
             if "off" not in declared or getattr(self, each.name) == declared["off"]:
                 continue
-            if declared["later"]:
-                continue
             if declared["needs"] is None or declared["needs"](stages):
                 asked[each.name] = declared["option"]
         return asked
-
-    def later(self) -> dict[str, tuple[int, int]]:
-        """Return, by names of options, in which step each begins and the mistakes of its signal."""
-        asked = {
-            each.name: (getattr(self, each.name), each.metadata["later"])
-            for each in fields(self)
-            if each.metadata.get("later")
-        }
-        return {name: numbers for name, numbers in asked.items() if numbers[0]}
 
     @property
     def state_on_host(self) -> bool:

@@ -108,10 +108,10 @@ def load_extension(name: str) -> Any:
 class Declared(Mapping[str, Any]):
     """The metadata of a field whose option an extension declares; asking for it imports that."""
 
-    KEYS = ("off", "needs", "later", "option", "help", "range")
+    KEYS = ("off", "needs", "option", "help", "range")
 
-    def __init__(self, module: str, off: Any, needs: Needs | None, later: int) -> None:
-        self._module, self._known = module, {"off": off, "needs": needs, "later": later}
+    def __init__(self, module: str, off: Any, needs: Needs | None) -> None:
+        self._module, self._known = module, {"off": off, "needs": needs}
 
     def __getitem__(self, key: str) -> Any:
         if key in self._known:
@@ -129,19 +129,15 @@ class Declared(Mapping[str, Any]):
         return key in self.KEYS
 
 
-def extension(
-    off: Any, module: str, default: Any = None, needs: Needs | None = None, later: int = 0
-) -> Any:
+def extension(off: Any, module: str, default: Any = None, needs: Needs | None = None) -> Any:
     """A field of :class:`.ShardcastConfig` that ``shardcast.extensions.<module>`` declares.
 
     Args:
         off: the value that asks for nothing, for which the module is not imported.
         default: another one than that.
         needs: whether the stages of a model have anything for it.
-        later: the value is a number of steps, after which it is imported and its hook and signal
-            are made, on several ranks; so many mistakes does that signal tell. 0: at set-up.
     """
-    metadata = Declared(module, off, needs, later)
+    metadata = Declared(module, off, needs)
     return field(default=off if default is None else default, metadata=metadata)
 
 

@@ -6,14 +6,12 @@ of this library work with this one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory import packed_param
@@ -56,7 +54,6 @@ class PackedOptimizer:
         given_dtypes: of parameters and buffers by name, for each stage, as the model was given.
         aliases: views of parameters that modules hold.
         step_hooks: of the options in their order, and behind them those that calls asked for.
-        next_begin: the number of the step in which the next option begins that begins later.
         is_closed: ``close()`` was called.
         in_no_sync: the script accumulated in ``no_sync()`` since the last step or ``zero_grad()``.
         tree: the modules, to see one that a rank replaced.
@@ -96,9 +93,6 @@ class PackedOptimizer:
         self.add(shards)
         self._hooks_by_option: dict[str, StepHook] = {}
         self.step_hooks: tuple[StepHook, ...] = ()
-        several = process_groups.everyone.size > 1
-        self._later = {n: step for n, (step, _) in plan.config.later().items() if several}
-        self.next_begin = min(self._later.values(), default=math.inf)
         self.outside = plan.outside
         for module in {*self.stages, *self.called}:
             mark(module)
@@ -218,25 +212,6 @@ class PackedOptimizer:
             self._hooks_by_option = {name: make(self), **self._hooks_by_option}
             self.step_hooks = (*self._hooks_by_option.values(),)
         return self._hooks_by_option[name]
-
-    def begin_later(self, step: int) -> None:
-        """Make signals and hooks of the options that begin in this step, or did before. Local.
-
-        While a CUDA graph is captured they wait for the next step: what they have is uploaded.
-        """
-        if _compat.is_capturing(self.device):
-            return
-        for name in [name for name, first in self._later.items() if first <= step]:
-            del self._later[name]
-            declared, decider = self.config.declared(name), self.decider
-            if declared.signal is not None:
-                signal = declared.signal(self.config, self.process_groups, self.device)
-                decider.replace(decider.signal_of(name), signal)
-            if declared.hook is not None:
-                self._hooks_by_option[name] = declared.hook(self)
-                self.step_hooks = (*self._hooks_by_option.values(),)
-                self._hooks_by_option[name].attach()
-        self.next_begin = min(self._later.values(), default=math.inf)
 
     def install_hooks(self) -> None:
         """Have the model and the options take part; again after each added group."""

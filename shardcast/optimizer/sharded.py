@@ -130,8 +130,6 @@ class ShardedOptimizer(StatefulOptimizer):
         for hook in packed.step_hooks:
             hook.after_update(decision)
         (packed.sync.by or packed.sync)()  # owners -> everybody
-        if (step := packed.comm.steps + 1) >= packed.next_begin:
-            packed.begin_later(step)
         for hook in packed.step_hooks:
             hook.after_sync()
         self._conclude(decision)

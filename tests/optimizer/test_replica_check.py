@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ import shardcast
 from shardcast import _compat
 from shardcast.extensions.replica_check import COLUMNS, ROWS_ON_HOST, Hasher
 from shardcast.optimizer.stateful import packed_of
-from shardcast.step.decide.signal import Signal
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -58,7 +56,6 @@ def master(optimizer: Any, _model: nn.Module) -> None:
 def spoil_after_sync(optimizer: Any, model: nn.Module, change: Flip, step: int) -> None:
     """Have something change after the sync of a step, before anything looks at it."""
     packed = packed_of(optimizer)
-    packed.begin_later(step)  # local: other ranks do it in step(), and send what this one sends
     hook = packed.hook_of("replica_check")
     overlaps = packed.hook_of("overlap_sync") is not None
     name = "before_reduce" if overlaps else "after_sync"
@@ -193,79 +190,35 @@ def test_between_two_checks_nothing_is_hashed_or_sent():
     assert more[0] == more[1] == more[2] == 0 < more[3], more
 
 
-def test_by_default_the_hundredth_step_is_the_first_that_is_checked():
-    assert shardcast.ShardcastConfig().replica_check == 100
+def test_it_is_off_unless_somebody_asks_and_the_first_check_is_after_so_many_steps():
+    assert shardcast.ShardcastConfig().replica_check == 0
 
     def run(group: Any) -> tuple[list[bool], str]:
         case, batch = CASES["mlp"], CASES["mlp"].batch(group.rank())
-        model = case.build()
-        optimizer = sharded(model, group, replica_check=shardcast.ShardcastConfig().replica_check)
-        packed, made = packed_of(optimizer), []
-        for step in range(1, 101):
-            made.append(packed.hook_of("replica_check") is not None)
-            if step == 100 and group.rank() == 1:
+        model, plain = case.build(), case.build()
+        assert packed_of(sharded(plain, group)).hook_of("replica_check") is None
+        optimizer = sharded(model, group, replica_check=10)
+        signal, sent = packed_of(optimizer).decider.signal_of("replica_check"), []
+        for step in range(1, 11):
+            if step == 10 and group.rank() == 1:
                 spoil_after_sync(optimizer, model, received, step)
             case.loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return made, first_error(optimizer, lambda: case.loss(model, batch).backward(), 1)
+            sent.append(bool(signal.part.numel()))
+        return sent, first_error(optimizer, lambda: case.loss(model, batch).backward(), 1)
 
-    for made, text in run_world(2, run)[0]:
-        assert made == [False] * 100
-        assert "replica_check: after step 100 parameters of rank 1 differ" in text, text
-
-
-def test_it_does_not_begin_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
-    captures: set[int] = {2, 3}
-    steps = threading.local()
-    monkeypatch.setattr(_compat, "is_capturing", lambda _device: steps.now in captures)
-
-    def run(group: Any) -> list[bool]:
-        case, batch = CASES["mlp"], CASES["mlp"].batch(group.rank())
-        model, made = case.build(), []
-        optimizer = sharded(model, group, replica_check=2)
-        for steps.now in range(1, 6):
-            case.loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            made.append(packed_of(optimizer).hook_of("replica_check") is not None)
-        return made
-
-    assert run_world(2, run)[0] == [[False, False, False, True, True]] * 2
-
-
-def test_a_signal_with_other_mistakes_than_were_reserved_is_no_signal():
-    """A report would tell those of one signal as another one's."""
-
-    def run(group: Any) -> None:
-        _, optimizer = job(group, 1, replica_check=100)
-        decider = packed_of(optimizer).decider
-        with pytest.raises(AssertionError, match="as many mistakes"):
-            decider.replace(decider.signal_of("replica_check"), Signal())
-
-    run_world(2, run)
+    for sent, text in run_world(2, run)[0]:
+        assert sent == [False] * 9 + [True]
+        assert "replica_check: after step 10 parameters of rank 1 differ" in text, text
 
 
 def test_one_rank_alone_has_nothing_to_compare():
-    def run(group: Any) -> Any:
+    def run(group: Any) -> int:
         _, optimizer = job(group, 3, replica_check=1)
-        return packed_of(optimizer).hook_of("replica_check")
+        return packed_of(optimizer).decider.signal_of("replica_check").part.numel()
 
-    assert run_world(1, run)[0] == [None]
-
-
-def test_ranks_agree_on_who_checks_though_one_has_its_signal_already():
-    """A script may read or call what makes it; an empty part is as long as no part."""
-
-    def run(group: Any) -> str:
-        case, batch = CASES["mlp"], CASES["mlp"].batch(group.rank())
-        model = case.build()
-        optimizer = sharded(model, group, replica_check=4)
-        if group.rank() == 0:
-            packed_of(optimizer).begin_later(4)
-        return first_error(optimizer, lambda: case.loss(model, batch).backward(), 9)
-
-    assert run_world(3, run)[0] == [""] * 3
+    assert run_world(1, run)[0] == [0]
 
 
 def test_on_an_accelerator_steps_are_skipped_until_the_host_hears_of_it(

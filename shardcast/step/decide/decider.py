@@ -26,7 +26,6 @@ from shardcast.step.decide.refusal import Refusal
 from shardcast.step.decide.report import Report
 from shardcast.step.decide.signal import (
     LEFT,
-    Later,
     Signal,
     Verdict,
     defining,
@@ -86,7 +85,6 @@ class Decider:
             self.refusal, self._presence,
             *([] if self.loss_scale is None else [self.loss_scale]), self.tokens, self._options,
             *(it.signal(config, process_groups, device) for it in options if it.signal),
-            *(Later(name, mistakes, device) for name, (_, mistakes) in config.later().items()),
         ]  # fmt: skip
         self._members = Members((0, 0), None)
         # Finite powers have a finite norm here.
@@ -109,12 +107,6 @@ class Decider:
         )
         self._takes_loss = [signal for signal in self.signals if signal.takes_loss]
         self._arithmetic.index()
-
-    def replace(self, reserved: Signal, signal: Signal) -> None:
-        """Have a signal in the place that was reserved for it; its sums are as long, or empty."""
-        assert signal.skips == reserved.skips, "a report has as many mistakes as were reserved"
-        self.signals[self.signals.index(reserved)] = signal
-        self._index()
 
     def signal_of(self, name: str) -> Any:
         """The signal of that name; ``None`` where there is none."""

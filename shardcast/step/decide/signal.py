@@ -143,25 +143,6 @@ class Signal:
         return None
 
 
-class Later(Signal):
-    """The place of the signal of an option that begins in a later step.
-
-    Args:
-        name: of the option.
-        mistakes: how many its signal tells.
-    """
-
-    def __init__(self, name: str, mistakes: int, device: torch.device) -> None:
-        self.name, self.skips = name, (True,) * mistakes
-        self._nothing = torch.zeros(mistakes, dtype=torch.float64, device=device)
-
-    def local(self) -> Tensor:
-        return self._nothing[:0]
-
-    def read(self, total: Tensor) -> Tensor:
-        return self._nothing
-
-
 def defining(method: str, signals: Sequence[Signal]) -> list[int]:
     """Return the places of the signals that define a method, not only inherit it."""
     default = getattr(Signal, method)
