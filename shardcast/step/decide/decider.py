@@ -98,15 +98,11 @@ class Decider:
         self._arithmetic = Arithmetic(
             self._norm, self.signals, process_groups, self._report, self.skips
         )
-        self._index()
-
-    def _index(self) -> None:
-        """Note which signals define a method: in a step the others cost nothing."""
+        # Those that define a method: in a step the others cost nothing.
         self._gives, self._judges, self._concludes = (
             defining(method, self.signals) for method in ("arguments", "judge", "conclude")
         )
         self._takes_loss = [signal for signal in self.signals if signal.takes_loss]
-        self._arithmetic.index()
 
     def signal_of(self, name: str) -> Any:
         """The signal of that name; ``None`` where there is none."""
@@ -182,9 +178,7 @@ class Decider:
             factor = _with_factors(agreed.unscale, verdicts)
             before = None if factor is agreed.unscale else [factor] * len(limits)
         bound, bounds = self._bounds(max_norm, limits)
-        before_presence = 2 + self.signals.index(self._presence)
-        of_presence = slice(sum(sizes[:before_presence]), sum(sizes[: before_presence + 1]))
-        present = self._presence.anywhere(vector[of_presence])
+        present = self._presence.anywhere(agreed.totals[self._presence])
         return self._arithmetic.settle(
             agreed, bound, bounds, before, pending is not None, verdicts, present
         )
@@ -212,12 +206,11 @@ class Decider:
         lengths = [signal.numel() for signal in self.signals]
         sizes = self._arithmetic.sizes(len(self._originals.sharded), lengths)
         vector = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
-        place = self.signals.index(self.refusal)
-        part = vector.split(sizes)[2 + place]
+        part = self._arithmetic.parts(vector, sizes).of[self.refusal]
         part.copy_(self.refusal.local())
         self._process_groups.dp.all_reduce(vector, call)
         if self._process_groups.model.size > 1:
-            reading = self._arithmetic.agree(vector, sizes).readings[place]
+            reading = self._arithmetic.agree(vector, sizes).readings[self.refusal]
         else:
             reading = self.refusal.read(part)
         if any(mistakes := reading.tolist()):
@@ -233,11 +226,10 @@ class Decider:
         )
         return limit_of_all, dict(zip(limits, of_groups, strict=True))
 
-    def _judged(self, readings: Sequence[Tensor], norm: Tensor) -> dict[Signal, Verdict]:
+    def _judged(self, readings: Mapping[Signal, Tensor], norm: Tensor) -> dict[Signal, Verdict]:
         verdicts = {}
-        for number in self._judges:
-            signal = self.signals[number]
-            if (verdict := signal.judge(readings[number], norm)) is not None:
+        for signal in self._judges:
+            if (verdict := signal.judge(readings[signal], norm)) is not None:
                 verdicts[signal] = verdict
         return verdicts
 
@@ -248,8 +240,8 @@ class Decider:
             "clip_value": self._clip_value,
             "divisor": self._divisor.given,
         }
-        for number in self._gives:
-            arguments.update(self.signals[number].arguments())
+        for signal in self._gives:
+            arguments.update(signal.arguments())
         arguments |= {LEFT: self.left, **self._history}
         self._clip_value = None
         return arguments
@@ -291,7 +283,7 @@ class Decider:
                 None, judges=False, call="clip_grad_value_ of counted tokens"
             ).unscale
         elif pending is None:
-            unscale = self._arithmetic.scale([None] * len(self.signals))[1]
+            unscale = self._arithmetic.scale({})[1]
         self._clip_value = limit
         for grads in self._grads:
             group = grads.pack.layout.group
@@ -312,8 +304,8 @@ class Decider:
     def conclude(self, decision: Decision) -> None:
         """Count the step, made or skipped, and adapt the loss scale. Local."""
         self.skips.count(decision)
-        for number in self._concludes:
-            self.signals[number].conclude(decision)
+        for signal in self._concludes:
+            signal.conclude(decision)
 
     def cleared(self) -> None:
         """Called when a script drops the gradients of the coming step; local."""

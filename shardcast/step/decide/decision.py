@@ -183,19 +183,34 @@ class Members(NamedTuple):
     mask: Tensor | None
 
 
+class Sums(NamedTuple):
+    """The parts of a control vector, or of the sum of those of all ranks.
+
+    Attributes:
+        powers: of the norm of each group, see :class:`.PNorm`.
+        nonfinite: see :class:`.Counts`.
+        of: each signal's.
+    """
+
+    powers: Tensor
+    nonfinite: Tensor
+    of: Mapping[Signal, Tensor]
+
+
 class Agreement(NamedTuple):
     """The reading of the sum of the control vectors, by itself.
 
     Attributes:
         powers: of the norm of each group, see :class:`.PNorm`.
-        readings: of each signal.
+        totals, readings: of each signal, its part of the sum, and what it reads there.
         scale: of the gradients in the own spans, 0-dim; ``unscale`` is its inverse, fp32.
         norm, skip: as in :class:`.Decision`, before a verdict.
         report: see :class:`.Report`.
     """
 
     powers: Tensor
-    readings: list[Tensor]
+    totals: Mapping[Signal, Tensor]
+    readings: Mapping[Signal, Tensor]
     scale: Tensor | None
     unscale: Tensor | None
     norm: Tensor
@@ -207,7 +222,7 @@ class Arithmetic:
     """The arithmetic from norms and signals to an outcome, waiting for nothing.
 
     Args:
-        signals: in the order of the vector; :meth:`index` is called after each change.
+        signals: in the order of the vector.
         skips: knows the first pack that is not finite.
     """
 
@@ -217,18 +232,18 @@ class Arithmetic:
     ) -> None:  # fmt: skip
         self._norm, self._signals, self._process_groups = norm, signals, process_groups
         self._report, self._skips = report, skips
-        self.index()
-
-    def index(self) -> None:
-        """Note which signals define a method: in a step the others cost nothing."""
-        self._reads, self._scales = (
-            defining(method, self._signals) for method in ("read", "scale")
-        )
+        # Those that define a method: in a step the others cost nothing.
+        self._reads, self._scales = (defining(method, signals) for method in ("read", "scale"))
 
     def sizes(self, groups: int, lengths: Sequence[int]) -> list[int]:
         """Return the length of each part of the control vector, by those of the signals' parts."""
         ranks = self._process_groups.dp.size
         return [groups * (ranks if self._norm.is_maximum else 1), ranks, *lengths]
+
+    def parts(self, vector: Tensor, sizes: Sequence[int]) -> Sums:
+        """Return the parts of a control vector, by :meth:`sizes`."""
+        powers, nonfinite, *of_signals = vector.split(sizes)
+        return Sums(powers, nonfinite, dict(zip(self._signals, of_signals, strict=True)))
 
     def vector(
         self, powers: Tensor, members: Members, own: Sequence[Tensor]
@@ -267,34 +282,35 @@ class Arithmetic:
         Args:
             sizes: of its parts: powers of the norm, first packs that are not finite, signals'.
         """
-        parts = vector.split(sizes)
-        group_powers, first_nonfinite, totals = parts[0], parts[1], list(parts[2:])
-        powers = self._norm.agreed(group_powers, self._process_groups.dp.size)
-        for place in self._reads:
-            totals[place] = self._signals[place].read(totals[place])
+        group_powers, nonfinite, totals = self.parts(vector, sizes)
+        powers, readings = self._norm.agreed(group_powers, self._process_groups.dp.size), {**totals}
+        for signal in self._reads:
+            readings[signal] = signal.read(totals[signal])
         if self._process_groups.model.size > 1:
-            powers, totals = self._merged(powers, totals)
-        scale, unscale = self.scale(totals)
+            powers, readings = self._merged(powers, readings)
+        scale, unscale = self.scale(readings)
         norm = self._norm.root(powers, scale)
-        report = self._report.of(norm, first_nonfinite, totals)
+        report = self._report.of(norm, nonfinite, readings)
         skip = self._report.skips(report, scale is not None)
-        return Agreement(powers, totals, scale, unscale, norm, skip, report)
+        return Agreement(powers, totals, readings, scale, unscale, norm, skip, report)
 
-    def scale(self, readings: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+    def scale(self, readings: Mapping[Signal, Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """Return the scale of the gradients in the own spans, and the factor that removes it."""
         scale: Tensor | None = None
-        for number in self._scales:
-            scale = product(self._signals[number].scale(readings[number]), scale)
+        for signal in self._scales:
+            scale = product(signal.scale(readings.get(signal)), scale)
         return scale, None if scale is None else (1.0 / scale).float()
 
-    def _merged(self, powers: Tensor, readings: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _merged(
+        self, powers: Tensor, readings: Mapping[Signal, Tensor]
+    ) -> tuple[Tensor, dict[Signal, Tensor]]:
         """Merge powers per group and readings of model-parallel ranks, by a small all-gather."""
-        comm, parts = self._process_groups.model, [powers, *readings]
+        comm, parts = self._process_groups.model, [powers, *readings.values()]
         row = torch.cat(parts)
         gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
         comm.all_gather(gathered.view(-1), row, "the decision")
         all_powers, *rows = gathered.split([part.numel() for part in parts], 1)
-        merged = [s.merge(row) for s, row in zip(self._signals, rows, strict=True)]
+        merged = {it: it.merge(row) for it, row in zip(readings, rows, strict=True)}
         return self._norm.merge(all_powers), merged
 
     def settle(
@@ -311,7 +327,7 @@ class Arithmetic:
             is_clipped: that is an earlier clip, and the norm is that of the clipped gradients.
             verdicts, present: as in :class:`Decision`.
         """
-        powers, _, scale, unscale, norm, skip, report = agreed
+        powers, _, _, scale, unscale, norm, skip, report = agreed
         limits = [*bounds.values()]
         if before is None:
             factors = clip_factors(self._norm, powers, scale, bound, limits, norm, unscale)

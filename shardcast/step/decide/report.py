@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby, islice, pairwise
 from typing import Any, NamedTuple
 
@@ -60,13 +60,13 @@ class Report:
         self._if_made = to_device(made, torch.float64, device)
         self._if_skipped = to_device(skipped, torch.float64, device)
 
-    def of(self, norm: Tensor, nonfinite: Tensor, readings: Sequence[Tensor]) -> Tensor:
+    def of(self, norm: Tensor, nonfinite: Tensor, readings: Mapping[Signal, Tensor]) -> Tensor:
         """Return the report of one decision.
 
         Args:
             readings: of each signal, which begin with its mistakes.
         """
-        mistakes = [readings[place][part] for place, part in self._places]
+        mistakes = [readings[signal][part] for signal, part in self._places]
         return torch.cat([norm.view(1), self._one_each, nonfinite, *mistakes])
 
     def skips(self, report: Tensor, is_scaled: bool) -> Tensor:
@@ -94,16 +94,16 @@ class Report:
 
     def by_signal(self, mistakes: Sequence[float]) -> Iterator[tuple[Signal, list[float]]]:
         """Give each signal with its own mistakes."""
-        numbers, by_signal = iter(mistakes), [[0.0] * len(it.skips) for it in self._signals]
-        for place, part in self._places:
-            by_signal[place][part] = islice(numbers, part.stop - part.start)
-        yield from zip(self._signals, by_signal, strict=True)
+        numbers, own = iter(mistakes), {it: [0.0] * len(it.skips) for it in self._signals}
+        for signal, part in self._places:
+            own[signal][part] = islice(numbers, part.stop - part.start)
+        yield from own.items()
 
 
-def _mistakes(signals: Sequence[Signal], skips: bool) -> Iterator[tuple[int, slice]]:
+def _mistakes(signals: Sequence[Signal], skips: bool) -> Iterator[tuple[Signal, slice]]:
     """Give the mistakes of readings that skip a step, or that do not, in runs."""
-    for place, signal in enumerate(signals):
+    for signal in signals:
         for does_skip, run in groupby(range(len(signal.skips)), key=signal.skips.__getitem__):
             first, *others = run
             if does_skip == skips:
-                yield place, slice(first, first + 1 + len(others))
+                yield signal, slice(first, first + 1 + len(others))

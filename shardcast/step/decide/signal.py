@@ -143,10 +143,10 @@ class Signal:
         return None
 
 
-def defining(method: str, signals: Sequence[Signal]) -> list[int]:
-    """Return the places of the signals that define a method, not only inherit it."""
+def defining(method: str, signals: Sequence[Signal]) -> list[Signal]:
+    """Return the signals that define a method, not only inherit it."""
     default = getattr(Signal, method)
-    return [place for place, it in enumerate(signals) if getattr(type(it), method) != default]
+    return [signal for signal in signals if getattr(type(signal), method) != default]
 
 
 def known(value: T, comm: Comm, device: torch.device) -> dict[int, T]:
