@@ -91,10 +91,7 @@ def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
 def seen(model: nn.Module, optimizer: Any) -> list[Any]:
     """What a rank has after a step."""
     params = [_compat.local_tensor(param) for param in model.parameters()]
-    with torch._C.DisableTorchFunctionSubclass():  # or .grad refuses, which is no mean everywhere
-        local = [_compat.local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
-        grads = [grad.detach().clone() for grad in local]
-    return [hashed([params, [*model.buffers()], grads, optimizer.grad_norm])]
+    return [hashed([params, [*model.buffers()], optimizer.grad_norm])]
 
 
 def train(
@@ -135,6 +132,7 @@ def train(
 def state_of(model: nn.Module, optimizer: Any) -> list[Any]:
     state = optimizer.state_dict()
     report = dict(optimizer.memory_report())
+    del report["gradients"]  # of which more or less may be here between two steps
     return [hashed(state), report, optimizer.skipped_steps, optimizer.guarded_steps,
             seen(model, optimizer), optimizer.digest()]  # fmt: skip
 
@@ -252,7 +250,7 @@ def mesh() -> list[Any]:
 
 @run
 def lean() -> list[Any]:
-    int8 = {"grads": "sharded", "master": "split16", "moments": "int8"}
+    int8 = {"master": "split16", "moments": "int8"}
     return [on_ranks(2, {"config": "lean"}), on_ranks(2, int8)]
 
 

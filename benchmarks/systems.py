@@ -194,10 +194,10 @@ OWN: dict[str, Build] = {
     "shardcast, overlap_sync": partial(Shardcast, overlap_sync=True),
     "shardcast, overlap_sync, compile": partial(Shardcast, overlap_sync=True, fuse="compile"),
     "shardcast, configs/lean.yaml": partial(
-        Shardcast, grads="sharded", master="split16", moments="bf16"
+        Shardcast, accumulate="sharded", master="split16", moments="bf16"
     ),
     "shardcast, lean.yaml, fuse=compile": partial(
-        Shardcast, grads="sharded", master="split16", moments="bf16", fuse="compile"
+        Shardcast, accumulate="sharded", master="split16", moments="bf16", fuse="compile"
     ),
     "shardcast, int8 moments": partial(Shardcast, moments="int8"),
     "shardcast, int8 moments, fuse=compile": partial(Shardcast, moments="int8", fuse="compile"),

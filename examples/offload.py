@@ -21,7 +21,7 @@ optimizer = shardcast.shard(
     model,
     optimizer,
     param_dtype=torch.bfloat16,
-    grads="sharded",
+    accumulate="sharded",
     offload=True,  # <- the update fetches windows of masters and moments, and writes them back
 )
 

@@ -16,7 +16,9 @@ accelerator: Accelerator = ShardcastAccelerator(  # <- in place of Accelerator
     mixed_precision="bf16",
     cpu=not torch.cuda.is_available(),
     gradient_accumulation_steps=2,
-    shardcast_config={"grads": "sharded"},  # <- options of shardcast; precision is Accelerate's
+    shardcast_config={
+        "accumulate": "sharded"
+    },  # <- options of shardcast; precision is Accelerate's
 )
 torch.manual_seed(0)
 

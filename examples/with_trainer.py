@@ -37,7 +37,7 @@ trainer = ShardcastTrainer(  # <- in place of Trainer
     model=model,
     args=args,
     train_dataset=rows,
-    shardcast_config={"grads": "sharded"},  # <- options of shardcast
+    shardcast_config={"accumulate": "sharded"},  # <- options of shardcast
 )
 result = trainer.train()
 if trainer.is_world_process_zero():

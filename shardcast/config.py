@@ -147,7 +147,13 @@ class ShardcastConfig(ValidatedOptions):
     max_skipped_steps: int = option(50, "raise after this many steps in a row were skipped", COUNT)
     guard: Any | None = extension(None, "guard")
     on_error: Any = extension("raise", "on_error")
-    grads: str = extension("full", "sharded_gradients")
+    accumulate: str = option(
+        "local",
+        "what no_sync() means. local: gradients accumulate on each rank, 2 bytes per parameter in "
+        "bf16; sharded: every backward is reduced, and a rank keeps its own part, in fp32 from the "
+        "second one on",
+        one_of("local", "sharded"),
+    )
     master: str = extension("fp32", "split_masters")
     moments: str = extension("fp32", "low_moments")
     metrics: bool | int = extension(False, "metrics")

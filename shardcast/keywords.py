@@ -45,7 +45,7 @@ class Keywords(TypedDict, total=False):
     max_skipped_steps: int
     guard: Mapping[str, Any] | Callable[[Tensor, Tensor | None], Tensor] | None
     on_error: str | Mapping[str, Any]
-    grads: str
+    accumulate: str
     master: str
     moments: str
     metrics: bool | int

@@ -22,6 +22,13 @@ NAMESAKE = (
 )
 
 
+GRAD_SCALER = (
+    "step() was called by torch.amp.GradScaler, whose infinity check is local to a rank: remove "
+    "the GradScaler and call optimizer.scale_loss(loss).backward(), optimizer.step(); shardcast "
+    "scales the loss and skips steps on all ranks itself"
+)
+
+
 def namesake() -> str | None:
     """Say what to do about another distribution of the same import name, if one is installed."""
     try:

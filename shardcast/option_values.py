@@ -31,7 +31,9 @@ PLAIN: dict[str, tuple[type, ...]] = {
 
 # Options that were removed, with the end of the error for each.
 GONE = {
-    "reproducible": "it was removed in 0.2.0; leave it out, and compare runs by optimizer.digest()"
+    "grads": "every rank keeps its own part of the gradients now; for reductions in no_sync(), as "
+    "with grads: sharded before, write accumulate: sharded",
+    "reproducible": "it was removed in 0.2.0; leave it out, and compare runs by optimizer.digest()",
 }
 
 
@@ -66,7 +68,6 @@ class Option(NamedTuple):
         signal: ``signal(config, process_groups, device)`` makes a :class:`.Signal`.
         transfers: ``transfers(device)`` gives what fetches, updates and sends back windows beside
             each other, called with them and three functions; ``None`` where one follows another.
-        gradients: the class of a pack's gradients, a :class:`.Gradients`, on several ranks.
         codec: ``codec(config, name)`` gives the :class:`.Codec` of masters, or of the state tensor
             that ``torch.optim`` calls ``name``.
         check: ``check(config)`` raises ValueError for other options that it does not go with.
@@ -88,7 +89,6 @@ class Option(NamedTuple):
     hook: Callable[[Any], Any] | None = None
     signal: Callable[[Any, Any, torch.device], Any] | None = None
     transfers: Callable[[torch.device], Any] | None = None
-    gradients: type[Any] | None = None
     codec: Callable[[Any, str], Any] | None = None
     check: Callable[[Any], None] | None = None
     fits: Callable[[Any, Any], None] | None = None

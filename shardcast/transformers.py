@@ -79,8 +79,7 @@ class ShowGradients(TrainerCallback):
         )
         if hooked and _shards(trainer):
             sharded = _pair(trainer)[1]
-            if sharded.config.grads == "full":
-                sharded.gather_gradients()
+            sharded.gather_gradients()
 
 
 class ShardcastTrainerMixin:

@@ -369,6 +369,43 @@ def test_only_a_cuda_stream_is_ever_captured(monkeypatch: pytest.MonkeyPatch):
     assert not _compat.is_capturing(torch.device("cpu"))
 
 
+def test_a_tensor_knows_whether_another_one_has_its_memory():
+    tensor = torch.ones(3)
+    assert not _compat.is_shared(tensor)
+    part = tensor[1:]
+    assert _compat.is_shared(tensor) and _compat.is_shared(part)
+    del part
+    assert not _compat.is_shared(tensor)
+    weight = torch.ones(3, requires_grad=True)
+    held = torch.ones(3)
+    weight.backward(held)  # autograd takes what nobody else holds, and clones this
+    assert weight.grad is not None and not _compat.is_shared(weight.grad)
+
+
+class PretendedStream:
+    """Notes what waits for what, and which tensors are used on it."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.device, self.name, self._told = torch.device("cpu", 0), name, told
+
+    def wait_stream(self, other: PretendedStream) -> None:
+        self._told.append(f"{self.name} waits for {other.name}")
+
+
+def test_a_stream_waits_for_others_that_made_tensors(monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    current, side = PretendedStream("current", told), PretendedStream("side", told)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _index: current)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, s: told.append(f"{len(tensor)} on {s.name}")
+    )
+    assert _compat.current_stream(torch.device("cpu", 0)) is current
+    _compat.wait_streams({current}, [torch.ones(2)])
+    assert told == []
+    _compat.wait_streams([current, side], [torch.ones(2), None, torch.ones(3)])
+    assert told == ["current waits for side", "2 on current", "3 on current"]
+
+
 def test_every_function_of_compat_is_exercised_here():
     source = Path(__file__).read_text()
     for module, called in ((_compat, "_compat"), (mocks, "mocks")):
@@ -376,6 +413,19 @@ def test_every_function_of_compat_is_exercised_here():
                   if inspect.isfunction(item) and item.__module__ == module.__name__
                   and not name.startswith("_")}  # fmt: skip
         assert public and {name for name in public if f"{called}.{name}(" not in source} == set()
+
+
+def test_a_backward_knows_whether_it_comes_to_a_reentrant_checkpoint():
+    from torch.utils.checkpoint import checkpoint
+
+    layer, seen = nn.Linear(3, 3), []
+    for reentrant in (True, False, None):
+        x = torch.ones(2, 3, requires_grad=True)
+        inner = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
+        out = layer(inner.tanh()).sum()
+        out.register_hook(lambda _grad: seen.append(_compat.reaches_checkpoint()))
+        out.backward()
+    assert seen == [True, False, False]
 
 
 def test_a_hook_can_tell_a_backward_from_autograd_grad():

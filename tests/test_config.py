@@ -82,18 +82,26 @@ def test_unknown_options_name_the_nearest_wherever_they_stand(
         ShardcastConfig.load({"zzzzzz": 1})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("reproducible", "8", "it was removed in 0.2.0; leave it out"),
+        ("grads", "sharded", "every rank keeps its own part .* write accumulate: sharded"),
+        ("grads", "full", "every rank keeps its own part of the gradients now"),
+    ],
+)
 def test_an_option_that_was_removed_is_an_error_that_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    told = "reproducible'; it was removed in 0.2.0; leave it out"
+    told = f"{name}'; {instead}"
     file = tmp_path / "old.yaml"
-    file.write_text("param_dtype: bf16\nreproducible: 8\n")
+    file.write_text(f"param_dtype: bf16\n{name}: {value}\n")
     with pytest.raises(ValueError, match=rf"old\.yaml, line 2, column 1: unknown option '{told}"):
         ShardcastConfig.load(file)
     with pytest.raises(ValueError, match=f"keyword: unknown option '{told}"):
-        ShardcastConfig.load(reproducible=True)
-    monkeypatch.setenv("SHARDCAST_REPRODUCIBLE", "8")
-    with pytest.raises(ValueError, match="SHARDCAST_REPRODUCIBLE; it was removed"):
+        ShardcastConfig.load(**{name: value})
+    monkeypatch.setenv(f"SHARDCAST_{name.upper()}", value)
+    with pytest.raises(ValueError, match=f"SHARDCAST_{name.upper()}; {instead}"):
         ShardcastConfig.load()
 
 
@@ -288,8 +296,8 @@ def test_a_preset_is_the_file_of_its_name(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_mistake_in_yaml_is_told_with_its_line_and_column(tmp_path: Path):
     path = tmp_path / "config.yaml"
-    path.write_text("param_dtype: bf16\nmaster: [split16\ngrads: full\n")
-    with pytest.raises(ValueError, match=r"config\.yaml: expected YAML.*line 3, column 6"):
+    path.write_text("param_dtype: bf16\nmaster: [split16\naccumulate: local\n")
+    with pytest.raises(ValueError, match=r"config\.yaml: expected YAML.*line 3, column 11"):
         ShardcastConfig.load(path)
 
 
@@ -324,7 +332,7 @@ def test_a_wrong_value_is_told_with_where_it_stands(
     text: str, kind: type[Exception], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = tmp_path / "config.yaml"
-    path.write_text(f"grads: full\n# a comment\n{text}\n")
+    path.write_text(f"accumulate: local\n# a comment\n{text}\n")
     with pytest.raises(kind, match=rf"config\.yaml, line 3, column 1: {told}"):
         ShardcastConfig.load(path)
     section = "\n".join(f"  {line}" for line in text.splitlines())

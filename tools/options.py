@@ -22,7 +22,7 @@ GROUPS = {
         "param_dtype", "max_grad_norm", "autocast", "keep_fp32", "averages", "guard", "on_error",
         "metrics", "broadcast_buffers",
     ),
-    "Memory": ("grads", "master", "moments", "offload", "shard_ranks"),
+    "Memory": ("accumulate", "master", "moments", "offload", "shard_ranks"),
     "Precision": (
         "published", "grad_dtype", "reduce_dtype", "fp32_outputs", "cast_forward_inputs",
         "cast_buffers", "convert_rest", "loss_scale", "loss_scale_init",

@@ -12,7 +12,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -88,6 +88,12 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """Have ``torch.compile`` break its graph around ``function``, as around those of torch."""
     return _disable_dynamo(function)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether another tensor has the memory of this one, too."""
+    storage = tensor.untyped_storage()  # counts itself, beside ``tensor``
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 _NOTHING = nullcontext()
@@ -187,12 +193,35 @@ def accumulates() -> bool:
     that alone calls ``torch.autograd.grad`` would wait for the others; no public name says it.
     """
     node = torch._C._current_autograd_node()
+    if node is None:
+        raise RuntimeError(
+            "backward: expected torch's own engine, got compiled autograd, which runs no hook when "
+            "a gradient comes; turn it off (torch._dynamo.config.compiled_autograd = False)"
+        )
     while below := [inner for inner, _ in node.next_functions if inner is not None]:
         node = below[0]
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False
+
+
+def reaches_checkpoint() -> bool:
+    """Return whether the running backward, seen from a hook, comes to a re-entrant checkpoint.
+
+    Its backward runs another one inside it, which may bring a gradient for a second time.
+    """
+    nodes: list[Any] = [torch._C._current_autograd_node()]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("CheckpointFunction"):
+            return True
+        seen.add(node)
+        nodes += [below for below, _ in node.next_functions]
+    return False
 
 
 def has_products(dtype: torch.dtype) -> bool:
@@ -216,6 +245,25 @@ def is_host(device: torch.device) -> bool:
     another function in its place, and so run the accelerator's path, with values, on a CPU.
     """
     return device.type == "cpu"
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream on which a hook runs, of an accelerator."""
+    return torch.accelerator.current_stream(device.index)
+
+
+def wait_streams(streams: Iterable[Any], tensors: Iterable[Tensor | None]) -> None:
+    """Have the current stream wait for the ``streams`` that made ``tensors``, and then use them.
+
+    Autograd runs each node on the stream of its forward, and joins them at the end of a backward.
+    """
+    made = [tensor for tensor in tensors if tensor is not None]
+    for stream in streams:
+        current: Any = current_stream(stream.device)
+        if stream != current:
+            current.wait_stream(stream)
+            for tensor in made:
+                tensor.record_stream(current)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.estimate.counts import by_owner, count_marks
+from shardcast.estimate.counts import by_owner
 from shardcast.extensions.shard_ranks import ranks_of_shards
 from shardcast.memory.codecs import Encoded, master_codec, row_of
 from shardcast.memory.pack import Pack
@@ -53,7 +53,7 @@ class Estimate:
             ranks; not in ``total``.
         sent: bytes that leave a rank in a step, of the one that sends most, ``sender``.
         collectives: launches per step, the small all-reduce included.
-        imbalance: what the fullest rank holds of masters, state and sharded gradients, over the
+        imbalance: what the fullest rank holds of masters, state and gradients, over the
             mean of all ranks; 1 at best.
         cost_imbalance: the same of what the update computes, as owners of whole parameters are
             chosen by it (the units of ``cost_fn``, or operations).
@@ -140,10 +140,12 @@ def estimate(
     layout = with_algorithms(plan.layout, config, topology)
     plan = dataclasses.replace(plan, layout=layout)
     copies, allocated = world_size // size, cache(partial(_allocated, originals, config))
-    sharded = config.grads == "sharded" and world_size > 1
-    adds_up = micro_batches > 1 if sharded else exact_sums(micro_batches, config)
+    # Gradients of micro-batches are on each rank until the last one, beside the mean.
+    accumulates = world_size > 1 and micro_batches > 1 and config.accumulate == "local"
+    sums = exact_sums(micro_batches, config) if world_size == 1 else micro_batches > 1
+    sums = sums and not accumulates
     costs = dict[str, float]()
-    masters, marks, parcels = [0] * size, [0] * size, 0
+    masters, local, parcels = [0] * size, 0, 0
     shares: list[list[_Share]] = [[] for _ in range(size)]
     for pack in layout.packs:
         trained = [0] * size
@@ -151,7 +153,10 @@ def estimate(
             trained[owner] += count
         for slot in pack.slots:
             costs[slot.name] = plan.costs.get(slot.name, ELEMENT * slot.numel)
-        grad = MASTER_DTYPE if adds_up else grad_dtype(pack.dtype, config)
+        grad = MASTER_DTYPE if sums else grad_dtype(pack.dtype, config)
+        if accumulates and pack.requires_grad:
+            of_batches = MASTER_DTYPE if exact_sums(micro_batches, config) else grad
+            local += sum(slot.numel for slot in pack.slots) * of_batches.itemsize
         share_of = cache(partial(_share, plan, copies, allocated, pack, grad))
         wire = wire_of(config, pack)
         parcels += wire.size if wire is not None and pack.requires_grad and size > 1 else 0
@@ -161,15 +166,10 @@ def estimate(
             shares[owner].append(share)
             peak = max(peak, live + masters[owner] + share.setup)
             masters[owner] += share.masters
-        if pack.requires_grad and not sharded and size > 1:
-            mark = torch.int64.itemsize + (grad.itemsize if backend == "gloo" else 0)
-            for span, count in zip(pack.spans, count_marks(pack), strict=True):
-                marks[span.owner] += count * mark
         live += pack.nbytes - sum(plan.params[slot.name].nbytes for slot in pack.slots)
     ranks = [_Share(*map(sum, zip(*packs, strict=True))) for packs in shares]
-    owned = [rank.masters + rank.state + rank.averages + sharded * rank.gradients for rank in ranks]
-    held = [*map(sum, zip(owned, marks, strict=True))]
-    most = held.index(max(held))
+    owned = [rank.masters + rank.state + rank.averages + rank.gradients for rank in ranks]
+    most = owned.index(max(owned))
     fullest = ranks[most]
     parameters = sum(pack.nbytes for pack in layout.packs)
     sent = [rank.sent for rank in ranks]
@@ -177,7 +177,7 @@ def estimate(
         world_size,
         layout,
         parameters=parameters,
-        gradients=fullest.gradients if sharded else sum(r.gradients for r in ranks) + marks[most],
+        gradients=fullest.gradients + local,
         masters=fullest.masters,
         state=fullest.state,
         averages=fullest.averages,

@@ -339,7 +339,8 @@ def _check(config: ShardcastConfig) -> None:
     _refuse(
         config,
         {
-            "grads 'sharded', of which every backward sends a part": config.grads == "sharded",
+            "accumulate 'sharded', with which every backward is reduced": config.accumulate
+            == "sharded",
             "a guard of the loss, which a rank that failed has not": loss is not None
             and config.on_error.action == "drop",
         },

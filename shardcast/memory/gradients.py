@@ -1,318 +1,291 @@
-"""The gradients of a pack: storage of the pack's layout, of which ``.grad`` are views."""
+"""The gradients of a pack: the mean of the own span, and what ``.grad`` shows of it.
+
+What is spread over ranks belongs to its owner. Backwards accumulate in ordinary ``.grad``s that
+autograd makes. A reduction sends them to the owners of their elements and leaves a
+:class:`.StandIn` in each ``.grad``: it can be edited, which edits the mean where it is, and is read
+after a gather.
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import REDUCTIONS, Buffers, Reduction
-from shardcast.memory.marks import Marks
-from shardcast.memory.pack import Pack
-from shardcast.memory.ungathered import OWNERS, UngatheredGradient, hide, reveal
+from shardcast.memory.local_param import LocalParam
+from shardcast.memory.pack import Pack, strides_of
+from shardcast.memory.stand_in import StandIn, stand_in
 from shardcast.plan.precision import MASTER_DTYPE
 
 
 class Gradients:
-    """The gradients of one pack on this rank, allocated with the first one and kept.
+    """The gradients of one pack on this rank.
 
-    This is the storage behind a pack's :class:`.Bucket`, full on every rank. An option has another
-    one by a subclass, of its own span (``Option.gradients``), so that a bucket asks none of them
-    which one it is.
-
-    ``collect()`` takes in every ``.grad``, zeros where there is none; ``data`` is sent; the mean is
-    written to ``own``, then ``landed(pieces)``. ``reopen(kept)`` begins anew and returns the fp32
-    means of the slots ``kept``, to be added to the next ones.
-
-    Outside of the own span ``data`` keeps this rank's own gradients, which are no means. So that
-    nobody takes them for means every ``.grad`` is an :class:`.UngatheredGradient` from ``landed()``
-    on; and for readers that are not called from Python, of each part of a parameter that lies there
-    at least one element in every ``MARKED`` is NaN.
+    The mean of the own span is one 1-d tensor in ``low``, which stays. Once a reduction adds to it,
+    and until it is cleared, it is in fp32, in other memory. Where the own span is the whole pack
+    (one rank, or replicas), and after a gather, ``.grad``s are views of the mean.
 
     Attributes:
-        stays: whether ``own`` is the same memory in each step.
-        cannot_gather: why :func:`.gather` cannot be called, for an error; empty: it can.
+        low: the dtype of ``.grad``, and of a mean that nothing was added to.
+        whole: whether the own span is the whole pack.
         owned: per slot, whether part of it lies in the own span.
+        has: slots of which this rank had a gradient that is in the mean.
+        shown: slots whose ``.grad`` shows the mean, unless a script has changed that since.
+        adds: slots whose mean the next reduction adds to.
+        local: slots whose ``.grad`` is this rank's own, and was when its mean was put aside.
+        gone: slots that a script cleared after the reduction that the coming step uses.
+        quiet: slots that a backward which sends nothing brought upon a mean of the same step.
+        is_part: whether a ``.grad`` of this rank is to be added to a mean, and so not all of it.
+        used: whether a step has used the mean.
+        assigned, cleared: slots whose mean a script replaced or dropped between two reductions of
+            a step.
+        holders: of copies whose gradients are added up, on how many ranks of one data-parallel
+            coordinate each slot had one, fp32.
+        culprits: ranks whose gradients made the mean non-finite, where that is known.
         has_graph: whether a gradient had a graph of its own, which the mean has not.
-        culprits: ranks whose own gradients made the mean non-finite, where that is known.
-        lent: slots that :meth:`lend` shows, without a gradient of this rank.
-        carry: fp32 means of the own span from earlier reductions of this step.
-        joint: of copies whose gradients are added up, on how many ranks of one data-parallel
-            coordinate each slot had one when it was last sent, fp32; ``None`` after a clear.
-        is_ungathered: whether ``data`` has means in the own span alone, with other spans elsewhere.
-        gone: slots whose gradient a script cleared after it was reduced.
-        zeroed: slots that were zeroed after they landed, not set to ``None``.
-        narrow_dtype: the dtype of gradients before they were widened.
+        mistake: the first error of this rank since gradients were cleared.
+        in_flight: whether the pack is on its way, so that nobody may edit the mean.
+        before_edit: is called before a script edits the mean, or sees it.
     """
 
-    stays = True
-    cannot_gather = ""
-    culprits: Collection[int] = ()
-    gone: Collection[int] = ()
-    joint: Tensor | None = None
-    is_ungathered = False
-    carry: Tensor | None = None
-    narrow_dtype: torch.dtype | None = None
-    _marks: Marks | None = None
-
     def __init__(self, pack: Pack, dtype: torch.dtype, wire: torch.dtype) -> None:
-        self.pack, self.dtype, self.has_graph = pack, dtype, False
-        self._wire = wire
+        self.pack, self.low, self._wire = pack, dtype, wire
         _, start, stop = pack.own
+        slots = pack.layout.slots
         self.owned = tuple(
-            numel > 0 and offset < stop and start < offset + numel
-            for _, _, offset, numel in pack.layout.slots
+            numel > 0 and offset < stop and start < offset + numel for _, _, offset, numel in slots
         )
+        self.whole = pack.comm.size == 1
         self._device = pack.params[0].device
-        empty = partial(torch.empty, device="meta")
-        self._places = [  # shape, strides and offset of each view
-            (slot.shape, empty(slot.shape).stride(), slot.offset) for slot in pack.layout.slots
-        ]
-        self._data: Tensor | None = None
-        # The view of each slot that was last shown as ``.grad``. Weakly: a script may keep it.
-        self._shown: list[Callable[[], Tensor | None]] = []
-        self._addresses: list[int] = []  # of the slots; a script may do ``.grad.data = ...``
-        self.lent: set[int] = set()
-        self.zeroed: set[int] = set()
+        self._own: Tensor | None = None
+        self._mean: Tensor | None = None  # in ``low``; the memory that stays
+        self._full: Tensor | None = None  # of all owners, after a gather
+        self._dropped = False  # ``own`` has values of no gradient
+        self._kept: dict[int, Callable[[], Tensor | None]] = {}
+        self._wide: set[int] = set()  # parameters whose ``.grad`` is in fp32
+        self._padding = pack.layout.padding
+        self._gaps: Tensor | None = None  # the elements of padding, once something is sent
+        self._stand_ins: list[StandIn | None] = [None] * len(slots)
+        # Views that were shown last. Weakly: a script may keep one.
+        self._views: list[Callable[[], Tensor | None]] = [nothing] * len(slots)
+        self.has: set[int] = set()
+        self.shown: set[int] = set()
+        self.adds: set[int] = set()
+        self.local: set[int] = set()
+        self.gone: set[int] = set()
+        self.quiet: set[int] = set()
+        self.assigned: set[int] = set()
+        self.cleared: set[int] = set()
+        self.used = self.has_graph = self.in_flight = self.is_part = False
+        self.holders: Tensor | None = None
+        self.culprits: Collection[int] = ()
+        self.before_edit: Callable[[], None] = nothing
+        self.mistake: Exception | None = None
 
-    @property
-    def allocated(self) -> bool:
-        """Return whether ``data`` is there."""
-        return self._data is not None
-
-    @property
-    def data(self) -> Tensor:
-        """The storage, 1-d, ``layout.numel`` elements; padding is zero, in no sum and no norm."""
-        return self._allocate() if self._data is None else self._data
-
-    def _allocate(self, data: Tensor | None = None) -> Tensor:
-        numel, own = self.pack.layout.numel, self.pack.own
-        if data is None:
-            data = torch.zeros(numel, dtype=self.dtype, device=self._device)
-        assert data.storage_offset() == 0  # from where the places of views are counted
-        self._data = data
-        OWNERS[data.untyped_storage().data_ptr()] = self
-        slots, start = self.pack.layout.slots, data.data_ptr()
-        self._addresses = [
-            start + slot.offset * self.dtype.itemsize if slot.numel else 0 for slot in slots
-        ]
-        self._shown = [nothing] * len(slots)
-        self._own_data = data[own.start : own.stop]
-        return data
+    # -- the mean -------------------------------------------------------------------------------
 
     @property
     def own(self) -> Tensor:
-        """The own span, 1-d: the mean, after a reduction."""
-        if self._data is None:
-            self._allocate()
-        return self._own_data
+        """The mean of the own span, 1-d; padding is zero, in no sum and no norm."""
+        if self._own is None:
+            if self._mean is None:
+                numel = self.pack.own.numel
+                self._mean = torch.zeros(numel, dtype=self.low, device=self._device)
+            self._own = self._mean
+        return self._own
+
+    @property
+    def stays(self) -> bool:
+        """Return whether ``own`` is the memory that the next step has too."""
+        return self._own is self._mean
 
     @property
     def nbytes(self) -> int:
-        """The bytes of gradients and their marks."""
-        marks = 0 if self._marks is None else self._marks.nbytes
-        return marks + (0 if self._data is None else self._data.nbytes)
+        """The bytes of the mean, and of gradients that are not reduced."""
+        held = {id(t): t.nbytes for t in (self._mean, self._own, self._full) if t is not None}
+        if self._full is not None:
+            held.pop(id(self._own), None)  # a part of it
+        grads = (param.grad for param in self.pack.params)
+        with _compat.without_torch_function():
+            local: int = sum(
+                grad.nbytes
+                for n, grad in enumerate(grads)
+                if grad is not None and not self.holds(n, grad)
+            )
+        return sum(held.values()) + local
 
-    def widen(self) -> None:
-        """Accumulate in fp32 from now on; :func:`.gather` sends what it would have sent."""
-        if self.dtype == MASTER_DTYPE:
-            return
-        params, data = self.pack.params, self._data
-        ours = [position for position in range(len(params)) if self.holds(position)]
-        for position in ours:
-            params[position].grad = None  # not to be cast one by one
-        set_grad_dtype(self.pack, MASTER_DTYPE)
-        self.narrow_dtype, self.dtype = self.dtype, MASTER_DTYPE
-        self._marks = None  # they are of another dtype
-        if data is not None:
-            self._allocate(data.to(MASTER_DTYPE))
-        for position in ours:
-            self.show(position)
+    @property
+    def is_clear(self) -> bool:
+        """Return whether no ``.grad`` shows a mean, or is to be added to one."""
+        return not self.shown and not self.local
 
-    def free(self) -> None:
-        """Give the storage back, after a clear; the next gradient has it allocated anew."""
-        if self._data is not None:
-            for position in range(len(self.pack.params)):
-                self._part_with(position)
-        self._data = self._marks = None
-        self._own_data = torch.empty(0)
+    def part(self, position: int) -> Tensor:
+        """Return the part of the mean that belongs to one slot."""
+        return self.own[own_part(self.pack, position)]
+
+    def within(self, position: int) -> tuple[int, int]:
+        """Return which elements of the flattened parameter that part is."""
+        slot, own = self.pack.layout.slots[position], self.pack.own
+        part = own_part(self.pack, position)
+        shift = own.start - slot.offset
+        return (part.start + shift, part.stop + shift) if part.stop > part.start else (0, 0)
 
     def presence(self) -> list[bool]:
-        """Return per slot whether this rank has a gradient, or a mean that it knows of."""
-        if self.lent:
-            lent = {position for position in self.lent if self.holds(position)}
-            return [n not in lent and p.grad is not None for n, p in enumerate(self.pack.params)]
-        return [param.grad is not None for param in self.pack.params]
+        """Return per slot whether this rank had a gradient that is in the mean."""
+        return [position in self.has for position in range(len(self.pack.params))]
 
-    def lend(self, positions: Iterable[int]) -> None:
-        """Show means of which only other ranks may have had a gradient.
+    def edited(self, position: int) -> Tensor:
+        """Return the part of one slot for a script that is about to edit it.
 
-        As under DDP, so that a script that edits gradients edits every mean of the own span.
+        Raises:
+            RuntimeError: the pack is on its way, as after a backward that failed.
         """
-        for position in positions:
-            self.show(position)
-            self.lent.add(position)
+        if self.in_flight:
+            raise RuntimeError(
+                f"backward: .grad of {self.pack.layout.slots[position].name!r} was edited or "
+                "zeroed in place after a backward that failed, which had sent it: call "
+                "optimizer.zero_grad() after such a backward, or set every .grad to None"
+            )
+        self.before_edit()
+        self.adds.add(position)
+        return self.part(position)
 
-    def take_back(self) -> None:
-        """Show no more what was lent."""
-        if self.lent:
-            for position in self.lent:
-                if self.holds(position):
-                    self.pack.params[position].grad = None
-            self.lent.clear()
+    def zero(self, position: int) -> None:
+        """Zero the mean of one slot: there is nothing to add to, and a gradient is still there."""
+        self.edited(position).zero_()
+        self.adds.discard(position)
+        self.quiet.discard(position)
 
-    def holds(self, position: int) -> bool:
-        """Return whether the gradient is ours, not one that a script put in its place."""
-        grad = self.pack.params[position].grad
-        if self._data is None or grad is None:
-            return False
-        with _compat.without_torch_function():  # or asking a hidden one for its address is slow
-            return self._is_own(position, grad)
-
-    def _is_own(self, position: int, grad: Tensor) -> bool:
-        return grad is self._shown[position]() and grad.data_ptr() == self._addresses[position]
-
-    def show(self, position: int) -> None:
-        """Set the ``.grad`` at ``position`` to ours."""
-        if not self.holds(position):
-            self.pack.params[position].grad = self._view(position)
-
-    def expect(self, position: int) -> bool:
-        """Hear that a gradient is about to come; return whether every one is to be announced."""
-        return False  # autograd adds to what is there
-
-    def collect(self) -> set[int]:
-        """Take all gradients in; return the positions without one, which are zeros."""
-        self.adopt()
-        absent = {n for n, param in enumerate(self.pack.params) if param.grad is None}
-        for position in absent:
-            self.clear(position)
-        return absent
-
-    def given(self) -> list[int]:
-        """Return the positions with a gradient that is not ours."""
-        params = self.pack.params
-        return [n for n, p in enumerate(params) if p.grad is not None and not self.holds(n)]
-
-    def adopt(self, positions: Iterable[int] | None = None) -> bool:
-        """Copy gradients that are not ours in, and show ours; return whether there were any."""
-        params = self.pack.params
-        if self._data is None:
-            self._allocate()
-        grads: dict[int, Tensor] = {}
-        with _compat.without_torch_function():
-            for position in range(len(params)) if positions is None else positions:
-                grad = params[position].grad
-                if grad is None or self._is_own(position, grad):
-                    continue
-                if type(grad) is not Tensor or grad.layout != torch.strided:
-                    from shardcast.memory.gradient_access import check_given
-
-                    check_given(self.pack, position, grad)
-                if grad.requires_grad:
-                    self.has_graph = True
-                grads[position] = grad
-            if grads:
-                with _compat.without_grad():  # a backward with create_graph runs hooks with it on
-                    views = [self._view(position) for position in grads]
-                    torch._foreach_copy_(views, list(grads.values()))  # one kernel on a GPU
-                for position, view in zip(grads, views, strict=True):
-                    params[position].grad = view
-        return bool(grads)
-
-    def forget(self) -> None:
-        """Learn that all gradients were cleared, by whomever."""
-        self.carry = self.joint = None
-
-    def send(self, buffers: Buffers) -> Reduction:
-        """Start the collective, on what was collected, into one of the ``buffers``."""
-        layout = self.pack.layout
-        sent = self.data if self.dtype == self._wire else self.data.to(self._wire)
-        reduction = REDUCTIONS[layout.algorithms.reduce or "all_to_all"]  # none in a world of one
-        take = partial(buffers.take, dtype=self._wire, device=sent.device)
-        return reduction(self.pack.comm, layout, sent, self.local(sent), take)
-
-    def clear(self, position: int) -> None:
-        """Zero one slot, if there is storage."""
-        if self._data is not None:
-            slot = self.pack.layout.slots[position]
-            self._data[slot.offset : slot.end].zero_()
-
-    def zero(self, set_to_none: bool) -> None:
-        """Hear that the optimizer clears all gradients; it clears the views itself."""
-        self.take_back()  # or zeros would be left of what nobody may have had
-        if not set_to_none:
-            self.zeroed.update(range(len(self.pack.params)))
-            self.reveal()  # zeros are what they seem to be
-
-    def local(self, sent: Tensor) -> Tensor:
-        """Return the own span of ``sent``; ``own`` itself where that is the same memory."""
-        own = self.pack.own
-        return self._own_data if sent is self._data else sent[own.start : own.stop]
-
-    def landed(self, pieces: Sequence[Tensor]) -> None:
-        """Hear that the mean of ``pieces`` (one piece: a sum over ranks) was written to ``own``."""
-        if self._marks is None:
-            self._marks = Marks.of(self.pack, self.dtype, self._device)
-        self._marks.put(self.data)
-        self.zeroed.clear()
-        self._hide()
-
-    def _hide(self) -> None:
-        """Hide what is shown, which is the mean in places alone."""
-        self.is_ungathered = self.pack.comm.size > 1
-        for shown in self._shown if self.is_ungathered else ():
-            if (view := shown()) is not None:
-                hide(view)
-
-    def reveal(self) -> None:
-        """Show gradients as they are."""
-        if self.is_ungathered:
-            self.is_ungathered = False
-            for shown in self._shown:
-                if (view := shown()) is not None:
-                    reveal(view)
-
-    def own_before(self, offset: int) -> Tensor:
-        """Return this rank's own value in another one's span. On a host, after ``landed()``."""
-        hidden = None if self._marks is None else self._marks.hidden_at(offset)
-        return self.data[offset] if hidden is None else hidden
-
-    def reopen(self, kept: Collection[int]) -> Tensor | None:
-        """Begin anew: autograd adds to ``data``, so it is zeroed; without ``kept`` overwritten.
-
-        Marks are in slots alone, not in the padding, so that both take them away. Where means are
-        kept apart, what is shown is a part of the gradient.
-        """
-        if not kept:
-            self.is_ungathered = False  # nothing is shown, and what a script kept is no mean still
+    def own_mean(self) -> Tensor | None:
+        """Prepare ``own`` for a reduction; return it in fp32 where there is something to add to."""
+        own, adds = self.own, self.adds
+        self._full = None
+        if not adds:
+            self._own = None
+            self.own  # noqa: B018, that of ``low`` again
             return None
         for position in range(len(self.pack.params)):
-            if position not in kept:
-                self.clear(position)
-        means = self.own.to(MASTER_DTYPE, copy=True)
-        self.data.zero_()
-        if self.zeroed.issuperset(kept):  # nothing is kept but zeros
-            self.reveal()
+            if position not in adds:
+                own[own_part(self.pack, position)].zero_()
+        if self.low == MASTER_DTYPE:
+            total = self._mean
+            assert total is not None
+            if own is not total:
+                total.copy_(own)
         else:
-            self._hide()
-        return means
+            total, self._mean = own.to(MASTER_DTYPE), None  # both would be half as much again
+        self._own = total
+        return total
 
-    def _view(self, position: int) -> Tensor:
-        """Make a new view of one slot, for another gradient."""
-        data = self.data
-        if self._shown[position]() is not None:
-            self._part_with(position)
+    def landed(self, pieces: Sequence[Tensor]) -> None:
+        """Take what was written to ``own``, the mean of ``pieces`` (one: a sum over ranks)."""
+        self.in_flight, self._dropped, self.culprits = False, False, ()
+        self.adds = set(self.shown)
+        if self.whole:
+            for position in self.shown:
+                self._show_view(position, self.own)
+        own = self.own
+        if not _compat.is_host(own.device) or len(pieces) == 1:
+            return
+        # Nobody can be asked later for the gradients that spoil the mean. Where the sum overflows
+        # for nothing, nobody is named.
+        if not bool(own.sum().isfinite()):
+            index = int(torch.argmax((~own.isfinite()).to(torch.uint8)))
+            self.culprits = [r for r, piece in enumerate(pieces) if not piece[index].isfinite()]
+
+    def settle(self) -> bool:
+        """Take what a script did to ``.grad``s after the reduction: they are what the step uses.
+
+        Returns:
+            Whether a gradient was assigned.
+        """
+        has_taken = False
+        if self._dropped:
+            self._dropped = False
+            self.own.zero_()
+        for position, param in enumerate(self.pack.params):
+            grad = param.grad
+            if grad is None:
+                if position in self.shown:
+                    self.shown.discard(position)
+                    self.gone.add(position)
+                    self._drop(position)
+                    self.part(position).zero_()
+                    if self.holders is not None:
+                        self.holders[position].fill_(0.0)
+            elif not self.holds(position, grad) and self._accepts(position, grad):
+                with torch.no_grad(), _compat.without_torch_function():
+                    start, stop = self.within(position)
+                    self.part(position).copy_(grad.detach().reshape(-1)[start:stop])
+                self.has.add(position)
+                self.adds.add(position)
+                self.show(position)
+                has_taken = True
+        return has_taken
+
+    def replaced(self) -> bool:
+        """Return whether some ``.grad`` is no longer what it showed, but cleared or assigned."""
+        return any(
+            (position in self.shown or (self.whole and position in self.has))
+            if (grad := param.grad) is None
+            else not self.holds(position, grad)
+            for position, param in enumerate(self.pack.params)
+        )  # fmt: skip
+
+    # -- what ``.grad`` shows -------------------------------------------------------------------
+
+    def holds(self, position: int, grad: Tensor) -> bool:
+        """Return whether ``grad`` shows the mean, and is not what a script put in its place."""
+        if type(grad) is StandIn:
+            own = self._stand_ins[position]
+            return own is not None and (
+                grad is own or (grad.root is own and grad.shape == own.shape)
+            )
+        if grad is not self._views[position]():
+            return False
+        data = self.own if self._full is None else self._full
+        offset = self.pack.layout.slots[position].offset if data.numel() else 0
+        return grad.data_ptr() == data.data_ptr() + offset * data.element_size() or not grad.numel()
+
+    def show(self, position: int) -> None:
+        """Set ``.grad`` to the mean: a view of it where this rank has all of it."""
+        if self.whole:
+            self._show_view(position, self.own)
+            self.shown.add(position)
+            return
+        if position in self._wide:
+            self.pack.params[position].grad = None
+            self._set_dtype(position, self.low)
+        held = self._stand_ins[position]
+        # References: of the list, of ``held``, of the call.
+        if held is None or sys.getrefcount(held) > 3:
+            if held is not None:
+                held.grads = nothing  # a script keeps that of a step before
+            held = self._stand_ins[position] = stand_in(self, position)
+        self.pack.params[position].grad = held
+        self.shown.add(position)
+
+    def _show_view(self, position: int, data: Tensor) -> None:
+        param = self.pack.params[position]
+        grad = param.grad
+        if grad is not None and data is self._own and self.holds(position, grad):
+            return
+        self._set_dtype(position, data.dtype)
+        param.grad = self._view(position, data)
+
+    def _view(self, position: int, data: Tensor) -> Tensor:
+        """Make a view of one slot, for another gradient."""
+        self._part_with(position)
+        slot = self.pack.layout.slots[position]
         # One call: a slice and a view of it take twice as long, for each parameter of each step.
         # Detached, it is no view to autograd, which lets a script call detach_() on a gradient.
-        view = data.as_strided(*self._places[position]).detach()
-        self._shown[position] = weakref.ref(view)
-        if self.is_ungathered:
-            hide(view)
+        begin = data.storage_offset() + slot.offset
+        view = data.as_strided(slot.shape, strides_of(slot.shape), begin).detach()
+        self._views[position] = weakref.ref(view)
         return view
 
     def _part_with(self, position: int) -> None:
@@ -320,17 +293,386 @@ class Gradients:
 
         Gradients that a script keeps over a backward (PCGrad) must not change.
         """
-        last = self._shown[position]()
-        if last is not None:
-            with _compat.without_torch_function():
-                if last.data_ptr() == self._addresses[position]:
-                    last.data = last.detach().clone()
-                if isinstance(last, UngatheredGradient):
-                    last.of = self.pack.layout.slots[position].name
+        last = self._views[position]()
+        self._views[position] = nothing
+        if last is not None and self._full is None:
+            last.data = last.detach().clone()
+
+    def take(self, position: int, is_quiet: bool) -> None:
+        """Make room for a gradient that autograd is about to accumulate.
+
+        Args:
+            is_quiet: the backward sends nothing.
+        """
+        param = self.pack.params[position]
+        if self.given(position) is None and param.grad is not None:
+            param.grad = None  # the mean stays, and is added to
+            self.shown.discard(position)
+            if is_quiet and position in self.adds:
+                self.is_part = True
+                if not self.used:
+                    self.quiet.add(position)
+        self.local.add(position)
+
+    def given(self, position: int) -> Tensor | None:
+        """Return the ``.grad`` that is this rank's own; note what a script did to the mean.
+
+        ``None`` in the place of the mean has cleared it. Another tensor has replaced it, as under
+        DDP: it is this rank's gradient, to be averaged over ranks.
+        """
+        grad = self.pack.params[position].grad
+        if grad is None:
+            if position in self.shown or position in self.local:
+                self._drop(position, self.cleared)
+            return None
+        if position in self.local:
+            kept = self._kept.get(position)
+            if kept is not None and kept() is not grad:
+                self._drop(position, self.assigned)
+                self.local.add(position)
+            return grad if self._accepts(position, grad) else None
+        if self.holds(position, grad):
+            return None
+        if position in self.shown:
+            self._drop(position, self.assigned)
+        return grad if self._accepts(position, grad) else None
+
+    def _accepts(self, position: int, grad: Tensor) -> bool:
+        """Return whether it can be reduced; else keep the error, and clear it."""
+        if type(grad) is Tensor and grad.layout == torch.strided:
+            return True
+        try:
+            check_given(self.pack, position, grad)
+        except (RuntimeError, TypeError) as error:
+            self.mistake = self.mistake or error.with_traceback(None)
+            self.pack.params[position].grad = None
+            return False
+        return True
+
+    def _drop(self, position: int, noted: set[int] | None = None) -> None:
+        """Drop the mean of one slot."""
+        if noted is not None and position in self.adds and not self.used:
+            noted.add(position)
+        for positions in (self.shown, self.adds, self.local, self.quiet, self.has):
+            positions.discard(position)
+        self._kept.pop(position, None)
+
+    # -- a reduction ----------------------------------------------------------------------------
+
+    def collect(self, left_out: Callable[[int], bool] | None = None) -> Tensor:
+        """Return a buffer with all gradients of this rank, zeros where it has none.
+
+        Every ``.grad`` shows the mean from then on.
+
+        Args:
+            left_out: says of a slot whether other ranks send the same gradient.
+        """
+        layout, params = self.pack.layout, self.pack.params
+        if self.is_clear:
+            grads = {
+                position: grad
+                for position, param in enumerate(params)
+                if (grad := param.grad) is not None and self._accepts(position, grad)
+            }
+        else:
+            found = ((position, self.given(position)) for position in range(len(params)))
+            grads = {position: grad for position, grad in found if grad is not None}
+        self.has_graph = self.has_graph or any(grad.requires_grad for grad in grads.values())
+        absent = {position for position in range(len(params)) if position not in grads}
+        without = [n for n in grads if left_out(n)] if left_out is not None else []
+        sent = self._packed(grads)
+        for position in (*absent, *without):
+            slot = layout.slots[position]
+            sent[slot.offset : slot.end].zero_()
+        self.has |= grads.keys()
+        self.local.clear()
+        self._kept.clear()
+        self.is_part = False
+        self.gone.clear()
+        self.narrow()
+        if self.whole:
+            for position in range(len(params)):
+                self._part_with(position)
+                params[position].grad = None
+        for position, param in enumerate(params):
+            if param.requires_grad or position in grads:
+                if self.whole:
+                    self.shown.add(position)  # as it lands
+                else:
+                    self.show(position)
+        self.in_flight, self.used = True, False
+        return sent
+
+    def _packed(self, grads: dict[int, Tensor]) -> Tensor:
+        layout = self.pack.layout
+        if len(layout.slots) == len(grads) == 1 and not self._padding:
+            (grad,) = grads.values()
+            alone = not _compat.is_shared(grad) and grad.is_contiguous()
+            if alone and grad.dtype == self._wire:
+                return grad.detach().view(-1)
+        sent = torch.empty(layout.numel, dtype=self._wire, device=self._device)
+        if self._padding:
+            if self._gaps is None:
+                self._gaps = _gaps(self.pack)
+            sent.index_fill_(0, self._gaps, 0.0)
+        if grads:
+            every = self.pack.views(sent)
+            views = every if len(grads) == len(every) else [every[n] for n in grads]
+            with _compat.without_grad():  # a backward with create_graph runs hooks with it on
+                torch._foreach_copy_(views, [*grads.values()])  # one kernel on a GPU
+        return sent
+
+    def own_of(self, sent: Tensor) -> Tensor:
+        """Return the own span of ``sent``."""
+        return sent[self.pack.own.start : self.pack.own.stop]
+
+    def keep(self, positions: Iterable[int]) -> None:
+        """Keep gradients of a backward that has sent nothing, in memory that is theirs alone.
+
+        Graphed callables give the same memory in each backward: autograd takes it for ``.grad``,
+        and the next one would overwrite it.
+        """
+        for position in positions:
+            param = self.pack.params[position]
+            grad = param.grad
+            if grad is not None and type(grad) is Tensor and _compat.is_shared(grad):
+                param.grad = grad.detach().clone()
+            self.local.add(position)
+            if position in self.adds:
+                self._keep(position)
+
+    def note_holders(self, counts: Tensor) -> None:
+        """Keep on how many ranks that hold a copy each slot had a gradient."""
+        self.holders = counts.clone()
+
+    def _keep(self, position: int) -> None:
+        """Note the gradient that is to be added to a mean, to tell when a script replaces it."""
+        grad = self.pack.params[position].grad
+        self._kept[position] = nothing if grad is None else weakref.ref(grad)
+
+    def widen(self, position: int) -> None:
+        """Accumulate one gradient in fp32 from now on, until it is sent or cleared."""
+        if self.whole:
+            self._widen_all()
+        elif position not in self._wide:
+            self._set_dtype(position, MASTER_DTYPE)
+
+    def _widen_all(self) -> None:
+        own = self.own
+        if own.dtype == MASTER_DTYPE:
+            return
+        params = self.pack.params
+        ours = [n for n, p in enumerate(params) if p.grad is not None and self.holds(n, p.grad)]
+        for position in ours:
+            params[position].grad = None  # not to be cast one by one
+        self._own, self._mean = own.to(MASTER_DTYPE), None
+        for position in range(len(params)):
+            self._set_dtype(position, MASTER_DTYPE)
+        for position in ours:
+            self._show_view(position, self._own)
+
+    def narrow(self) -> None:
+        """Accumulate in ``low`` again."""
+        for position in [*self._wide]:
+            if self.pack.params[position].grad_dtype != self.low:
+                self.pack.params[position].grad = None
+            self._set_dtype(position, self.low)
+
+    def _set_dtype(self, position: int, dtype: torch.dtype) -> None:
+        # A script that has cleared a gradient may set one in the dtype of the parameter.
+        set_grad_dtype(self.pack.params[position], dtype, is_only=dtype == self.low)
+        (self._wide.discard if dtype == self.low else self._wide.add)(position)
+        if position in self._kept:
+            self._keep(position)
+
+    # -- one rank: nothing is sent ----------------------------------------------------------------
+
+    def adopt(self, positions: Iterable[int] | None = None) -> None:
+        """Copy gradients that autograd or a script made into ``own``, and show views of it."""
+        params = self.pack.params
+        grads: dict[int, Tensor] = {}
+        for position in range(len(params)) if positions is None else positions:
+            grad = params[position].grad
+            if grad is None or self.holds(position, grad):
+                continue
+            if type(grad) is not Tensor or grad.layout != torch.strided:
+                check_given(self.pack, position, grad)
+            self.has_graph = self.has_graph or grad.requires_grad
+            grads[position] = grad
+        if grads:
+            own = self.own
+            with _compat.without_grad():  # a backward with create_graph runs hooks with it on
+                views = [self._view(position, own) for position in grads]
+                torch._foreach_copy_(views, [*grads.values()])  # one kernel on a GPU
+            for position, view in zip(grads, views, strict=True):
+                params[position].grad = view
+
+    def adopt_all(self) -> None:
+        """Have all gradients of one rank in ``own``, zeros where there is none."""
+        self.restart()
+        self.adopt()
+        self.has = {n for n, param in enumerate(self.pack.params) if param.grad is not None}
+        self.shown.clear()
+        self.local.clear()
+        for position in range(len(self.pack.params)):
+            if position not in self.has:
+                self.clear(position)
+
+    def restart(self) -> None:
+        """Begin in ``low`` again, where all gradients were cleared one by one."""
+        if (self._wide or self.own.dtype != self.low) and not any(
+            (grad := param.grad) is not None and self.holds(position, grad)
+            for position, param in enumerate(self.pack.params)
+        ):
+            self._own = None
+            for position in [*self._wide]:
+                self._set_dtype(position, self.low)
+
+    def clear(self, position: int) -> None:
+        """Zero the mean of one slot."""
+        self.part(position).zero_()
+
+    # -- after a step -----------------------------------------------------------------------------
+
+    def use(self) -> None:
+        """Note that a step has used the mean."""
+        self.used = True
+        for noted in (self.gone, self.quiet, self.assigned, self.cleared):
+            noted.clear()
+
+    def forget(self, set_to_none: bool = True) -> None:
+        """Drop the mean: all gradients are cleared, by whomever.
+
+        Args:
+            set_to_none: else gradients stay, and are zero.
+        """
+        self.adds.clear()
+        self._kept.clear()
+        self.mistake = None
+        self.use()
+        if set_to_none:
+            self.has.clear()
+            self.shown.clear()
+            self.local.clear()
+            self._own = self._full = None
+            self._dropped = True
+            if self._wide:
+                for position in self._wide:
+                    self.pack.params[position].grad = None
+                self.narrow()
+        elif self._own is not None:
+            self._own.zero_()
+            if self._full is not None:
+                self._full.zero_()
+        self.used = False
+        self.holders = None if set_to_none else self.holders
+
+    def hide(self, present: Sequence[bool]) -> None:
+        """Show no gradient where no rank had one, as far as that is known."""
+        for position in [n for n in self.shown if not present[n] and n not in self.has]:
+            grad = self.pack.params[position].grad
+            if grad is not None and self.holds(position, grad):
+                self.pack.params[position].grad = None
+            self._drop(position)
+
+    def free(self) -> None:
+        """Give all memory back, after a clear; the next gradient has it allocated anew."""
+        self.close()
+        self._mean = self._own = self._full = None
+
+    def close(self) -> None:
+        """Clear what shows the mean."""
+        for position, param in enumerate(self.pack.params):
+            grad = param.grad
+            if grad is not None and self.holds(position, grad):
+                self._part_with(position)
+                param.grad = None
+        self.forget()
+
+    # -- gathered --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self, present: Sequence[bool], dtype: torch.dtype) -> None:
+        """Have the means of all owners in ``dtype``, and views of them in ``.grad``.
+
+        Every rank of the pack must call it, after :meth:`settle`.
+
+        Args:
+            present: per slot, whether some rank has a gradient.
+        """
+        self.before_edit()
+        pack, own, span = self.pack, self.own.to(dtype), self.pack.own
+        if self.whole:
+            full = self._own = own
+        else:
+            full = own.new_zeros(pack.layout.numel)
+            full[span.start : span.stop].copy_(own)
+            if len(pack.layout.lengths) == 1:
+                pack.comm.all_gather(full, full[span.start : span.stop], pack.layout)
+            elif pieces := [
+                (piece.owner, full[piece.start : piece.stop]) for piece in pack.layout.owned_spans
+            ]:
+                pack.comm.broadcast_all(pieces, pack.layout)
+            self._full, self._own = full, full[span.start : span.stop]
+        for position, param in enumerate(pack.params):
+            param.grad = None
+            if not present[position]:
+                self._drop(position)
+                continue
+            self._set_dtype(position, full.dtype)
+            view = self._view(position, full)
+            if isinstance(param, LocalParam):
+                param.param.grad = None  # it was a part of the sum, and is all of it now
+            param.grad = view
+            self.shown.add(position)
+            self.has.add(position)
+
+    @property
+    def shows(self) -> bool:
+        """Return whether a clip is to be seen in ``.grad``s at once.
+
+        In low precision it waits for the update on one rank: to round what is clipped, or to have
+        all of it in fp32, would cost what is to be saved.
+        """
+        return self._full is not None or (self.whole and self.own.dtype == MASTER_DTYPE)
+
+    @property
+    def waits_for_clip(self) -> bool:
+        """Return whether ``.grad``s can be read and do not show a clip."""
+        return self.whole and not self.shows
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the mean, and what is shown of it, by the factor of a clip.
+
+        In fp32 from then on, so that what the update computes is the same to the bit.
+        """
+        span, shown = self.pack.own, []
+        for position, param in enumerate(self.pack.params):
+            grad = param.grad
+            if grad is not None and type(grad) is not StandIn and self.holds(position, grad):
+                shown.append(position)
+        if self.whole:
+            self._widen_all()
+        elif self.all_shown.dtype != MASTER_DTYPE:
+            full = self.all_shown.to(MASTER_DTYPE)
+            if self._full is not None:
+                self._full, self._own = full, full[span.start : span.stop]
+            else:
+                self._own, self._mean = full, None
+            for position in shown:
+                self.pack.params[position].grad = None
+                self._set_dtype(position, MASTER_DTYPE)
+                self.pack.params[position].grad = self._view(position, full)
+        self.all_shown.mul_(factor)
+
+    @property
+    def all_shown(self) -> Tensor:
+        """The mean, and where it was gathered those of other owners, 1-d."""
+        return self.own if self._full is None else self._full
 
 
 def nothing() -> None:
-    """Stand for a weak reference to nothing."""
+    """Stand for a weak reference to nothing, or a call that does nothing."""
 
 
 def own_part(pack: Pack, position: int) -> slice:
@@ -340,10 +682,40 @@ def own_part(pack: Pack, position: int) -> slice:
     return slice(start - own.start, max(start, min(slot.end, own.stop)) - own.start)
 
 
-def set_grad_dtype(pack: Pack, dtype: torch.dtype) -> None:
-    """Have autograd accumulate gradients in ``dtype``; those that are there are cast."""
-    for param in pack.params:
-        if param.grad_dtype != dtype:
-            grad, param.grad = param.grad, None
-            param.grad_dtype = dtype
-            param.grad = None if grad is None else grad.to(dtype)
+def set_grad_dtype(param: Tensor | LocalParam, dtype: torch.dtype, is_only: bool = True) -> None:
+    """Have autograd accumulate the gradient in ``dtype``; one that is there is cast.
+
+    Args:
+        is_only: whether a gradient of another dtype is refused. Else what comes is added to what is
+            there, in its dtype.
+    """
+    wanted = dtype if is_only else None
+    if param.grad_dtype != wanted:
+        grad, param.grad = param.grad, None
+        param.grad_dtype = wanted
+        param.grad = None if grad is None else grad.to(dtype)
+
+
+def check_given(pack: Pack, position: int, grad: Tensor) -> None:
+    """Raise a TypeError for a sparse gradient, a RuntimeError for one of another parameter."""
+    slot = pack.layout.slots[position]
+    if type(grad) is StandIn:
+        raise RuntimeError(
+            f"gradient of {slot.name!r}: expected its own, got .grad of {grad.of!r}, of which "
+            "this rank has the mean of other elements, or one that a script kept; call "
+            "optimizer.gather_gradients() before"
+        )
+    if grad.layout != torch.strided:
+        raise TypeError(
+            f"gradient of {slot.name!r}: expected a dense tensor, got "
+            f"{grad.layout}; use sparse=False in the embedding, or leave this parameter to an "
+            "optimizer of its own"
+        )
+
+
+def _gaps(pack: Pack) -> Tensor:
+    """Return the elements of a pack that are padding."""
+    ends = [0, *(slot.end for slot in pack.layout.slots)]
+    starts = [*(slot.offset for slot in pack.layout.slots), pack.layout.numel]
+    parts = [torch.arange(end, start) for end, start in zip(ends, starts, strict=True)]
+    return torch.cat(parts).to(pack.params[0].device)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast._compat import dtensor
 from shardcast.comm.redistribution import redistributed
+from shardcast.memory.stand_in import StandIn, distributed
 
 
 class LocalParam:
@@ -68,7 +69,8 @@ class LocalParam:
         self._set_grad(value, known or self.param.placements)
 
     def _set_grad(self, value: Tensor, placements: Any) -> None:
-        self.param.grad = dtensor.wrap_local(value, self.param, placements)
+        grad = dtensor.wrap_local(value, self.param, placements)
+        self.param.grad = distributed(grad) if isinstance(value, StandIn) else grad
 
     def repeats(self, dims: Collection[str]) -> bool:
         """Return whether other ranks along one of ``dims`` have the same, whole gradient."""

@@ -112,7 +112,7 @@ class Pack:
         """View each slot's elements of ``flat``, laid out like the pack, in their shape."""
         begin = flat.storage_offset()  # one call for each slot, in place of a slice and its view
         return [
-            flat.as_strided(shape, _strides(shape), begin + offset)
+            flat.as_strided(shape, strides_of(shape), begin + offset)
             for _, shape, offset, _ in self.layout.slots
         ]
 
@@ -172,7 +172,7 @@ class Pack:
 
 
 @functools.lru_cache(maxsize=1024)  # layers repeat their shapes
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     sizes = [max(1, size) for size in shape[:0:-1]]
     return tuple(itertools.accumulate(sizes, operator.mul, initial=1))[: len(shape)][::-1]

@@ -78,7 +78,7 @@ class PackedParameters:
     def _refuse_absent(self, optimizer: Any) -> None:
         ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for flat, grads, present in zip(self._flats, self._grads, self._present, strict=True):
-            if id(flat) not in ids or flat.grad is not grads.data:  # none, or the script's own
+            if id(flat) not in ids or flat.grad is not grads.own:  # none, or the script's own
                 continue
             slots = grads.pack.layout.slots
             absent = [slot.name for n, slot in enumerate(slots) if n not in present]
@@ -108,7 +108,7 @@ class PackedParameters:
         if flat.grad is None:
             for place in range(len(grads.pack.params)):
                 grads.clear(place)
-            flat.grad = grads.data
+            flat.grad = grads.own
             self._present[number].clear()
         self._present[number].add(position)
         grads.adopt([position])

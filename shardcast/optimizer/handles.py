@@ -48,7 +48,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         handles: Sequence[OptimizerHandle], place: int,
     ) -> None:  # fmt: skip
         self._sharded, self._packed, self._handles, self._place = sharded, packed, handles, place
-        self._stepped_with: int | None = None  # version of the gradients, until all have stepped
+        self._stepped_with: Any = None  # state of the gradients, until all have stepped
         self._zero_grad_after: bool | None = None  # set_to_none of what is put off until then
         original = packed.originals.optimizers[place]
         self.name = type(original).__name__
@@ -90,15 +90,15 @@ class OptimizerHandle(torch.optim.Optimizer):
                 f"{_names(waiting)}: the optimizers step together; call step() of every handle "
                 "once, or step() of what shardcast.shard returned"
             )
-        version = self._packed.reduce.edits.version()
-        if any(handle._stepped_with not in (None, version) for handle in handles):
+        state = self._packed.reduce.state()
+        if any(handle._stepped_with not in (None, state) for handle in handles):
             raise RuntimeError(
                 f"step() of the handle of {_named(self)} came after a backward, a clip or "
                 "zero_grad() that followed the step() of another one: the optimizers step "
                 "together, with the same gradients; call step() of all handles after the last "
                 f"backward. {LOSSES}"
             )
-        self._stepped_with = version
+        self._stepped_with = state
         if waiting == [self]:
             for handle in handles:
                 handle._stepped_with = None

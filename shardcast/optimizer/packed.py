@@ -82,11 +82,17 @@ class PackedOptimizer:
         self.shards: list[Shard] = []
         # Stages wait for one another in their backwards, of which a step has many.
         at_step = len(self.stages) > 1 or process_groups.parallel_dims.in_pipeline
+        if at_step and plan.config.accumulate == "sharded":
+            raise ValueError(
+                "accumulate: expected 'local' in a pipeline, whose backwards accumulate on each "
+                "rank until step(), got 'sharded'"
+            )
         self.reduce = Reducer(process_groups, plan.config, at_step)
         self.decider = Decider(
             self.reduce.grads, process_groups, plan.config, self.device, originals,
             self.reduce.divisor, self.reduce.history,
         )  # fmt: skip
+        self.decider.check = self.reduce.check
         self.sync = Sync()
         self.buffers_of_training: dict[str, Tensor] = {}
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)

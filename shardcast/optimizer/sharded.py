@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import compress
@@ -14,6 +16,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.comm import warn_first
 from shardcast.memory.shard import take_moved
+from shardcast.messages import GRAD_SCALER
 from shardcast.optimizer import own_methods
 from shardcast.optimizer.clipping import Parameters, check_norm, clip_bound
 from shardcast.optimizer.growing import wake
@@ -24,6 +27,8 @@ from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.stateful import StatefulOptimizer
 from shardcast.step.decide.decision import Decision
 from shardcast.step.history import BACKWARDS
+
+EDITED = "step (gradients were edited, replaced or cleared after the clip)"  # a call of its own
 
 
 class ShardedOptimizer(StatefulOptimizer):
@@ -46,7 +51,9 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def __init__(self, packed: PackedOptimizer) -> None:
         super().__init__(packed)
-        self._clipped_version = 0  # of the gradients that a clip saw
+        self._seen: list[int] = []  # versions of the means that it saw
+        me = weakref.ref(self)
+        packed.reduce.before_edit = lambda: None if (it := me()) is None else it._clip_now()
         self._last_norm: Tensor | None = None
         self._last_skip: Tensor | None = None
         state: dict[Any, Any] = {}
@@ -116,10 +123,16 @@ class ShardedOptimizer(StatefulOptimizer):
                 loss = result
             decision = packed.decider.decide(packed.config.max_grad_norm, None, loss)
         else:
+            is_edited = self._is_edited()
             with packed.decider.refusal.held():
                 _refuse_loss(loss)
-            packed.decider.meet("step")
+                if is_edited:
+                    packed.reduce.refuse_edits()
+            packed.decider.meet(EDITED if is_edited else "step")
             take_moved(packed.shards)  # what was assigned after the clip
+            # On an accelerator ranks do not meet, and all decide again, whoever has edited.
+            if is_edited or not _compat.is_host(packed.device):
+                decision = self._decided_again(is_edited)
         packed.sync.wait()  # what an overlapped one still sends is what the update writes
         for shard in packed.shards:
             shard.forget_before_load()
@@ -134,6 +147,16 @@ class ShardedOptimizer(StatefulOptimizer):
             hook.after_sync()
         self._conclude(decision)
         return result
+
+    def _decided_again(self, is_edited: bool) -> Decision:
+        """The decision on gradients that a script may have edited after the clip."""
+        if is_edited:
+            self._clip_now()
+        clip = self._clipped
+        assert clip is not None
+        self._reduce("step")
+        decision = self._packed.decider.decide(None, clip)
+        return dataclasses.replace(decision, norm=clip.norm)  # that of before the clip
 
     def _reduce(self, call: str) -> None:
         """Have the mean of all gradients in the own spans, for a ``call`` of all ranks."""
@@ -190,11 +213,7 @@ class ShardedOptimizer(StatefulOptimizer):
         by_scaler = self.__dict__.pop("found_inf", None) is not None
         self.__dict__.pop("grad_scale", None)
         if by_scaler:
-            raise RuntimeError(
-                "step() was called by torch.amp.GradScaler, whose infinity check is local to a "
-                "rank: remove the GradScaler and call optimizer.scale_loss(loss).backward(), "
-                "optimizer.step(); shardcast scales the loss and skips steps on all ranks itself"
-            )
+            raise RuntimeError(GRAD_SCALER)
 
     # -- gradients --------------------------------------------------------------------------
 
@@ -206,17 +225,17 @@ class ShardedOptimizer(StatefulOptimizer):
         self._packed.in_no_sync = False
         self._packed.decider.cleared()
         self._packed.reduce.cleared(set_to_none)
-        with _compat.without_torch_function():
-            super().zero_grad(set_to_none)
+        super().zero_grad(set_to_none)  # of a stand-in zeroes the mean, and not its own element
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """For all micro-batches but a step's last, on every rank: full gradients stay here.
+        """For all micro-batches but a step's last, on every rank: gradients stay here.
 
-        A step averages gradients over the ranks, also those of which no backward was synchronized.
-        Under DDP each rank would step by its own ones then (local SGD): it warns of that once.
+        With ``accumulate="sharded"`` they are reduced all the same. A step averages gradients over
+        the ranks, also those of which no backward was synchronized. Under DDP each rank would step
+        by its own ones then (local SGD): it warns of that once.
         """
         self._packed.in_no_sync = True
-        return self._packed.reduce.no_sync()
+        return self._packed.reduce.no_sync(self.config.accumulate == "sharded")
 
     def _warn_of_local_steps(self) -> None:
         reduce = self._packed.reduce
@@ -230,10 +249,35 @@ class ShardedOptimizer(StatefulOptimizer):
     def _note_clip(self, decision: Decision | None) -> None:
         """Keep a decision on the present gradients; ``None`` forgets the last one."""
         self._clipped = decision
-        self._clipped_version = self._packed.reduce.edits.version() if decision else 0
+        self._seen = self._packed.reduce.versions() if decision else []
+
+    def _is_edited(self) -> bool:
+        """Return whether a script has edited, assigned or cleared gradients after the clip."""
+        reduce = self._packed.reduce
+        return reduce.versions() != self._seen or reduce.replaced()
+
+    @torch.no_grad()
+    def _clip_now(self) -> None:
+        """Multiply the means by the factor of a clip, before a script sees or edits one.
+
+        Without it the factor is folded into the update.
+        """
+        clip = self._clipped
+        if clip is None or all(factor is clip.unscale for factor in clip.factors.values()):
+            return
+        self._clipped = dataclasses.replace(clip, factors=dict.fromkeys(clip.factors, clip.unscale))
+        for grads in self._packed.reduce.grads:
+            factor = clip.factors[grads.pack.layout.group]
+            if factor is not None:
+                if clip.unscale is not None:
+                    factor = factor / clip.unscale
+                # Without a finite norm there is no factor, and the step is skipped. NaN would
+                # reach the padding, which nobody clears.
+                grads.multiply(factor.nan_to_num(1.0, 1.0, 1.0))
+        self._seen = self._packed.reduce.versions()
 
     def _pending_clip(self) -> Decision | None:
-        """The last clip, as long as the gradients are those that it saw."""
+        """The last clip, unless a backward came after it."""
         reduce = self._packed.reduce
         if self._clipped is not None and reduce.touched:
             self._clipped = None
@@ -241,13 +285,6 @@ class ShardedOptimizer(StatefulOptimizer):
                 "a backward came after clip_grad_norm_, so that this clip is lost: it would have "
                 "been folded into the step; clip once, after the last backward of a step"
             )
-        if self._clipped is not None and reduce.edits.version() != self._clipped_version:
-            with self._packed.decider.refusal.held():
-                raise RuntimeError(
-                    "step: gradients were edited, replaced or cleared after clip_grad_norm_, which "
-                    "clips them within the step; do it before you clip, or call "
-                    "optimizer.zero_grad()"
-                )
         return self._clipped
 
     @_compat.uncompiled
@@ -317,16 +354,22 @@ class ShardedOptimizer(StatefulOptimizer):
         parallelism it is the data-parallel mean of what is here.
 
         Raises:
-            RuntimeError: inside :meth:`no_sync`; ``grads`` is ``sharded``.
+            RuntimeError: inside :meth:`no_sync`.
         """
-        if reason := self._packed.reduce.cannot_gather:
-            raise RuntimeError(f"gather_gradients: {reason}")
         clip = self._pending_clip()
         self._reduce("gather_gradients")
-        self._packed.decider.meet("gather_gradients")
-        self._packed.reduce.gather()
+        packed = self._packed
+        if packed.decider.meets:
+            with packed.decider.refusal.held():
+                packed.reduce.check()
+            packed.decider.meet("gather_gradients")
+        else:
+            packed.process_groups.everyone.together(
+                packed.reduce.check, packed.device, "gather_gradients"
+            )
+        packed.reduce.gather()
         if clip is not None:
-            self._note_clip(clip)
+            self._note_clip(self._clipped)
 
     @_compat.uncompiled
     def clip_grad_norm_(
@@ -365,6 +408,8 @@ class ShardedOptimizer(StatefulOptimizer):
         self._reduce(call)
         decision = packed.decider.decide(bound, clip, call=call)
         self._note_clip(decision)
+        if packed.reduce.shows:
+            self._clip_now()
         return decision.norm.float()
 
     @_compat.uncompiled

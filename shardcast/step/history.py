@@ -8,9 +8,10 @@ from collections.abc import Sequence
 BACKWARDS, CLEARS = "synchronized backwards of a step", "clears of their gradients"
 STALE = "gradients that parameters of an added group had already"
 ASSIGNED = "gradients assigned between two backwards of a step"
+CLEARED = "gradients cleared between two backwards of a step"
 SUMMED = "gradients assigned between two backwards that are summed over model-parallel ranks"
-HISTORY = BACKWARDS, CLEARS, STALE, ASSIGNED
-NOTHING = {BACKWARDS: 0, CLEARS: 0, STALE: 0, ASSIGNED: "", SUMMED: ""}
+HISTORY = BACKWARDS, CLEARS, STALE, ASSIGNED, CLEARED
+NOTHING = {BACKWARDS: 0, CLEARS: 0, STALE: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""}
 SHOWN = 3  # names
 
 

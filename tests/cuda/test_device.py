@@ -215,7 +215,7 @@ def test_two_ranks_hold_the_same_parameters_however_they_are_synced() -> None:
 def _train(group: dist.ProcessGroup) -> list[bool]:
     torch.cuda.set_device(group.rank() % torch.cuda.device_count())
     found = []
-    for fields in ({}, {"overlap_sync": True}, {"grads": "sharded"}, {"sync": "all_gather"}):
+    for fields in ({}, {"overlap_sync": True}, {"accumulate": "sharded"}, {"sync": "all_gather"}):
         model = network()
         optimizer = sharded(model, group, **fields)
         for step in range(4):

@@ -149,11 +149,11 @@ def test_a_guard_goes_on_with_its_window_on_another_grid(target: Any, tmp_path: 
 FIRST_SCALE, OVERFLOWS = 2.0**6, {1}
 
 
-def counted(mesh: Any, grads: str) -> list[tuple[dict[str, Tensor], float, bool]]:
+def counted(mesh: Any, accumulate: str) -> list[tuple[dict[str, Tensor], float, bool]]:
     """Parameters, norm and skip of each step; the last stage alone sees the loss to be scaled."""
     _, model, optimizer = build(
         mesh, param_dtype=torch.float16, loss_scale="dynamic", loss_scale_init=FIRST_SCALE,
-        grads=grads,
+        accumulate=accumulate,
     )  # fmt: skip
     rank, dims = packed_of(optimizer).comm.rank, mesh.mesh_dim_names
     scales = "pp" not in dims or mesh.get_local_rank("pp") == 1
@@ -177,15 +177,15 @@ def tokens(rank: int, step: int, number: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("grid", "grads"),
-    [({"dp": 2, "cp": 2}, "sharded"), ({"dp": 2, "cp": 2}, "full"), ({"pp": 2, "dp": 2}, "full"),
-     ({"pp": 2, "dp": 2, "cp": 2}, "full"), ({"pp": 2, "dp": 2, "tp": 2}, "full")],
+    ("grid", "accumulate"),
+    [({"dp": 2, "cp": 2}, "sharded"), ({"dp": 2, "cp": 2}, "local"), ({"pp": 2, "dp": 2}, "local"),
+     ({"pp": 2, "dp": 2, "cp": 2}, "local"), ({"pp": 2, "dp": 2, "tp": 2}, "local")],
     ids=str,
 )  # fmt: skip
-def test_counted_fp16_steps_are_those_of_one_process_on_all_tokens(grid: Any, grads: str):
+def test_counted_fp16_steps_are_those_of_one_process_on_all_tokens(grid: Any, accumulate: str):
     """Context-parallel ranks count their own tokens, stages and tensor-parallel ranks the same."""
     size = grid["dp"] * grid.get("cp", 1)
-    for rank in threaded_world(grid, counted, grads):
+    for rank in threaded_world(grid, counted, accumulate):
         params = {name: torch.zeros_like(value) for name, value in rank[0][0].items()}
         for step, (after, norm, skipped) in enumerate(rank):
             assert skipped == (step in OVERFLOWS)

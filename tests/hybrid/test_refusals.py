@@ -180,8 +180,8 @@ REFUSED: dict[str, Refused] = {
         lambda m: sharded(m, stages=as_list, param_dtype="fp32" if at(m, "pp") else "bf16"),
         RuntimeError, "param_dtype"),
     "sharded gradients in a pipeline": (
-        lambda m: sharded(m, stages=as_list, grads="sharded"),
-        ValueError, "grads: expected 'full' in a pipeline"),
+        lambda m: sharded(m, stages=as_list, accumulate="sharded"),
+        ValueError, "accumulate: expected 'local' in a pipeline"),
     "copies of other shapes": (
         lambda m: sharded(m, Bag(one=(4 + at(m, "tp"),))),
         RuntimeError, "one .*held as copies over tp"),

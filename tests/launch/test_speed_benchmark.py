@@ -92,7 +92,7 @@ def test_memory_and_collectives_of_known_systems():
     if found["shardcast"].held is None:
         pytest.skip("memory is counted in glibc's allocator, which is not here")
     expected = {
-        "shardcast": 2 + 2 + 12 / 2,  # parameters, gradients, half of masters and moments
+        "shardcast": 2 + (2 + 12) / 2,  # parameters, half of gradients, masters and moments
         "DDP, fp32": 16,  # parameters, moments, and gradients that are views of buckets
         "hoarder": 20,
         # Gradients twice, for the buckets are known to DDP alone; and the rank that owns the one

@@ -145,8 +145,8 @@ def train(group: Any, steps: int, case: str = "mlp", **fields: Any) -> tuple[Any
     this_week([
         ("split16", "", 2, 20, {"partition": "even"}),
         ("offload", "", 2, 20, {"partition": "whole"}),
-        ("offload", "", 3, 10, {"case": "gpt", "grads": "sharded"}),
-        ("split16", "", 3, 10, {"case": "gpt", "grads": "sharded"}),
+        ("offload", "", 3, 10, {"case": "gpt", "accumulate": "sharded"}),
+        ("split16", "", 3, 10, {"case": "gpt", "accumulate": "sharded"}),
         ("split16 bf16 offload", "bf16", 1, 20, {"partition": "whole"}),
         ("split16 int8 offload", "int8", 1, 20, {}),
     ]),

@@ -398,7 +398,7 @@ def test_without_the_option_attempt_names_it():
 
 
 REFUSED = [
-    {"grads": "sharded"},
+    {"accumulate": "sharded"},
     {"on_error": "drop", "guard": {"loss": 3.0, "window": 4}},
 ]  # fmt: skip
 

@@ -176,12 +176,12 @@ CASES: list[tuple[Any, tuple[int, int], int, Any, float, bool, dict[str, Any]]] 
     (of(optim.Adam, weight_decay=0.1), (2, 4), 3, LOSS, 1.0, True, {**LEANEST, "offload": True}),
     (of(optim.AdamW, amsgrad=True), (3, 1), 1, None, math.inf, False, {**FP16, "moments": "int8"}),
     (of(optim.SGD, momentum=0.9, nesterov=True), (3, 4), 2, CLIPPED, 1.0, True, {
-        "param_dtype": "bf16", "moments": "bf16", "grads": "sharded", "partition": "whole"}),
+        "param_dtype": "bf16", "moments": "bf16", "accumulate": "sharded", "partition": "whole"}),
     (of(optim.SGD), (2, 1), 3, NORM, 1.0, False, {**FP16, "partition": "even"}),
     (of(optim.RMSprop), (4, 3), 2, LOSS, math.inf, False, {"param_dtype": "bf16"}),
     (of(optim.Adagrad), (1, 4), 3, CLIPPED, math.inf, True, {**FP16, "partition": "whole"}),
     (of(optim.Adafactor), (3, 2), 1, NORM, 1.0, True, {"param_dtype": "bf16"}),
-    (pair, (2, 3), 2, LOSS, math.inf, True, {"grads": "sharded", "loss_scale": 4.0}),
+    (pair, (2, 3), 2, LOSS, math.inf, True, {"accumulate": "sharded", "loss_scale": 4.0}),
 ]  # fmt: skip
 
 

@@ -352,8 +352,6 @@ AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
     "on several devices": (
         lambda model, _: model._replicate_for_data_parallel()(torch.ones(1, 7)), RuntimeError,
         r"wrapped in nn\.DataParallel"),
-    "sharded gradients": (lambda _, optimizer: optimizer.gather_gradients(), RuntimeError,
-                          "gather_gradients: .* grads 'sharded'"),
     **{f"the original's {name}": (original(name), RuntimeError, rf"call {name}\(\) of the optimize")
        for name in ("step", "add_param_group", "state_dict", "load_state_dict", "zero_grad",
                     "register_step_post_hook")},
@@ -372,8 +370,7 @@ AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
 def test_what_a_sharded_optimizer_cannot_do_is_refused_by_name_and_changes_nothing(case: str):
     call, error, told = AFTERWARDS[case]
     model = MLP()
-    grads = "sharded" if case == "sharded gradients" else "full"
-    optimizer = sharded(model, optimizer=two_groups, grads=grads)
+    optimizer = sharded(model, optimizer=two_groups)
     install(model, 0)
     optimizer.step()
     before, state, groups = values(model), parts(optimizer), optimizer.param_groups

@@ -111,17 +111,19 @@ def test_a_disabled_grad_scaler_changes_nothing():
 
 @pytest.mark.parametrize("dtype", ["bf16", None, "fp32"])
 def test_gradients_accumulate_in_fp32_on_request_and_after_the_eighth(dtype: str | None):
-    """64 micro-batches: bf16 accumulation is off by more than a thousandth, fp32 is not."""
+    """64 micro-batches: in bf16 the sum is off by more than a thousandth."""
     model = nn.Linear(64, 64, bias=False)
     optimizer = shardcast.shard(model, sgd(model), grad_dtype=dtype)
     torch.manual_seed(0)
-    for _ in range(2):  # in the first step the first eight are added up in bf16
+    for _ in range(2):
         optimizer.zero_grad()
         exact = torch.zeros(64, 64, dtype=torch.float64)
-        for _ in range(64):
+        for number in range(64):
             x, y = torch.randn(1, 64).bfloat16(), torch.rand(1, 64).bfloat16()
             (model(x) * y).sum().backward()
             exact += (y.t() @ x).double()
+            if number < 8 and dtype is None:
+                exact = exact.bfloat16().double()
         error = ((model.weight.grad.double() - exact).norm() / exact.norm()).item()
         optimizer.step()
     assert model.weight.grad.dtype == (BF16 if dtype == "bf16" else torch.float32)

@@ -496,7 +496,7 @@ def test_an_added_group_is_on_the_grid_and_a_skipped_step_changes_nothing(form: 
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {"overlap_sync": True}, {"grads": "sharded"}, {"moments": "bf16"},
+    {"overlap_sync": True}, {"accumulate": "sharded"}, {"moments": "bf16"},
     {"sync": "broadcast"}, {"partition": "whole"}, {"fuse": "compile"},
 )  # fmt: skip
 

@@ -96,7 +96,7 @@ def outcome(group: Any, bad_rank: int, change: Flip, spoiled: int, **fields: Any
 
 FORMS = [
     {"param_dtype": torch.bfloat16}, {"param_dtype": torch.float16}, {"partition": "whole"},
-    {"param_dtype": torch.bfloat16, "master": "split16"}, {"grads": "sharded"},
+    {"param_dtype": torch.bfloat16, "master": "split16"}, {"accumulate": "sharded"},
     {"overlap_sync": True}, {"max_grad_norm": 0.1},
 ]  # fmt: skip
 

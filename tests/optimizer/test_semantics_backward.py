@@ -10,7 +10,7 @@ import foreign
 import pytest
 import torch
 from models import CASES, sharded
-from oracle import BATCH, backwards, check, mlp, on_ranks, set_grads, sgd, steps
+from oracle import BATCH, check, mlp, on_ranks, set_grads, sgd, steps, values
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -87,25 +87,38 @@ class Tied(nn.Module):
         return self.tied(x.tanh())  # the backward of this comes before that of the checkpoint
 
 
-def late(group: Any, start: int) -> None:
-    """Rank 0 checkpoints from step ``start`` on, the others never do."""
-    model = Tied()
+def late(group: Any, start: int) -> tuple[list[int], list[Tensor]]:
+    """Rank 0 checkpoints from step ``start`` on, the others never do; which steps are refused."""
+    model, refused = Tied(), []
     optimizer = shardcast.shard(
         model, sgd(model), process_group=group, pack_params=1, param_dtype="fp32"
     )
-
-    def choose(step: int, *_: Any) -> None:
+    for step in range(3):
         model.inside = group.rank() == 0 and step >= start
+        while True:
+            optimizer.zero_grad()
+            model(BATCH.chunk(2)[group.rank()]).square().mean().backward()
+            try:
+                optimizer.step()
+                break
+            except RuntimeError as error:
+                assert "use_reentrant=False" in str(error)
+                refused.append(step)
+    return refused, values(model)
 
-    backwards(3, choose)(model, optimizer, BATCH, True)
 
-
-def test_a_tied_weight_in_a_reentrant_checkpoint_works_from_the_first_step_on_or_is_refused():
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_weight_outside_and_inside_a_reentrant_checkpoint_trains_or_is_refused_once(start: int):
+    """From the first step on it trains. Later all ranks raise, and the repeated step trains."""
     world = ThreadedWorld(2)
-    world.run(late, 0)
+    runs = world.run(late, start)
     assert_same_sequence(world.logs)
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        ThreadedWorld(2, timeout=5).run(late, 1)
+    plain = ThreadedWorld(2).run(late, 9)
+    late_ones = [start] if start else []
+    assert [refused for refused, _ in (*runs, *plain)] == [late_ones, late_ones, [], []]
+    assert all(map(torch.equal, runs[0][1], runs[1][1]))
+    for mine, expected in zip(runs[0][1], plain[0][1], strict=True):
+        torch.testing.assert_close(mine, expected)
 
 
 def fail(_grad: Tensor) -> None:
@@ -123,7 +136,7 @@ def test_closing_after_a_failed_backward_waits_for_what_it_sent():
         optimizer.close()
         return any(call.async_op for call in packed_of(optimizer).comm.group.log)
 
-    assert on_ranks(script, pack_params=1, grads="sharded") == [True] * 2, "it was on the way"
+    assert on_ranks(script, pack_params=1, accumulate="sharded") == [True] * 2, "it was on the way"
 
 
 @pytest.mark.parametrize("clear", ["optimizer", "model"])

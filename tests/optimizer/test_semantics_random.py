@@ -46,7 +46,7 @@ places, sizes = st.sampled_from([0, 2]), st.sampled_from([1, 2, 4])
 class Interleavings(RuleBasedStateMachine):
     """Collects what to do, and plays it on plain torch and in strict worlds at the end."""
 
-    partition, grads = "even", "full"
+    partition, accumulate = "even", "local"
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Interleavings(RuleBasedStateMachine):
         overlap: bool, lists: bool, dtype: torch.dtype, averages: bool, metrics: bool, split: bool,
     ) -> None:  # fmt: skip
         fields = {
-            "partition": self.partition, "grads": self.grads, "pack_params": packs,
+            "partition": self.partition, "accumulate": self.accumulate, "pack_params": packs,
             "overlap_sync": overlap, "max_skipped_steps": 1000, "metrics": metrics,
             "averages": AVERAGES if averages else (),
             "master": "split16" if split and dtype == BF16 and kind in FUSED else "fp32",
@@ -78,7 +78,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(seeds=several, use=per_rank, how=hows)
     def quiet_backwards_and_a_step(self, seeds: list[int], use: Any, how: Any) -> None:
-        if self.grads == "sharded":  # every backward is collective
+        if self.accumulate == "sharded":  # every backward is collective
             use = (use[0] | {1},) * 4
         self.train([(seed, use, True, "") for seed in seeds], how)
 
@@ -98,12 +98,12 @@ class Interleavings(RuleBasedStateMachine):
         """
         if self.dropped or how[2]:
             use = tuple(numbers | {1} for numbers in use)
-        if self.grads != "sharded":  # every backward is collective
+        if self.accumulate != "sharded":  # every backward is collective
             self.train([(seed, use, False, "")], how)
 
     def train(self, backwards: list[tuple[Any, ...]], how: tuple[Any, ...]) -> None:
         zero, clips, edit, by_closure, gather, look = how
-        if self.grads == "sharded":  # there is no .grad
+        if self.accumulate == "sharded":  # there is no .grad
             edit, gather = "", False
         if edit in COMPUTED and self.zeros:  # refused: it counts as assigned between two backwards
             edit = "in place"
@@ -225,8 +225,10 @@ def play(side: Side, actions: list[Action]) -> None:
         method(side, *args)
 
 
-def run_machine(partition: str, examples: int, *, grads: str = "full", shrink: bool = True) -> None:
-    machine = type("Machine", (Interleavings,), {"partition": partition, "grads": grads})
+def run_machine(
+    partition: str, examples: int, *, accumulate: str = "local", shrink: bool = True
+) -> None:
+    machine = type("Machine", (Interleavings,), {"partition": partition, "accumulate": accumulate})
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     chosen = settings(
         max_examples=examples, stateful_step_count=12, deadline=None, derandomize=not SEED,
@@ -238,9 +240,9 @@ def run_machine(partition: str, examples: int, *, grads: str = "full", shrink: b
 @pytest.mark.filterwarnings(
     "ignore:step skipped", "ignore:gradients were", "ignore:state_dict. this"
 )
-@pytest.mark.parametrize("grads", ["full", "sharded"])
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("partition", ["even", "whole"])
 def test_random_interleavings_with_backwards_equal_plain_torch_to_the_bit(
-    partition: str, grads: str
+    partition: str, accumulate: str
 ):
-    run_machine(partition, 15, grads=grads)
+    run_machine(partition, 15, accumulate=accumulate)

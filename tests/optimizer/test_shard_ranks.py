@@ -49,10 +49,10 @@ def train(mesh: DeviceMesh, options: dict[str, Any], on_mesh: bool = False) -> T
     return Trained(values(model), optimizer.memory_report(), str(optimizer.layout), log[first:])
 
 
-@pytest.mark.parametrize("grads", ["full", "sharded"])
-def test_runs_of_ranks_train_as_the_same_mesh_of_copies_does(grads: str):
-    runs = threaded_world(WORLD, train, {"shard_ranks": 2, "grads": grads})
-    copies = threaded_world(WORLD, train, {"grads": grads}, True)
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+def test_runs_of_ranks_train_as_the_same_mesh_of_copies_does(accumulate: str):
+    runs = threaded_world(WORLD, train, {"shard_ranks": 2, "accumulate": accumulate})
+    copies = threaded_world(WORLD, train, {"accumulate": accumulate}, True)
     for run, copy in zip(runs, copies, strict=True):
         assert_same_bits(run.values, copy.values)
         assert run.held == copy.held

@@ -63,7 +63,7 @@ AXES: dict[str, list[Any]] = {
     "param_dtype": [FP32, BF16, FP16],
     "master": ["fp32", "split16"],
     "moments": ["fp32", "bf16", "int8"],
-    "grads": ["full", "sharded"],
+    "accumulate": ["local", "sharded"],
     "averages": [(), {"ema": 0.9, "low": {"decay": 0.5, "stored": "bf16"}}],
     "metrics": [False, 2],
     "guard": [None, {"norm": 50.0, "window": 4}],

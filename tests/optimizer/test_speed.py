@@ -181,7 +181,7 @@ def passes_of_a_step(group: Any, slow: str) -> dict[str, Any]:
     (master,) = packed_of(optimizer).shards
     found: dict[str, Any] = {}
     for step in range(3):  # the last one has its buffers
-        grads, params = master.grads.data, master.pack.data
+        grads, params = master.grads.own, master.pack.data
         loss = CASES["gpt"].loss(model, CASES["gpt"].batch(step))
         with Passes(grads) as backward:
             loss.backward()
@@ -202,11 +202,9 @@ def passes_of_a_step(group: Any, slow: str) -> dict[str, Any]:
 
 def test_a_step_passes_over_the_own_span_and_never_over_whole_buffers(gloo: SpawnedWorld):
     for rank in gloo.run(passes_of_a_step, ""):
-        # All gradients are written once in backward: two spans, less much padding in so small a
-        # model. Of its own span the owner reads its piece and writes the mean.
-        assert 1.5 + 2 < rank["backward"] <= 2 + 2
-        # And an element of each parameter, to see whether a script edited it.
-        assert 2 <= rank["gradients"] < 2.01, "read for the norm, read for the update"
+        # The owner writes the mean, and a CPU looks whether it is finite.
+        assert rank["backward"] == 2
+        assert rank["gradients"] == 2, "read for the norm, read for the update"
         # They are compared with the masters by memcmp, which is no operation.
         assert rank["parameters"] == 1, "written by the cast"
         assert not rank["operations"] & {"zero_", "fill_", "mul_", "div_", "clone"}

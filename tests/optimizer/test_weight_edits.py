@@ -263,7 +263,7 @@ WAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "overlap": (adamw, {"overlap_sync": True, "pack_params": 2}),
     "whole": (adamw, {"partition": "whole"}),
     "moments": (momentum, {"moments": "bf16"}),
-    "grads": (adamw, {"grads": "sharded"}),
+    "accumulate": (adamw, {"accumulate": "sharded"}),
     "adafactor": (adafactor, {}),
     "adafactor, epilogues": (adafactor, EPILOGUES),
     "muon": (muon, {}),

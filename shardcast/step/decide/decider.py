@@ -6,7 +6,7 @@ method here waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class Decider:
         loss_scale: ``None`` where the options have none.
         tokens: what a script counts.
         signals: of the core, then those of the options, in their order.
+        check: raises what was wrong with the gradients of this rank.
         left: the trained parameters that are no longer in the model, by name.
     """
 
@@ -74,6 +75,7 @@ class Decider:
         self.loss_scale = LossScale(config, process_groups, device) if config.scales_loss else None
         self._norm = PNorm(config.norm_type, device)
         self._presence = Presence(grads, process_groups, device)
+        self.check: Callable[[], None] = lambda: None
         self.refusal = Refusal(process_groups, device)
         self._options = OptionCheck(
             originals.option_names(), lambda: originals.groups, self._trained, process_groups,
@@ -157,8 +159,9 @@ class Decider:
             # Some classes have an option of that name.
             if number in limits and "max_grad_norm" not in owner.defaults:
                 limits[number] = group.get("max_grad_norm")
-        if loss is not None or self._takes_loss:
-            with self.refusal.held():
+        with self.refusal.held():
+            self.check()
+            if loss is not None or self._takes_loss:
                 self._take_loss(loss)
         self._options.given = self._arguments(max_norm)
         powers = self._pack_powers()

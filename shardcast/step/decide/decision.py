@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
@@ -109,9 +110,9 @@ class Presence(Signal):
             self._uploaded[self._here] = to_device(numbers, torch.float64, self._device)
         counts = self._uploaded[self._here]
         for grads, places in zip(self._grads, self._places, strict=True):
-            if grads.joint is not None:
+            if grads.holders is not None:
                 counts = counts.clone()
-                counts[places] -= grads.joint
+                counts[places] -= grads.holders
         return counts
 
     def read(self, total: Tensor) -> Tensor:
@@ -155,11 +156,13 @@ class Presence(Signal):
     def anywhere(self, total: Tensor) -> dict[Pack, tuple[bool, ...]]:
         """Return the slots with a gradient on some rank, by pack.
 
-        A gradient that is here is present. Only for a slot of an own span without one the counts
-        of the other ranks are read, which on an accelerator waits for the all-reduce.
+        A gradient that is here is present. Only for a slot without one the counts of the other
+        ranks are read. On an accelerator, where that waits for the all-reduce, only if this rank
+        owns a part of it.
         """
         local = [here < 0 for here in self._here]
-        owned = (owns for grads in self._grads for owns in grads.owned)
+        on_host = _compat.is_host(self._device)
+        owned = (on_host or owns for grads in self._grads for owns in grads.owned)
         if self._asks and any(owns and not has for owns, has in zip(owned, local, strict=True)):
             present = [-count % CLEARED > 0 for count in total.tolist()]
             return {

@@ -56,9 +56,9 @@ class LossScale(Signal):
         if not self._applied:
             backward = backward or self._needed
             self._needed = (more and self._needed) or any(
-                is_here and (backward or not grads.holds(position))
+                (grad := param.grad) is not None and (backward or not grads.holds(position, grad))
                 for grads in gradients
-                for position, is_here in enumerate(grads.presence())
+                for position, param in enumerate(grads.pack.params)
             )
 
     def local(self) -> Tensor:

@@ -50,9 +50,8 @@ def tell_of_gradients(
 def _locate(comm: Comm, packs: Mapping[int, Gradients], device: torch.device) -> list[str]:
     """Name each owner's first non-finite element, and the ranks it came from.
 
-    Outside its own span a rank still has its own gradients; of sharded ones the owner noted
-    whose they were, where it added them up itself. All ranks are here in the same step on CPU,
-    so they can ask each other; on an accelerator the owner's span is named.
+    The owner noted whose they were, where it added them up itself. All ranks are here in the same
+    step on CPU, so they can ask each other; on an accelerator the owner's span is named.
     """
     if not _compat.is_host(device):
         return [
@@ -62,16 +61,9 @@ def _locate(comm: Comm, packs: Mapping[int, Gradients], device: torch.device) ->
         ]
     own = packs.get(comm.rank)
     elements = comm.exchange(None if own is None else _element(own), device)
-    culprits: dict[int, list[int]] = {}  # by owner, the ranks that this one knows of
-    for owner, grads in packs.items():
-        if owner == comm.rank:
-            culprits[owner] = list(grads.culprits)
-        elif grads.allocated and not bool(grads.own_before(elements[owner][0]).isfinite()):
-            culprits[owner] = [comm.rank]
-    exchanged = comm.exchange(culprits, device)
+    culprits = comm.exchange(None if own is None else [*own.culprits], device)
     return [
-        f"{_who(owner, [n for row in exchanged for n in row.get(owner, ())], grads)}, "
-        f"{elements[owner][1]}"
+        f"{_who(owner, culprits[owner] or [], grads)}, {elements[owner][1]}"
         for owner, grads in packs.items()
     ]
 
@@ -86,6 +78,6 @@ def _element(grads: Gradients) -> tuple[int, str]:
 def _who(owner: int, culprits: list[int], grads: Gradients) -> str:
     if culprits:
         return f"rank {', '.join(map(str, culprits))}"
-    if grads.allocated:  # full ones, of which the owner's own are the mean by now
+    if grads.whole:
         return f"rank {owner}"
     return f"the sum over ranks, at its owner {owner}"

@@ -22,7 +22,7 @@ import torch
 
 from shardcast import _compat
 from shardcast.comm import Buffers
-from shardcast.step.reduce.bucket import OPEN, Bucket, land_all
+from shardcast.step.reduce.bucket import Bucket, land_all
 
 if TYPE_CHECKING:
     from shardcast.step.reduce.reducer import Reducer
@@ -61,30 +61,16 @@ class ReducePass:
         self._inner = self.backward  # the last backward inside it that adds to gradients
         self._next = 0  # first bucket that was not sent yet
         self._flying: list[Bucket] = []
+        self._sent: set[Bucket] = set()
         self._buffers = Buffers()
 
     def start(self) -> None:
-        """Hear that the first gradient is about to come, or none in a pass without a backward.
-
-        Raises:
-            RuntimeError: a script has edited what a failed backward had sent, on its way.
-        """
+        """Hear that the first gradient is about to come, or none in a pass without a backward."""
         self.started = True
-        edited = [bucket.first for bucket in self._buckets if bucket.is_edited]
         land_all(self._buckets)  # where a backward failed
-        if edited:
-            raise RuntimeError(
-                f"backward: .grad of {edited[0]!r} or of a parameter packed with it was edited or "
-                "zeroed in place after a backward that failed, which had sent it: other ranks may "
-                "have either value; after such a backward call optimizer.zero_grad(), or set every "
-                ".grad to None"
-            )
         for bucket in self._buckets:
-            bucket.left |= bucket.arrived
-            bucket.arrived, bucket.counts = set(), False
-        self._reducer.counting = None
-        self._reducer.drop_cleared(more_come=self.backward >= 0)
-        self._reducer.drop_assigned()
+            bucket.begin()
+        self._reducer.count_only(None)
 
     def begin(self) -> None:
         """Have the running backward hold and end this pass.
@@ -99,7 +85,8 @@ class ReducePass:
             met = [peer for peer in passes if not peer.over and peer.backward == self.backward]
             passes.add(self)
             for reduce_pass in (self, *met) if met else ():
-                reduce_pass._reducer.at_end = True
+                for bucket in reduce_pass._buckets:
+                    bucket.meet()
 
     def accumulates(self, running: int) -> bool:
         """Return whether ``running`` is this backward, or one inside it that adds to gradients."""
@@ -116,24 +103,21 @@ class ReducePass:
         script on that very parameter, which may clip or replace ``.grad``, run later.
         """
         reducer, outer = self._reducer, running == self.backward
-        if not outer and self._sends and not reducer.sharded:
-            reducer.at_end = True
-        if not self._sends or reducer.beside:
+        if not self._sends or reducer.has_ended or not reducer.beside_others:
             self._advance(bucket.grads.pack.data.device)
-        if not bucket.arrived:
-            self._open(bucket)
-        elif bucket.state not in OPEN:  # to launch it again others may not do
-            raise RuntimeError(
-                f"backward: a re-entrant checkpoint brought a gradient of {bucket.first!r} or a "
-                "parameter packed with it for a second time after it was sent; use "
-                "torch.utils.checkpoint with use_reentrant=False, or checkpoint from the first "
-                "step on with grads 'full'"
-            )
-        bucket.arrived.add(position)
-        announced = bucket.grads.expect(position)
-        bucket.counts = outer and not announced
-        # The gradient after the last one of a pack, be it of whichever other one, launches it.
-        reducer.counting = running if outer and not bucket.complete else None
+        with reducer.held():
+            if bucket in self._sent and self._sends:  # to launch it again others may not do
+                raise RuntimeError(
+                    f"backward: a re-entrant checkpoint brought a gradient of {bucket.first!r} or "
+                    "a parameter packed with it for a second time after it was sent; call "
+                    "optimizer.zero_grad() and run this step again, in which it is sent last, or "
+                    "use torch.utils.checkpoint with use_reentrant=False"
+                )
+            if not bucket.arrived:
+                self._check_synced(bucket)
+        bucket.arrive(position, self._sends, reducer.alone, outer and bucket not in self._sent)
+        # A full pack is sent when the next gradient arrives, whichever pack that belongs to.
+        reducer.count_only(running if outer and not bucket.complete else None)
 
     def _advance(self, device: torch.device) -> None:
         """Launch packs that are complete, in order.
@@ -143,18 +127,19 @@ class ReducePass:
         """
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            if bucket.late or not bucket.complete or bucket.grads.pack.data.device != device:
+            if (self._sends and bucket.at_end) or not bucket.complete:
+                return
+            if bucket.grads.pack.data.device != device:
                 return
             self._next += 1
-            bucket.counts = False
             if self._sends:
                 with _compat.without_grad():  # a backward with create_graph runs hooks with it on
                     self._launch(bucket)
-            else:
-                bucket.grads.adopt()
+            elif self._reducer.alone:
+                bucket.adopt()
 
-    def _open(self, bucket: Bucket) -> None:
-        """Hear that the first gradient of a pack comes."""
+    def _check_synced(self, bucket: Bucket) -> None:
+        """Raise RuntimeError where the weights of a pack were still on their way in the forward."""
         if bucket.grads.pack.pending:
             raise RuntimeError(
                 f"overlap_sync: a backward reached {bucket.first!r} or a parameter packed with it, "
@@ -162,7 +147,6 @@ class ReducePass:
                 "its module being called, or was made before that step; call "
                 "optimizer.wait_sync() before such a forward, or leave overlap_sync off"
             )
-        bucket.reopen()
 
     def _end(self) -> None:
         self.over = True  # an engine's thread may keep the callback for a moment longer
@@ -170,15 +154,14 @@ class ReducePass:
             return
         if self._sends:
             self.flush()
-            self._reducer.has_ended = True
+            self._reducer.ended()
         else:
             for bucket in self._buckets:
-                if bucket.arrived:
-                    bucket.grads.adopt()
-        for bucket in self._buckets:
-            bucket.arrived = set()
+                bucket.end_local(self._reducer.alone)
+            if any(bucket.grads.is_part for bucket in self._buckets):
+                self._reducer.warn_of_part()
         if any(bucket.grads.has_graph for bucket in self._buckets):
-            self._reducer.edits.warn_of_graph()
+            self._reducer.warn_of_graph()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -193,15 +176,16 @@ class ReducePass:
         self._reducer.passed()
 
     def _launch(self, bucket: Bucket) -> None:
-        bucket.reopen()
-        bucket.collect()
-        if not self._reducer.alone:
-            bucket.send(self._buffers)
-            self._flying.append(bucket)
-            if len(self._flying) > 1:
-                self._flying[-2].advance()
-            if len(self._flying) > WINDOW:
-                self._land()
+        self._sent.add(bucket)
+        if self._reducer.alone:
+            bucket.grads.adopt_all()
+            return
+        bucket.send(self._buffers)
+        self._flying.append(bucket)
+        if len(self._flying) > 1:
+            self._flying[-2].advance()
+        if len(self._flying) > WINDOW:
+            self._land()
 
     def _land(self) -> None:
         buffer = self._flying.pop(0).land()

@@ -16,37 +16,52 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Buffers, ProcessGroups
+from shardcast.comm import Buffers, Comm, ProcessGroups, warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
-from shardcast.plan.precision import exact_sums, grad_dtype, wire_dtype
-from shardcast.step.history import ASSIGNED, BACKWARDS, CLEARS, NOTHING, STALE, SUMMED
-from shardcast.step.reduce.bucket import BEGUN, Bucket, State, assigned_in, land_all
+from shardcast.plan.pack_groups import PackGroups
+from shardcast.plan.precision import MASTER_DTYPE, SHORT_SUM, exact_sums, grad_dtype, wire_dtype
+from shardcast.step.history import (
+    ASSIGNED,
+    BACKWARDS,
+    CLEARED,
+    CLEARS,
+    NOTHING,
+    STALE,
+    SUMMED,
+    listed,
+)
+from shardcast.step.reduce.bucket import Bucket, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.reduce_pass import ReducePass
-from shardcast.step.reduce.user_edits import GradientEdits
+
+# Reducers of a process group that are open. Where there are several, one backward may go through
+# the models of two.
+_REDUCERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Reducer]] = weakref.WeakKeyDictionary()
 
 
 class Reducer:
     """Reduces the gradients of the packs given to :meth:`add` to their owners.
 
     All ranks must run the same number of synchronized backwards; inside :meth:`no_sync` none.
+    Which collectives run depends on these calls alone, never on what lies in ``.grad``. What is
+    wrong in a backward of one rank is kept in :attr:`mistake`, and the next decision raises it on
+    all ranks.
 
     Attributes:
         grads: the gradients of the packs, in the order of :meth:`add`; it grows.
-        cannot_gather: as of :class:`.Gradients`, of the kind that an option asks for.
         divisor: the number that divides sums over ranks.
         at_step: whether :meth:`finish` sends, not backwards: a pipeline has many in a step.
         touched: whether a gradient arrived since :meth:`finish`.
         backwards: how many of them brought gradients since the last step or ``zero_grad``.
         due: whether gradients are here that were not reduced; a step needs a pass before it.
-        at_end: whether packs are launched at the end of a backward from now on: one backward ran
-            inside another, or through two models.
-        has_ended: whether a synchronized backward has ended: later ones launch packs while they
-            run, unless ``at_end``.
+        acts: counts backwards, clips and clears, to tell whether one came in between.
+        mistake: the first error of this rank since gradients were cleared.
+        before_edit: is called before a script edits a mean, or sees it.
         counting: the backward whose gradients of open packs are counted and no more, as long as no
             further pack is complete.
+        has_ended: whether a synchronized backward has ended.
         history: the acts on means since the last step, which all ranks must do alike.
         buckets: the bucket of each pack, in the order of :meth:`add`.
     """
@@ -58,22 +73,21 @@ class Reducer:
         self.at_step = at_step
         self.divisor = Divisor(process_groups.dp.size)
         self.grads: list[Gradients] = []
-        self.touched, self.backwards = False, 0
+        self.touched, self.backwards, self.acts = False, 0, 0
         self.due = True
-        options = config.extensions().values()
-        kind: type[Gradients] = next((it.gradients for it in options if it.gradients), Gradients)
-        self.cannot_gather: str = kind.cannot_gather
-        kind = kind if process_groups.shard.size > 1 else Gradients
-        self.sharded = kind is not Gradients
-        self._storage = kind
-        self.at_end = self.has_ended = False
+        self.mistake: Exception | None = None
+        self.before_edit: Callable[[], None] = nothing
         self.counting: int | None = None
-        self.edits = GradientEdits(self.grads)
+        self.has_ended = False
         self.history: dict[str, Any] = {**NOTHING}
         self.buckets: dict[Pack, Bucket] = {}
         self._syncs = True
+        self._gathered = False  # since the last backward: all edits are right
+        self._told: set[str] = set()
         self._reduce_pass: Callable[[], ReducePass | None] = nothing  # weak: the engine holds it
         self._handles: list[Any] = []
+        if (group := process_groups.shard.group) is not None:
+            _REDUCERS.setdefault(group, weakref.WeakSet()).add(self)
 
     @property
     def alone(self) -> bool:
@@ -81,13 +95,10 @@ class Reducer:
         return self.process_groups.everyone.size == 1 and self.divisor.given is None
 
     @property
-    def beside(self) -> bool:
-        """Return whether packs are launched while a backward runs, not at its end.
-
-        Full gradients wait for the end of the first backward: a re-entrant checkpoint may bring one
-        twice. Sharded ones would need the memory that they are to save.
-        """
-        return not self.at_end and (self.has_ended or self.sharded)
+    def beside_others(self) -> bool:
+        """Return whether a first backward may go through the model of another reducer, too."""
+        group = self.process_groups.shard.group
+        return group is not None and len(_REDUCERS.get(group, ())) > 1
 
     @property
     def synchronises(self) -> bool:
@@ -102,7 +113,7 @@ class Reducer:
     @property
     def has_gradients(self) -> bool:
         """Return whether there is any gradient."""
-        return any(any(grads.presence()) for grads in self.grads)
+        return any(param.grad is not None for grads in self.grads for param in grads.pack.params)
 
     def add(self, pack: Pack) -> Gradients:
         """Reduce the gradients of ``pack`` from now on; every rank must add the same packs.
@@ -110,8 +121,11 @@ class Reducer:
         Gradients that its parameters have already are reduced with this step's.
         """
         low = pack.layout.dtype
-        grads = self._storage(pack, grad_dtype(low, self._config), wire_dtype(low, self._config))
-        set_grad_dtype(pack, grads.dtype)
+        grads = Gradients(pack, grad_dtype(low, self._config), wire_dtype(low, self._config))
+        for param in pack.params:
+            set_grad_dtype(param, grads.low)
+        me = weakref.ref(self)
+        grads.before_edit = lambda: None if (reducer := me()) is None else reducer.before_edit()
         parallel_dims, pack_groups = self.process_groups.parallel_dims, pack.layout.pack_groups
         bucket = self.buckets[pack] = Bucket(
             grads,
@@ -123,28 +137,36 @@ class Reducer:
                 for dim in pack_groups.reduce
                 if dim in parallel_dims.model and parallel_dims.coordinate[dim] > 0
             ],
+            exact_sums(SHORT_SUM + 1, self._config),
         )
         self.grads.append(grads)
-        hooks = _hooks(weakref.ref(self), bucket, len(pack.in_model))
+        hooks = _hooks(me, bucket, len(pack.in_model))
         self._handles += map(_hook_gradient, pack.in_model, hooks)
         if not self.due:
-            bucket.collect()
-            if not self.alone:
-                bucket.send(Buffers())
-                land_all([bucket])
+            self.reduce_now(bucket)
         return grads
+
+    @torch.no_grad()
+    def reduce_now(self, bucket: Bucket) -> None:
+        """Reduce one pack by itself. Collective."""
+        if self.alone:
+            bucket.grads.adopt_all()
+        else:
+            bucket.send(Buffers())
+            land_all([bucket])
 
     def nbytes(self, pack: Pack) -> int:
         """Return the bytes of the gradients of ``pack``."""
         return self.buckets[pack].grads.nbytes
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, sends: bool = False) -> Iterator[None]:
         """Have backwards accumulate locally inside it, without a collective.
 
-        It changes nothing for sharded gradients, which have no room to accumulate locally.
+        Args:
+            sends: they are reduced all the same, where there is no room to accumulate locally.
         """
-        syncs, self._syncs = self._syncs, self.sharded
+        syncs, self._syncs = self._syncs, sends
         self.due = True
         try:
             yield
@@ -156,7 +178,11 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if (group := self.process_groups.shard.group) is not None:
+            _REDUCERS[group].discard(self)
         land_all(self.buckets.values())  # last: it raises where a rank was lost
+        for grads in self.grads:
+            grads.close()
 
     def begin(self) -> None:
         """Have the pass flushed when the running backward ends, if it brings gradients.
@@ -167,13 +193,17 @@ class Reducer:
         the first gradient hook does the same for models whose submodules are called directly.
         """
         if not self._local and self._running() is None and _compat.accumulates():
+            if not self.has_ended and _compat.reaches_checkpoint():
+                for bucket in self.buckets.values():
+                    bucket.wait_for_end(True)
             self._begin()
 
     def finish(self) -> None:
         """Have all gradients of the own spans here; the last call of this stage before a step.
 
         Every rank must call it. Runs the pass itself for gradients that no synchronized
-        backward brought (set by hand, or accumulated under :meth:`no_sync`).
+        backward brought (set by hand, or accumulated under :meth:`no_sync`). Afterwards
+        :meth:`check` says what went wrong.
 
         Raises:
             RuntimeError: inside :meth:`no_sync`.
@@ -184,17 +214,50 @@ class Reducer:
                 "context before the last backward and the step"
             )
         self.touched = False
-        reduced = not (self.due or self.alone)  # alone no backward makes a pass due
-        if reduced:
-            land_all(self.buckets.values())
-            for bucket in self.buckets.values():
-                bucket.drop_cleared()
-        else:
+        if self.due or self.alone:  # alone no backward makes a pass due
             self._new_pass().flush()
-        # One replaced by hand after the reduction is final, as with DDP.
-        replaced = [bucket for bucket in self.buckets.values() if bucket.grads.adopt()]
-        if reduced and any(bucket.state is State.USED for bucket in replaced):
-            self.edits.warn_of_set()
+            return
+        land_all(self.buckets.values())
+        are_dropped = not any(grads.adds for grads in self.grads)
+        taken = [grads.settle() for grads in self.grads]
+        if any(taken) and are_dropped and not self._gathered:
+            self._warn_once(
+                "gradients were set by hand after those of a backward were dropped without a "
+                "step: they are taken for means and not averaged over ranks; average them "
+                "yourself, or drop gradients by a step that changes nothing (all .grad None)"
+            )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep an error of this rank alone for the next decision, which raises it on all."""
+        try:
+            yield
+        except (RuntimeError, TypeError, ValueError) as error:
+            if self.alone:
+                raise
+            if self.mistake is None:
+                self.mistake = error.with_traceback(None)
+
+    def check(self) -> None:
+        """Raise what was wrong on this rank; local, for a call that tells all ranks.
+
+        Raises:
+            RuntimeError, TypeError: what a backward brought, or a script did, cannot be right.
+        """
+        quiet = [
+            grads.pack.layout.slots[position].name
+            for grads in self.grads
+            for position in sorted(grads.quiet)
+        ]
+        if self.mistake is None and quiet:
+            self.mistake = RuntimeError(
+                f"backward: {quiet[0]!r} got a gradient inside no_sync() or attempt() after an "
+                "earlier backward of the same step had been reduced; have the synchronized "
+                "backward last, or call optimizer.zero_grad() in between"
+            )
+        mistakes = (grads.mistake for grads in self.grads)
+        if (mistake := self.mistake or next(filter(None, mistakes), None)) is not None:
+            raise mistake
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -202,17 +265,74 @@ class Reducer:
 
         To be called after :meth:`finish`; the next step and backwards go on from there.
         """
-        from shardcast.step.reduce.gathering import gather_all
+        if self.alone:
+            return
+        for pack, (*present, is_wide) in self._anywhere().items():
+            grads = self.buckets[pack].grads
+            grads.gather(present, MASTER_DTYPE if is_wide else grads.low)
+        self._gathered = True
 
-        if not self.alone:
-            gather_all(self.buckets, self.process_groups)
-            self.edits.gathered()
+    def _anywhere(self) -> dict[Pack, list[bool]]:
+        """Return per pack and slot whether a rank has a gradient, and whether one has fp32 sums.
+
+        An all-reduce per kind of pack, for which the host waits.
+        """
+        kinds: dict[PackGroups, list[Pack]] = {}
+        for pack in self.buckets:
+            kinds.setdefault(pack.layout.pack_groups._replace(is_primary=True), []).append(pack)
+        found: dict[Pack, list[bool]] = {}
+        for pack_groups, packs in kinds.items():
+            every = [self.buckets[pack].grads for pack in packs]
+            flags = [
+                flag
+                for grads in every
+                for flag in (*grads.presence(), grads.own.dtype == MASTER_DTYPE)
+            ]
+            total = torch.tensor(flags, dtype=torch.float32).to(packs[0].data.device)
+            data = self.process_groups.data_parallel(pack_groups)
+            comms: list[Comm] = [data, *self.process_groups.comms(pack_groups.reduce)]
+            for comm in comms:
+                comm.all_reduce(total, "gather_gradients")
+            flags = (total > 0).tolist()
+            for pack in packs:
+                count = len(pack.params) + 1
+                found[pack], flags = flags[:count], flags[count:]
+        return found
 
     def passed(self) -> None:
         """Hear that a pass has brought all means here."""
         self.due = False
         self.history[BACKWARDS] += 1
-        self.history.update(assigned_in(self.buckets.values(), self.process_groups))
+        assigned, cleared = (
+            {
+                grads: sorted(positions)
+                for grads in self.grads
+                if (positions := getattr(grads, kind))
+            }
+            for kind in ("assigned", "cleared")
+        )
+        for fact, by_pack in ((ASSIGNED, assigned), (CLEARED, cleared)):
+            if by_pack:
+                self.history[fact] = listed(
+                    [g.pack.layout.slots[n].name for g, some in by_pack.items() for n in some]
+                )
+        # Summed over model-parallel ranks, too, x may be a part of the sum or all of it.
+        data = {self.process_groups.parallel_dims.replicas}
+        parts = [
+            grads.pack.layout.slots[position].name
+            for grads, positions in assigned.items()
+            if not data.issuperset(grads.pack.layout.pack_groups.reduce)
+            for position in positions
+        ]
+        if parts:  # its number makes it a difference between ranks, wherever it happens
+            rank = self.process_groups.everyone.rank
+            self.history[SUMMED] = f"{listed(parts)} by rank {rank}"
+
+    def ended(self) -> None:
+        """Note that a synchronized backward has ended."""
+        self.has_ended = True
+        for bucket in self.buckets.values():
+            bucket.wait_for_end(False)
 
     def used(self) -> None:
         """Hear that a step used the gradients: the next one needs a pass of its own."""
@@ -220,62 +340,58 @@ class Reducer:
         self.history.update(NOTHING)
         for bucket in self.buckets.values():
             bucket.use()
-            bucket.assigned.clear()
 
     def cleared(self, set_to_none: bool = True) -> None:
         """Hear of cleared gradients. No pass is due for it: one rank alone may clear its own."""
         land_all(self.buckets.values())  # of a failed backward, before it is zeroed
-        self.note_clear()
-        self.history.update({STALE: 0, ASSIGNED: "", SUMMED: ""})
-        self.edits.changed()
-        for bucket in self.buckets.values():
-            bucket.forget()
-            bucket.grads.zero(set_to_none)
-
-    def note_clear(self) -> None:
-        """Note that means of this step, if there are any, are cleared."""
-        landed = any(bucket.state is State.LANDED for bucket in self.buckets.values())
+        landed = any(grads.adds and not grads.used for grads in self.grads)
         self.history[CLEARS] += landed and not self.due
+        self.history.update({STALE: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""})
+        self.acts += 1
+        self.mistake = None
+        for bucket in self.buckets.values():
+            bucket.forget(set_to_none)
 
     def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
-        """Have the mean stay visible as ``.grad`` where only other ranks had a gradient.
-
-        As DDP does; so it is cleared, or added to, like every other gradient. Where nobody had one
-        there is none.
+        """Show no mean after a step where no rank had a gradient.
 
         Args:
             present: per pack and slot, whether some rank has a gradient.
         """
-        for pack, bucket in self.buckets.items():
-            for position in [*bucket.absent]:
-                if present[pack][position] and bucket.grads.owned[position]:
-                    bucket.grads.lent.discard(position)
-                    bucket.grads.show(position)
-                    bucket.absent.remove(position)
-            bucket.grads.take_back()
+        if not self.alone:
+            for pack, bucket in self.buckets.items():
+                if not all(present[pack]):
+                    bucket.grads.hide(present[pack])
+
+    @property
+    def shows(self) -> bool:
+        """Return whether ``.grad``s have values that a script can read."""
+        return any(grads.shows for grads in self.grads)
+
+    def refuse_edits(self) -> None:
+        """Raise RuntimeError where a script has edited gradients that did not show a clip."""
+        if any(grads.waits_for_clip for grads in self.grads):
+            raise RuntimeError(
+                "step: gradients were edited, replaced or cleared after clip_grad_norm_, which in "
+                "low precision clips them within the step on one rank; edit before you clip, or "
+                "call optimizer.gather_gradients() after the clip, which multiplies it in"
+            )
+
+    def versions(self) -> list[int]:
+        """Return other numbers after a mean was edited in place."""
+        return [grads.own._version for grads in self.grads]
+
+    def replaced(self) -> bool:
+        """Return whether a script has cleared or assigned gradients since they were reduced."""
+        return any(grads.replaced() for grads in self.grads)
+
+    def state(self) -> Any:
+        """Return something unequal after a gradient came, was edited, replaced or cleared."""
+        grads = [param.grad for pack in self.buckets for param in pack.in_model]
+        known = [None if grad is None else (id(grad), grad._version) for grad in grads]
+        return self.acts, self.versions(), known
 
     # -- the pass of the running backward -----------------------------------------------------
-
-    def drop_assigned(self) -> None:
-        """Drop, as a pass begins, means that a script replaced (``p.grad = x``)."""
-        for bucket in self.buckets.values():
-            if bucket.state is not State.USED:
-                bucket.drop_assigned()
-
-    def drop_cleared(self, more_come: bool) -> None:
-        """Drop, as a pass begins, means of earlier ones of this step that a script cleared.
-
-        Args:
-            more_come: in a backward, else the step comes next.
-
-        Raises:
-            RuntimeError: more come and some were cleared; which ones, other ranks cannot know.
-        """
-        buckets = self.buckets.values()
-        if any(it.state in BEGUN or it.grads.carry is not None for it in buckets):
-            from shardcast.step.reduce.cleared import drop_cleared
-
-            drop_cleared(self, more_come)
 
     def _running(self) -> ReducePass | None:
         reduce_pass = self._reduce_pass()
@@ -288,14 +404,15 @@ class Reducer:
 
     def _start(self, reduce_pass: ReducePass) -> None:
         self.due = True  # and stays so where a backward fails
-        self.edits.begin()
+        self._gathered = False
         reduce_pass.start()
+
+    def count_only(self, running: int | None) -> None:
+        """Have hooks only count gradients of this backward, see :attr:`counting`."""
+        self.counting = running
 
     def _begin(self) -> ReducePass:
         reduce_pass = ReducePass(self, not self._local)
-        if not self.sharded and exact_sums(self.backwards + 1, self._config):
-            for grads in self.grads:
-                grads.widen()
         self._reduce_pass = weakref.ref(reduce_pass)
         reduce_pass.begin()
         return reduce_pass
@@ -313,12 +430,35 @@ class Reducer:
         try:
             if not reduce_pass.started:
                 self.backwards += 1
-                self.edits.changed()
+                self.acts += 1
                 self._start(reduce_pass)
+                for each in self.buckets.values():
+                    each.widen()
             reduce_pass.arrive(bucket, position, running)
         except BaseException:
             reduce_pass.over = True
             raise
+
+    def warn_of_graph(self) -> None:
+        """Warn of gradients that have a graph of their own, which the mean has not."""
+        self._warn_once(
+            "backward(create_graph=True): .grad becomes the mean over ranks, which has no graph, "
+            "so a loss that is computed from .grad trains nothing; take the gradients for it from "
+            "torch.autograd.grad(..., create_graph=True)"
+        )
+
+    def warn_of_part(self) -> None:
+        """Warn of gradients that are to be added to means that were not cleared."""
+        self._warn_once(
+            "no_sync: gradients of the step before were not cleared; inside no_sync() .grad is "
+            "what this rank adds to them, not their sum as under DDP: call optimizer.zero_grad() "
+            "after each step"
+        )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            warn_first(message)
 
 
 def is_reduced(param: Tensor) -> bool:
@@ -346,6 +486,7 @@ def _hooks(me: weakref.ref[Reducer], bucket: Bucket, count: int) -> Iterator[Cal
                 return
             if bucket.counts and reducer.counting == running:
                 bucket.arrived.add(position)
+                bucket.additions[position] += 1
                 if len(bucket.arrived) == count:
                     reducer.counting = None
             elif grad is not None:  # as a function may give, which autograd does not accumulate

@@ -104,7 +104,7 @@ CASES_OF_GUARDS: dict[str, tuple[int, dict[str, Any], str, dict[str, Any]]] = {
     "norm, alone": (1, NORM, "", {}),
     "norm, two ranks": (2, NORM, "", {}),
     "norm, three ranks": (3, NORM, "", {"partition": "whole"}),
-    "sharded gradients": (2, NORM, "", {"grads": "sharded"}),
+    "sharded gradients": (2, NORM, "", {"accumulate": "sharded"}),
     "a loss scale": (2, NORM, "", {"loss_scale": 1000.0}),
     "counted tokens": (2, NORM, "tokens", {}),
     "beside a clip": (2, NORM, "clip", {}),

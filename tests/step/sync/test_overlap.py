@@ -416,7 +416,7 @@ TRAINED: dict[str, Named] = {
     "whole": Named(trains, "gpt", {"partition": "whole", "max_grad_norm": 1.0}),
     "bf16": Named(trains, "gpt", {**BF16, "max_grad_norm": 1.0}),
     "all_gather": Named(trains, "gpt", {**BF16, "sync": "all_gather"}),
-    "sharded gradients": Named(trains, "gpt", {**BF16, "grads": "sharded"}),
+    "sharded gradients": Named(trains, "gpt", {**BF16, "accumulate": "sharded"}),
     "norms in fp32": Named(trains, "gpt", {**BF16, "keep_fp32": "norms"}),
     "split masters": Named(trains, "gpt", {**SPLIT, "partition": "whole"}),
     "split masters, all_gather": Named(trains, "gpt", {**SPLIT, "sync": "all_gather"}),
@@ -497,12 +497,29 @@ def test_a_module_begins_while_the_packs_of_later_ones_are_on_their_way():
     assert all(call.async_op for call in syncs)
 
 
-def test_a_forward_that_reads_past_a_call_it_always_made_is_an_error_in_backward():
+@pytest.mark.parametrize("by", [{0, 1}, {1}], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize("call", ["step", "clip_grad_norm_", "gather_gradients"])
+def test_a_forward_that_reads_past_a_call_it_always_made_is_an_error_on_all_ranks(
+    call: str, by: set[int]
+):
+    """Not inside its backward, which would leave the other ranks waiting."""
+
     def run(group: Any) -> None:
         model, optimizer = started(group)
+        reads_past = group.rank() in by
+        out = F.linear(model.layers(X), model.last.weight) if reads_past else model(X)
+        before = {name: p.detach().clone() for name, p in model.layers.named_parameters()}
+        out.sum().backward()
         with pytest.raises(RuntimeError, match=r"last\.weight.*module being called"):
-            F.linear(model.layers(X), model.last.weight).sum().backward()
+            getattr(optimizer, call)(*[1.0] * (call == "clip_grad_norm_"))
         optimizer.wait_sync()
+        for name, param in model.layers.named_parameters():
+            assert torch.equal(param, before[name]), name
+        optimizer.zero_grad()
+        model(X).sum().backward()
+        optimizer.step()  # goes on
+        optimizer.wait_sync()
+        assert not all(map(torch.equal, model.layers.parameters(), before.values()))
 
     run_world(2, run)
 

@@ -1,7 +1,7 @@
 """What DeepSpeed's tests of ZeRO ask of the package ``deepspeed``, by shardcast, on CPUs.
 
-Stage 1 is ``grads="full"``, stage 2 ``grads="sharded"``, and stage 3, which shards the parameters,
-is not offered. Names that only stage 3 has can be imported, and are not there.
+Stage 1 is ``accumulate="local"``, stage 2 ``accumulate="sharded"``, and stage 3, which shards the
+parameters, is not offered. Names that only stage 3 has can be imported, and are not there.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer = ZeROOptimizer(
             shardcast.shard(
                 model, optimizer, param_dtype=low, autocast=False,
-                grads="sharded" if stage == 2 else "full",
+                accumulate="sharded" if stage == 2 else "local",
                 max_grad_norm=config.get("gradient_clipping") or None,
                 offload=zero.get("offload_optimizer", {}).get("device", "none") == "cpu",
             )

@@ -1,0 +1,486 @@
+"""The ``.grad`` of a parameter whose mean lies at its owners: it can be edited, and not be read."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardcast import _compat
+from shardcast._compat import dtensor
+from shardcast.messages import GRAD_SCALER
+
+if TYPE_CHECKING:  # it imports this module
+    from shardcast.memory.gradients import Gradients
+
+DOORS = (
+    "call optimizer.gather_gradients() on every rank after the backward, before .grad is read (to "
+    "clip, optimizer.clip_grad_norm_ needs no more than its bound); what changes each element by "
+    "itself works in place: param.grad.mul_(0.5); and a hook of "
+    "register_post_accumulate_grad_hook sees this rank's own gradient"
+)
+
+# What answers from the shape, dtype, device or identity, and reads no element.
+METADATA = frozenset(
+    "__hash__ __len__ __dlpack_device__ _is_view _nnz size dim ndimension stride numel nelement "
+    "element_size nbytes storage_offset data_ptr get_device is_contiguous is_complex is_conj "
+    "is_neg is_floating_point is_inference is_signed is_same_size is_set_to is_pinned is_shared "
+    "is_nonzero_size has_names is_distributed untyped_storage requires_grad_ detach_ register_hook "
+    "retain_grad record_stream share_memory_ dim_order _has_compatible_shallow_copy_type "
+    "can_cast result_type is_storage is_tensor_like is_coalesced _is_zerotensor _version "
+    "_disable_data_ptr is_functional_tensor _is_functional_tensor "
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
+    "new_empty new_empty_strided new_zeros new_ones new_full new_tensor new_".split()
+)
+VIEWS = frozenset(
+    "view view_as reshape reshape_as flatten unflatten unsqueeze squeeze t transpose swapaxes "
+    "swapdims permute movedim moveaxis narrow select unbind split chunk tensor_split expand "
+    "expand_as __getitem__ detach alias diagonal as_strided unsafe_chunk unsafe_split "
+    "split_with_sizes hsplit vsplit dsplit ravel adjoint".split()
+)
+VIEWING = frozenset({"data", "T", "mT", "H", "mH", "real"})  # attributes
+CONVERSIONS = frozenset("to cpu cuda type float half double bfloat16 pin_memory type_as".split())
+_UNARY = (
+    "abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh "
+    "ceil cos cosh deg2rad erf erfc erfinv exp exp2 expm1 fix floor frac log log10 log1p log2 "
+    "nan_to_num neg negative positive rad2deg reciprocal relu round rsqrt sgn sigmoid sign sin "
+    "sinc sinh sqrt square tan tanh trunc zero i0 digamma lgamma mvlgamma polygamma celu "
+    "elu selu silu hardtanh hardswish hardsigmoid leaky_relu relu6 rrelu threshold logit"
+)
+_BINARY = (
+    "add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow "
+    "float_power atan2 arctan2 copysign hypot maximum minimum fmax fmin clamp clip clamp_min "
+    "clamp_max lerp addcmul addcdiv fill copy masked_fill gcd lcm ldexp nextafter xlogy heaviside "
+    "eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor "
+    "logical_not bitwise_not where not_equal less less_equal greater greater_equal "
+    "iadd isub imul itruediv ifloordiv idiv imod ipow"
+)
+# In-place functions that compute each element from itself and from elements of the same place.
+ELEMENTWISE = frozenset(f"{name}_" for name in (_UNARY + " " + _BINARY).split()) - {"rrelu_"} | {
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__idiv__", "__imod__",
+    "__ipow__",
+}  # fmt: skip
+# The same, by places that are counted in the whole parameter.
+PLACED = frozenset(
+    "__setitem__ index_fill_ index_add_ index_copy_ index_put_ index_reduce_ _index_put_impl_ "
+    "scatter_ scatter_add_ scatter_reduce_ fill_diagonal_ tril_ triu_ masked_scatter_ put_".split()
+)
+EDITS = ELEMENTWISE | PLACED
+
+Step = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any], int | None]
+
+
+class StandIn(Tensor):
+    """The ``.grad`` of a parameter after the reduction, in the memory of one element, which is NaN.
+
+    The mean of the parameter is at the owners of its elements. Functions that are called from
+    Python come to ``__torch_function__``, which answers questions about shape and dtype, makes
+    views, and edits each owner's part of the mean by functions that compute each element by itself.
+    Everything else raises a RuntimeError that names the parameter, on every rank. Code in C++ sees
+    a plain tensor of NaN.
+
+    A plain tensor becomes one by assignment to ``__class__``, so that no wrapper without storage
+    meets autograd or ``torch.compile``.
+
+    Attributes:
+        of: the name of the parameter.
+        position: of the parameter in the pack.
+        grads: the gradients of the pack, a weak reference; to nothing once it is no ``.grad``.
+        root: the whole gradient that it is a view of; ``None``: it is the whole.
+        path: the views that lead from there to this tensor.
+    """
+
+    of: str
+    position: int
+    grads: Callable[[], Gradients | None]
+    root: StandIn | None
+    path: tuple[Step, ...]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` if it reads no value."""
+        with _compat.without_torch_function():
+            return _run(func, tuple(args), kwargs or {})
+
+
+class DistributedStandIn:
+    """A mixin for DTensors whose local tensor is a :class:`StandIn`, see :func:`distributed`."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` on the local tensors if it reads no value."""
+        with _compat.without_torch_function():
+            return _run(func, tuple(args), kwargs or {})
+
+    def __repr__(self) -> str:
+        return _described(_compat.local_tensor(self))
+
+
+def distributed(grad: Any) -> Any:
+    """Return the DTensor ``grad``, which hides its values as its local tensor does."""
+    kind = type(grad)
+    if kind not in _DISTRIBUTED:
+        name = DistributedStandIn.__name__
+        _DISTRIBUTED[kind] = type(name, (DistributedStandIn, kind), {"__slots__": ()})
+    grad.__class__ = _DISTRIBUTED[kind]
+    return grad
+
+
+_DISTRIBUTED: dict[type, type] = {}  # by the class of DTensors, which is imported late
+
+
+def stand_in(grads: Gradients, position: int) -> StandIn:
+    """Return a new one for the parameter at ``position``."""
+    slot = grads.pack.layout.slots[position]
+    value = torch.full((1,), math.nan, dtype=grads.low, device=grads.own.device)
+    # Detached, it is no view to autograd, so that a script can call detach_() on it.
+    grad = value.expand(1).view([1] * len(slot.shape)).expand(slot.shape).detach()
+    grad.__class__ = StandIn
+    hidden: Any = grad
+    hidden.of, hidden.position, hidden.grads = slot.name, position, weakref.ref(grads)
+    hidden.root, hidden.path = None, ()
+    return hidden  # type: ignore[no-any-return]
+
+
+def _hidden(tensor: Tensor, base: StandIn, path: tuple[Step, ...], is_kept: bool = True) -> None:
+    """Make ``tensor`` a stand-in for what ``path`` leads to from the whole gradient."""
+    hidden: Any = tensor
+    tensor.__class__ = StandIn
+    hidden.of, hidden.position, hidden.path = base.of, base.position, path
+    hidden.root = (base if base.root is None else base.root) if is_kept else None
+    hidden.grads = _nothing  # that of the root is asked
+
+
+def _grads_of(hidden: StandIn) -> Gradients | None:
+    return (hidden if hidden.root is None else hidden.root).grads()
+
+
+def tensors(values: Any) -> Iterator[Any]:
+    """Give all tensors in nested tuples, lists and mappings."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from tensors(value)
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from tensors(value)
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    name = _name(func)
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        raise RuntimeError(GRAD_SCALER)
+    if name.startswith("_foreach_") and name.endswith("_"):
+        return _each(name, args, kwargs)
+    given = [*tensors((args, kwargs))]
+    if any(isinstance(t, DistributedStandIn) for t in given):
+        return _run_distributed(func, name, given, args, kwargs)
+    hidden = next(t for t in given if isinstance(t, StandIn))
+    first = args[0] if args else None
+    if name in ("__get__", "__set__", "__delete__"):
+        return _attribute(func, name, args, kwargs)
+    if name in ("__repr__", "__str__") or (name == "__format__" and not args[1]):
+        return _described(hidden)
+    if (out := kwargs.get("out")) is not None:
+        return _out(func, name, out, args, kwargs)
+    if isinstance(first, StandIn):
+        makes_new = name.endswith("_like") or name.startswith("new_")
+        if name in METADATA and (not makes_new or _only(first, args, kwargs)):
+            return func(*args, **kwargs)
+        if name == "contiguous":
+            return first
+        if name in ("__eq__", "__ne__") and args[1] is None:
+            return func(*args, **kwargs)
+        # Of another one ``view_as`` asks for the shape alone.
+        if name in VIEWS and (name.endswith("_as") or _only(first, args, kwargs)):
+            return _views(func, first, args, kwargs)
+        if name in CONVERSIONS and _only(first, args, kwargs):
+            return _converted(func, first, args, kwargs)
+        if name in EDITS:
+            return _edit(func, name, first, args, kwargs)
+    elif name in METADATA:
+        return func(*args, **kwargs)
+    raise _reads(name, hidden)
+
+
+def _run_distributed(
+    func: Callable[..., Any], name: str, given: Sequence[Any], args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """Run ``func`` for DTensors: metadata are theirs, edits and conversions those of what is here.
+
+    Every rank edits its own elements, so other operands must lie as the parameter does.
+    """
+    first = args[0] if args else None
+    if not isinstance(first, DistributedStandIn) and name in ("__get__", "__set__", "__delete__"):
+        return func(*args, **kwargs)  # ``param.grad = stand_in``
+    hidden = next(t for t in given if isinstance(t, DistributedStandIn))
+    local = _compat.local_tensor(hidden)
+    assert isinstance(local, StandIn)
+    if name == "__format__" and not args[1]:
+        return repr(hidden)
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    views = name == "detach" or (name == "__get__" and attribute == "data")
+    sets_data = name == "__set__" and attribute == "data"
+    if name in METADATA or (name == "__get__" and attribute not in VIEWING | {"imag"}):
+        return func(*args, **kwargs)
+    if not (name in ELEMENTWISE or views or sets_data or name in CONVERSIONS):
+        raise _reads(name, local)
+    here = [_local(it, hidden, local) for it in args]
+    result = _run(func, tuple(here), {k: _local(v, hidden, local) for k, v in kwargs.items()})
+    if result is here[0]:
+        return first
+    if isinstance(result, StandIn):
+        made = distributed(dtensor.wrap_local(result, first, first.placements))  # type: ignore[union-attr]
+        return made
+    return result
+
+
+def _local(value: Any, hidden: Any, local: StandIn) -> Any:
+    """Return what lies here of DTensors in ``value``."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_local(it, hidden, local) for it in value)
+    if isinstance(value, DistributedStandIn) or not isinstance(value, Tensor):
+        return _compat.local_tensor(value) if isinstance(value, Tensor) else value
+    if not _compat.is_dtensor(value):
+        if value.dim() and not isinstance(value, StandIn):
+            raise RuntimeError(
+                f".grad of {local.of!r}: expected a number or a DTensor that lies as the parameter "
+                "does as another operand, got a plain tensor; make it one by distribute_tensor()"
+            )
+        return value
+    placements: Any = value.placements  # type: ignore[attr-defined]
+    places = zip(hidden.placements, placements, strict=True)
+    # A gradient that came as a part of the sum is all of it after the reduction.
+    if not all(a == b or (a.is_partial() and b.is_replicate()) for a, b in places):
+        raise RuntimeError(
+            f".grad of {local.of!r}: expected another operand that lies as {hidden.placements}, "
+            f"got {placements}; redistribute() it"
+        )
+    return _compat.local_tensor(value)
+
+
+def _reads(name: str, hidden: StandIn) -> RuntimeError:
+    return RuntimeError(
+        f"{name} reads .grad of {hidden.of!r}, which after the backward is the mean over ranks, "
+        f"each element at its owner: {DOORS}"
+    )
+
+
+def _described(hidden: Any) -> str:
+    shape = f"{hidden.dtype} of {tuple(hidden.shape)}"
+    return f"<.grad of {hidden.of!r}, {shape}, whose values are at their owners>"
+
+
+def _name(func: Any) -> str:
+    """Return torch's name of a function; of an aten operator without its overload."""
+    return str(getattr(func, "__name__", func)).partition(".")[0]
+
+
+def _only(first: StandIn, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether no other stand-in takes part."""
+    return not any(isinstance(t, StandIn) for t in tensors((args[1:], kwargs)))
+
+
+def _attribute(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    first = args[0]
+    if not isinstance(first, StandIn):  # ``param.grad = stand_in``
+        return func(*args, **kwargs)
+    if name == "__get__":
+        if attribute in VIEWING:
+            return _views(func, first, args, kwargs)
+        if attribute == "imag":
+            raise _reads(attribute, first)
+    elif attribute == "data" and name == "__set__":
+        other = args[1]
+        if isinstance(other, StandIn) and other.of == first.of:  # of model.to() or model.float()
+            func(*args, **kwargs)
+        else:
+            _edit(Tensor.copy_, "copy_", first, args, kwargs)
+        return None
+    return func(*args, **kwargs)
+
+
+def _views(
+    func: Callable[..., Any], base: StandIn, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return a view, or several, each of which knows how it came about."""
+    result = func(*args, **kwargs)
+    several = isinstance(result, (tuple, list))
+    for number, view in enumerate(result if several else (result,)):
+        if not isinstance(view, Tensor) or not _compat.is_alias(view, base):
+            raise _reads(_name(func), base)  # indices that are tensors copy
+        if view is base:
+            return base
+        step: Step = func, args[1:], dict(kwargs), number if several else None
+        _hidden(view, base, (*base.path, step))
+    return result
+
+
+def _converted(
+    func: Callable[..., Any], first: StandIn, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return it in another dtype or on another device, for whoever moves a module: NaN, too."""
+    result = func(*args, **kwargs)
+    if isinstance(result, Tensor) and result is not first:
+        _hidden(result, first, first.path, is_kept=False)
+    return result
+
+
+def _nothing() -> None:
+    """Stand for a weak reference to nothing."""
+
+
+def _each(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run ``torch._foreach_mul_`` and its like for one tensor after the other."""
+    single = name.removeprefix("_foreach_")
+    targets = args[0]
+    count = len(targets)
+    for number, target in enumerate(targets):
+        rest, named = (
+            [v[number] if isinstance(v, (tuple, list)) and len(v) == count else v for v in values]
+            for values in (args[1:], kwargs.values())
+        )
+        keywords = dict(zip(kwargs, named, strict=True))
+        if single in ("addcmul_", "addcdiv_") and len(rest) == 3:
+            keywords["value"] = rest.pop()
+        method = getattr(Tensor, single, None)
+        if isinstance(target, DistributedStandIn) and method is not None:
+            _run(method, (target, *rest), keywords)
+            continue
+        if isinstance(target, StandIn):
+            if method is None or single not in EDITS:
+                raise _reads(name, target)
+            _edit(method, single, target, (target, *rest), keywords)
+            continue
+        for value in tensors((rest, keywords)):
+            if isinstance(value, (StandIn, DistributedStandIn)):
+                raise _reads(name, _compat.local_tensor(value))  # type: ignore[arg-type]
+        if method is None:
+            raise _reads(name, next(t for t in tensors(args) if isinstance(t, StandIn)))
+        method(target, *rest, **keywords)
+
+
+def _out(
+    func: Callable[..., Any], name: str, out: Any, args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """Run ``torch.mul(grad, 0.5, out=grad)`` as the method in place, or write another result."""
+    named = {key: value for key, value in kwargs.items() if key != "out"}
+    if not args and "input" in named:
+        args = (named.pop("input"),)
+    hidden = [t for t in tensors((args, named)) if isinstance(t, StandIn)]
+    in_place = f"{name}_"
+    if not isinstance(out, StandIn):
+        raise _reads(name, hidden[0])
+    if not hidden:
+        _edit(Tensor.copy_, "copy_", out, (out, func(*args, **named)), {})
+        return out
+    if args and args[0] is out and in_place in ELEMENTWISE:
+        method = getattr(Tensor, in_place, None)
+        if method is not None:
+            return _edit(method, in_place, out, args, named)
+        _change(out, lambda scratch: scratch.copy_(func(*_in(args, out, scratch), **named)), args)
+        return out
+    raise _reads(name, hidden[0])
+
+
+def _edit(
+    func: Callable[..., Any], name: str, target: StandIn, args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """Edit this rank's part of the mean as ``func`` edits the whole."""
+    rest = args[1:], kwargs
+    for other in tensors(rest):
+        if isinstance(other, StandIn) and not _same(other, target):
+            raise _reads(name, other)
+    grads = _grads_of(target)
+    if grads is None:
+        raise RuntimeError(
+            f"{name} edits .grad of {target.of!r}, which a script kept: its mean is no longer "
+            f"here; {DOORS}"
+        )
+    everywhere = target.numel() == grads.pack.layout.slots[target.position].numel
+    if name in ("zero_", "fill_") and everywhere and (name == "zero_" or _is_zero(args[1:])):
+        grads.zero(target.position)
+    elif not target.path and name in ELEMENTWISE and not any(t.dim() for t in tensors(rest)):
+        part = grads.edited(target.position)
+        func(
+            part,
+            *_in(args[1:], target, part),
+            **{k: _in(v, target, part) for k, v in kwargs.items()},
+        )
+    else:
+        _change(
+            target,
+            lambda scratch: func(
+                scratch,
+                *_in(args[1:], target, scratch),
+                **{k: _in(v, target, scratch) for k, v in kwargs.items()},
+            ),
+            args,
+        )
+    return None if name == "__setitem__" else target
+
+
+def _is_zero(values: tuple[Any, ...]) -> bool:
+    return len(values) == 1 and isinstance(values[0], (int, float)) and values[0] == 0
+
+
+def _same(one: StandIn, other: StandIn) -> bool:
+    """Return whether both show the same elements in the same places."""
+    if one is other:
+        return True
+    is_whole = not one.path and not other.path
+    return is_whole and _grads_of(one) is _grads_of(other) and one.position == other.position
+
+
+def _in(values: Any, target: StandIn, tensor: Tensor) -> Any:
+    """Return the values, with ``tensor`` in the place of the gradient."""
+    if isinstance(values, StandIn):
+        return tensor
+    if isinstance(values, tuple):
+        return tuple(_in(value, target, tensor) for value in values)
+    if isinstance(values, list):
+        return [_in(value, target, tensor) for value in values]
+    return values
+
+
+def _change(target: StandIn, change: Callable[[Tensor], Any], args: Sequence[Any]) -> None:
+    """Run ``change`` on a tensor of the whole parameter that has this rank's part of the mean.
+
+    What it has elsewhere are zeros, which nobody takes.
+    """
+    grads = _grads_of(target)
+    assert grads is not None
+    part, (start, stop) = grads.edited(target.position), grads.within(target.position)
+    shape = grads.pack.layout.slots[target.position].shape
+    scratch = torch.zeros(shape, dtype=part.dtype, device=part.device)
+    own = scratch.view(-1)[start:stop]
+    own.copy_(part)
+    view = scratch
+    for func, arguments, keywords, number in target.path:
+        made = func(view, *arguments, **keywords)
+        view = made if number is None else made[number]
+    change(view)
+    part.copy_(own)

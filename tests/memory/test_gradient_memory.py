@@ -1,0 +1,200 @@
+"""What gradients take: a rank keeps its part of the mean, and a few packs while a backward runs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from models import adamw, run_world, sharded
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardcast
+from shardcast.memory.stand_in import StandIn
+from shardcast.optimizer.stateful import packed_of
+from shardcast.step.reduce.bucket import State
+from shardcast.testing import ThreadedWorld
+
+pytestmark = pytest.mark.timeout(60)
+LAYERS, WIDTH = 12, 32
+PACK = 2 * WIDTH * WIDTH  # bytes, of a layer in bf16
+ALL = LAYERS * PACK
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        if kind == "tied":
+            self.layers[-1].weight = self.layers[0].weight
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if self.kind in ("reentrant", "tied") and number % 2:
+                x = checkpoint(layer, x, use_reentrant=True)
+            else:
+                x = layer(x)
+        return x
+
+
+def live(optimizer: Any) -> int:
+    """Bytes of ``.grad``s with values, and of what is on its way."""
+    reduce, total = packed_of(optimizer).reduce, 0
+    for bucket in reduce.buckets.values():
+        for param in bucket.grads.pack.params:
+            if param.grad is not None and type(param.grad) is not StandIn:
+                total += param.grad.nbytes
+        if bucket.state is State.SENT:
+            total += bucket._reduction._sent.nbytes + bucket._reduction.received.data.nbytes
+    return total
+
+
+def held(group: Any, kind: str, how: str, fields: dict[str, Any]) -> list[tuple[int, int]]:
+    """For each of three steps, the most bytes at a hook, and those before the step."""
+    model = Stack(kind)
+    optimizer = sharded(model, group, adamw, param_dtype=torch.bfloat16, pack_params=1, **fields)
+    most = 0
+
+    def look(_param: Tensor) -> None:
+        nonlocal most
+        most = max(most, live(optimizer))
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(look)
+    seen = []
+    for _ in range(3):
+        most = 0
+        for number in range(1 if how in ("once", "zeros") else 3):
+            with (
+                optimizer.no_sync() if how == "no_sync" and number < 2 else contextlib.nullcontext()
+            ):
+                x = torch.ones(2, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+                model(x).float().square().mean().backward()
+        seen.append((most, optimizer.memory_report()["gradients"]))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=how != "zeros")
+    return seen
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_keeps_its_part_of_the_mean_and_six_packs_while_a_backward_runs(size: int):
+    def of(kind: str, how: str, **fields: Any) -> list[tuple[int, int]]:
+        return run_world(size, held, kind, how, fields)[0][0]
+
+    for how in ("once", "zeros"):
+        for most, after in of("plain", how):
+            assert after == ALL // size and most <= 6 * PACK
+    for most, after in of("plain", "thrice"):
+        assert after == 2 * ALL // size and most <= 6 * PACK, "in fp32, once means are added up"
+    for most, after in of("plain", "no_sync"):
+        assert after == ALL // size and ALL <= most <= ALL + 6 * PACK, "the control"
+    for most, after in of("plain", "no_sync", accumulate="sharded"):
+        assert after == 2 * ALL // size and most <= 6 * PACK
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "tied"])
+def test_a_backward_inside_another_one_has_its_packs_sent_at_the_end(kind: str):
+    (seen, *_), _ = run_world(2, held, kind, "once", {})
+    numel = sum(param.numel() for param in Stack(kind).parameters())
+    assert [after for _, after in seen] == [numel] * 3  # 2 bytes, of two ranks
+    assert all(most <= 2 * numel + 6 * PACK for most, _ in seen)
+
+
+def test_no_gradient_is_kept_by_what_was_sent_or_is_shown():
+    def run(group: Any) -> None:
+        model = Stack("plain")
+        kept = sharded(model, group, adamw, param_dtype=torch.bfloat16, pack_params=4)
+        came: list[weakref.ref[Tensor]] = []
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda p: came.append(weakref.ref(p.grad)))
+        x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+        model(x).float().sum().backward()
+        gc.collect()
+        assert len(came) == LAYERS and not any(grad() is not None for grad in came)
+        stand_ins = [param.grad for param in model.parameters()]
+        for grad in stand_ins:
+            assert grad.untyped_storage().nbytes() == grad.element_size()
+        kept.step()
+
+    ThreadedWorld(2).run(run)
+
+
+class Static(torch.autograd.Function):
+    """Gives the same memory in each backward, as a graphed callable does."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, memory: Tensor, value: float) -> Tensor:
+        ctx.memory, ctx.value = memory, value
+        return param.sum()
+
+    @staticmethod
+    def backward(ctx: Any, _grad: Tensor) -> Any:
+        return ctx.memory.fill_(ctx.value).detach(), None, None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("pack_params", [1, None])
+def test_gradients_in_memory_that_comes_again_are_added_up(size: int, pack_params: int | None):
+    """Stock torch takes it for ``.grad``, which the next backward overwrites: 4 in place of 3."""
+
+    def run(group: Any) -> list[float]:
+        model = nn.ParameterList(torch.zeros(8) for _ in range(2))
+        optimizer = shardcast.shard(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), process_group=group,
+            param_dtype="fp32", pack_params=pack_params,
+        )  # fmt: skip
+        memory = [torch.zeros(8) for _ in range(2)]
+        for step in range(2):
+            for value in (1.0, 2.0):
+                with optimizer.no_sync() if value == 1.0 else contextlib.nullcontext():
+                    loss = sum(
+                        Static.apply(p, m, value) for p, m in zip(model, memory, strict=True)
+                    )
+                    loss.backward()
+            if step == 1:
+                with optimizer.no_sync():  # after what was sent: nothing of it is in the memory
+                    pass
+            optimizer.step()
+            optimizer.zero_grad()
+        return [float(param.unique()) for param in model]
+
+    assert ThreadedWorld(size).run(run) == [[-6.0, -6.0]] * size
+
+
+def test_the_fp32_sum_of_a_step_is_not_kept_beside_the_gradients_of_the_next():
+    """The operands of an update are kept between steps where gradients are; these are not."""
+
+    def run(group: Any) -> None:
+        model = Stack("plain")
+        optimizer = sharded(model, group, adamw, param_dtype=torch.bfloat16, fuse="auto")
+        x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+        for _ in range(2):
+            model(x).float().square().mean().backward()
+        (shard,) = packed_of(optimizer).shards
+        assert shard.grads is not None and shard.grads.own.dtype == torch.float32
+        summed = weakref.ref(shard.grads.own)
+        optimizer.step()
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        assert shard.grads.own.dtype == torch.bfloat16 and summed() is None
+
+    ThreadedWorld(2).run(run)
+
+
+def test_compiled_autograd_is_refused_by_name():
+    from torch._dynamo import compiled_autograd
+
+    model = nn.Linear(4, 4)
+    optimizer = sharded(model)
+    loss = model(torch.ones(2, 4)).sum()
+    with (
+        pytest.raises(RuntimeError, match="got compiled autograd"),
+        compiled_autograd._enable(torch.compile(backend="eager")),
+    ):
+        loss.backward()
+    optimizer.zero_grad()
