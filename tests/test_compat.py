@@ -406,6 +406,24 @@ def test_a_stream_waits_for_others_that_made_tensors(monkeypatch: pytest.MonkeyP
     assert told == ["current waits for side", "2 on current", "3 on current"]
 
 
+def test_a_function_that_is_uncompiled_breaks_a_graph_and_has_its_result():
+    inner = _compat.uncompiled(lambda x: x * 2)
+    assert float(inner(torch.ones(()))) == 2
+    outer = torch.compile(lambda x: inner(x + 1) + 1, backend="eager")
+    assert float(outer(torch.ones(()))) == 5
+    whole = torch.compile(lambda x: inner(x + 1) + 1, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        whole(torch.ones(()))
+
+
+def test_constants_have_the_same_memory_in_a_storage_of_their_own():
+    table = torch.arange(12.0).view(3, 4)
+    for row in (table[1], table[1, 2]):
+        numbers = _compat.constants_of(row)
+        assert torch.equal(numbers, row) and numbers.data_ptr() == row.data_ptr()
+        assert numbers.untyped_storage().nbytes() == row.nbytes
+
+
 def test_every_function_of_compat_is_exercised_here():
     source = Path(__file__).read_text()
     for module, called in ((_compat, "_compat"), (mocks, "mocks")):

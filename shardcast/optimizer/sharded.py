@@ -177,8 +177,10 @@ class ShardedOptimizer(StatefulOptimizer):
         packed.reduce.finish()
         if frozen:
             # Behind the reduction, which other ranks have begun in their backward; what wakes is
-            # reduced then. Ranks of another call would bring another all-reduce.
-            packed.decider.meet(call)
+            # reduced then. Ranks of another call would bring another all-reduce. With model
+            # parallelism some ranks have none that are frozen, and do not come here.
+            if packed.process_groups.model.size == 1:
+                packed.decider.meet(call)
             woken = wake(packed, frozen)
             if scale is not None:
                 scale.look([s.grads for s in woken if s.grads is not None], touched, more=True)

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import re
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -189,15 +188,3 @@ def test_an_option_that_is_off_is_not_imported():
     found = {name for name in imported() if name.startswith("shardcast.extensions.")}
     lookout = ["", ".lookout", ".places"]  # no option asks for it: every process has one
     assert found == {f"shardcast.extensions.waiting{part}" for part in lookout}
-
-
-def test_what_is_for_accelerators_or_for_few_runs_is_not_imported_by_others():
-    seldom = {
-        "memory.gathering", "memory.gradient_access", "optimizer.model_loading",
-        "step.fallback", "step.reduce.cleared", "step.reduce.compiled_mean",
-        "step.reduce.further_sums", "step.reduce.gathering", "step.update.compiled_update",
-        "step.update.numbers_of_rules", "step.update.sgd",
-    }  # fmt: skip
-    assert all(find_spec(f"shardcast.{name}") for name in seldom)
-    assert not imported() & {f"shardcast.{name}" for name in seldom}
-    assert "shardcast.step.update.fusion" in imported(), "the step was made"
