@@ -41,6 +41,7 @@ class TensorCollectives:
 
     Attributes:
         steps: optimizer steps made so far.
+        gave_up: a collective failed.
         watch: of this rank.
     """
 
@@ -51,7 +52,7 @@ class TensorCollectives:
         self._group = _compat.weak_group(group)
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
-        self.steps = 0
+        self.steps, self.gave_up = 0, False
         self._turn = 0
         self._backends: dict[str, str] = {}  # by kind of device
         self.watch = Watch.begin(self)
@@ -272,7 +273,7 @@ class Work:
         # Subclasses, such as one for a lack of memory, say themselves what is the matter.
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             return
-        comm.watch.gave_up = True
+        comm.watch.gave_up = comm.gave_up = True
         lookout = comm.watch.lookout
         places = "" if lookout is None else lookout.last_known(comm)
         sentence = f"Where they were seen last: {places}. " if places else ""

@@ -299,7 +299,9 @@ class Attempts(StepHook):
     def _is_to_be_raised(self, error: BaseException) -> bool:
         if error is self._misuse or isinstance(error, (StopIteration, StopAsyncIteration)):
             return True
-        return self._optimizer.comm.watch.gave_up or _is_of_collective(error)
+        groups = self._optimizer.process_groups
+        gave_up = any(comm.gave_up for comm in (groups.everyone, groups.dp, groups.shard))
+        return gave_up or _is_of_collective(error)
 
     def before_reduce(self) -> None:
         """Have a rank that failed send zeros, and count no tokens."""

@@ -181,20 +181,20 @@ def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int
     After a backward that failed some packs have means and some have not.
     """
     maybe: list[int] = []
-    fresh = quiet = unsure = False
+    fresh = quiet = sure = unsure = False  # means of this step; a quiet backward upon some
     for number, (method, arguments) in enumerate(actions):
         is_quiet = method is Side.backward and len(arguments) > 2 and arguments[2]
         if method is Side.clear:
             if arguments[0] != "never":
-                fresh = quiet = unsure = False
+                fresh = quiet = sure = unsure = False
         elif is_quiet and accumulate == "local" and size > 1:
             if any(arguments[1]) and fresh:
-                quiet = True
+                quiet, sure = True, sure or not unsure
         elif method in (Side.step, Side.clip):
-            if quiet and not unsure:
+            if sure:
                 return maybe, number
             maybe += [number] * quiet
-            quiet = False
+            quiet = sure = False
             fresh, unsure = method is Side.clip, False
         elif method is not Side.clear_one:
             unsure = method is Side.failed and (unsure or not fresh)
