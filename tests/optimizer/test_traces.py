@@ -113,7 +113,7 @@ TRACES = {
     "nn.Linear.forward = lambda *_: 0": "torch.nn.modules.linear.Linear.forward",
     "nn.Module.added = lambda *_: 0": "torch.nn.modules.module.Module.added",
     "optim.register_optimizer_step_pre_hook(print)": "_global_optimizer_pre_hooks",
-    "threading.Thread(target=threading.Event().wait, name='reads', daemon=True).start()": "thread reads",
+    "threading.Thread(target=threading.Event().wait, name='r', daemon=True).start()": "thread r",
 }
 
 
