@@ -27,6 +27,7 @@ from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.metrics import flat
 from shardcast.optimizer.api import shard
+from shardcast.optimizer.forwards import install_casts
 from shardcast.optimizer.frameworks import (
     check_loss_scales,
     clusters,
@@ -41,7 +42,6 @@ from shardcast.optimizer.model_hooks import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stateful import packed_of
 from shardcast.optimizer.step_state import load_step_state, step_state
-from shardcast.plan.activations import install_casts
 from shardcast.plan.precision import Precision as Rules
 
 try:

@@ -2,7 +2,7 @@
 
 Every dtype decision of shardcast is made here (PaddlePaddle PR 35878 asked for one global rule
 instead of name patterns spread over the code). A parameter is stored in ``param_dtype`` unless its
-module is kept in fp32, or it is a norm's or a vector under autocast. ``plan/activations.py`` runs
+module is kept in fp32, or it is a norm's or a vector under autocast. ``optimizer/forwards.py`` runs
 the forward under autocast, or casts activations between modules of the two kinds, so the forward
 just works. Masters and arithmetic are always fp32. Parameters that are not trained stay as they
 came, unless ``convert_rest`` or ``autocast: false`` asks for them.

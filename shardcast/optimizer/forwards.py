@@ -1,12 +1,11 @@
-"""Casts of activations, and modules whose forward runs under autocast.
+"""Forwards of modules: activations are cast around them, and autocast is turned on or off.
 
-Every module computes in one of three ways (:class:`ComputeMode`). With ``autocast`` a
-:class:`CastForward` replaces the ``forward`` of each module that has low-precision weights, since a
-script may call any of them: it turns autocast on where it is not on yet, and embeddings return
-fp32, as they do under DDP. Without it one replaces that of a layer that takes low-precision
-activations, and of a module whose caller computes in another way. Counts, labels, positions and
-time steps reach the user's code as they are: only layers of torch have their inputs cast. Tensors
-without dimensions are never cast.
+Every module computes in one of three ways (:class:`ComputeMode`). With ``autocast`` an
+:class:`AutocastForward` replaces the ``forward`` of each module that has low-precision weights,
+since a script may call any of them, and embeddings return fp32, as they do under DDP. A
+:class:`LowForward` replaces that of a layer that takes low-precision activations, and of a module
+whose caller computes in another way. Counts, labels, positions and time steps reach the user's code
+as they are: only layers of torch have their inputs cast. Tensors without dimensions are never cast.
 """
 
 from __future__ import annotations
@@ -53,23 +52,17 @@ class ComputeMode(Enum):
     AUTOCAST = "under autocast"
 
 
-class CastForward:
+class LowForward:
     """The forward of one module, between casts; copies and pickles of the module keep it.
 
     Args:
-        inputs: what floating-point tensors are cast to, also as the dtype that a weight has by then
-            (a model may be converted to be evaluated); ``None``: they are not.
+        inputs: the dtype that floating-point tensors are cast to, also as the dtype that a weight
+            has by then (a model may be converted to be evaluated); ``None``: they are not.
         outputs: likewise.
-        compute: turns autocast on or off around the forward; ``LOW`` turns off only what an
-            ``AUTOCAST`` module turned on, not an autocast of the user's.
-        weight: a low-precision one inside, if any. Where it has another dtype now, as in a copy,
-            which is in fp32, ``AUTOCAST`` turns nothing on, here and in modules inside, and inputs
-            are cast to that dtype.
-        within: how the caller computes, if not under autocast. Else ``AUTOCAST`` stays off where
-            the script turned it off within the model; a layer then computes in fp32.
-        is_root: nobody but the script calls it, so that an autocast without a cache is its own;
-            one that is on is entered anew, without its cache.
-        holds_untouched: a matrix inside is not trained and stays as it came.
+        weight: a low-precision one inside, if any. Inputs are cast to its dtype if it has another
+            one now, as in a copy, which is in fp32.
+        turns_off: the compute mode in which autocast is turned off: any that is on for ``FP32``,
+            for ``LOW`` only one that an :class:`AutocastForward` turned on; else ``None``.
     """
 
     def __init__(
@@ -79,20 +72,14 @@ class CastForward:
         device_type: str,
         inputs: torch.dtype | nn.Parameter | None,
         outputs: torch.dtype | None,
-        compute: ComputeMode | None,
         weight: nn.Parameter | None,
-        within: ComputeMode | None,
-        is_root: bool,
-        holds_untouched: bool,
+        turns_off: ComputeMode | None = None,
     ) -> None:
         self.__wrapped__ = module.forward  # as inspect.signature looks for it
         self._module, self._low, self._device_type = module, low, device_type
-        self._inputs, self._outputs, self._compute = inputs, outputs, compute
-        self._weight = weight
-        self._is_root, self._holds_untouched = is_root, holds_untouched
-        self._forced = within in (ComputeMode.FP32, ComputeMode.LOW)
-        self._is_product = isinstance(module, MATMULS) and is_layer(module)
-        self._replaced = "forward" in vars(module)
+        self._inputs, self._outputs, self._weight = inputs, outputs, weight
+        self._turns_off = turns_off
+        self._is_installed, self._replaced = True, "forward" in vars(module)
         self._looks = LOOKS
         module.forward = self
 
@@ -110,20 +97,22 @@ class CastForward:
             args = tuple([_cast(value, dtype) for value in args])
             if kwargs:
                 kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
-        if self._compute is None or not self._switches():
-            if self._is_product and self._is_turned_off(args):
-                return self._in_fp32(args)
-            output = self.__wrapped__(*args, **kwargs)
+        if self._is_installed:
+            output = self._run(*args, **kwargs)
         else:
-            # Without the cache, which tells this autocast from the user's: it would hold nothing.
-            with torch.autocast(
-                self._device_type,
-                self._dtype(),
-                enabled=self._compute is ComputeMode.AUTOCAST and not self._is_converted(),
-                cache_enabled=False,
-            ):
-                output = self.__wrapped__(*args, **kwargs)
+            output = self.__wrapped__(*args, **kwargs)
         return output if self._outputs is None else _cast(output, self._outputs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward without the autocast that is to be off."""
+        is_on = self._turns_off is not None and torch.is_autocast_enabled(self._device_type)
+        any_autocast = self._turns_off is ComputeMode.FP32
+        if is_on and (any_autocast or not torch.is_autocast_cache_enabled()):
+            with torch.autocast(
+                self._device_type, self._dtype(), enabled=False, cache_enabled=False
+            ):
+                return self.__wrapped__(*args, **kwargs)
+        return self.__wrapped__(*args, **kwargs)
 
     def _refuse_copies(self, caller: nn.Module | None) -> None:
         """Raise for a copy that has this forward and other weights, which it would not see."""
@@ -137,22 +126,6 @@ class CastForward:
             "shardcast.shard(..., param_dtype='fp32')"
         )
 
-    def _switches(self) -> bool:
-        enabled = torch.is_autocast_enabled(self._device_type)
-        if self._compute is ComputeMode.AUTOCAST:
-            if enabled:  # by the script: entered anew without the cache
-                renews = self._is_root and torch.is_autocast_cache_enabled()
-                return renews and not self._is_converted()
-            # An autocast that a script nests in ours inherits that there is no cache, which
-            # torch.export turns off itself.
-            ours = torch.is_autocast_cache_enabled()
-            if self._is_converted():  # one without a cache that is off tells those inside
-                return ours and self._holds_untouched
-            exported = self._weight is not None and torch.compiler.is_exporting()
-            return self._forced or self._is_root or ours or exported
-        ours = self._compute is ComputeMode.FP32 or not torch.is_autocast_cache_enabled()
-        return enabled and ours
-
     def _is_converted(self) -> bool:
         return self._weight is not None and self._weight.dtype != self._low
 
@@ -162,11 +135,77 @@ class CastForward:
         enabled = torch.is_autocast_enabled(kind)
         return torch.get_autocast_dtype(kind) if enabled else self._low
 
+    def remove(self) -> None:
+        """Give the module its own forward back; idle if somebody wrapped it since."""
+        self._inputs = self._outputs = self._weight = None
+        self._is_installed = False
+        if vars(self._module).get("forward") is self:
+            del self._module.forward
+            if self._replaced:
+                self._module.forward = self.__wrapped__
+
+
+class AutocastForward(LowForward):
+    """The forward of one module, under an autocast that this turns on where none is.
+
+    With a weight that was converted, as in a copy, nothing is turned on, here and in modules
+    inside.
+
+    Args:
+        within: how the caller computes, if not under autocast. Else autocast stays off where the
+            script turned it off within the model; a layer then computes in fp32.
+        is_root: nobody but the script calls it, so that an autocast without a cache is its own;
+            one that is on is entered anew, without its cache.
+        holds_untouched: a matrix inside is not trained and stays as it came.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        low: torch.dtype,
+        device_type: str,
+        inputs: torch.dtype | nn.Parameter | None,
+        outputs: torch.dtype | None,
+        weight: nn.Parameter | None,
+        within: ComputeMode | None,
+        is_root: bool,
+        holds_untouched: bool,
+    ) -> None:
+        super().__init__(module, low, device_type, inputs, outputs, weight)
+        self._is_root, self._holds_untouched = is_root, holds_untouched
+        self._forced = within in (ComputeMode.FP32, ComputeMode.LOW)
+        self._is_product = isinstance(module, MATMULS) and is_layer(module)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward under autocast, or as the script says."""
+        if self._enters():
+            # Without the cache, which tells this autocast from the user's: it would hold nothing.
+            with torch.autocast(
+                self._device_type,
+                self._dtype(),
+                enabled=not self._is_converted(),
+                cache_enabled=False,
+            ):
+                return self.__wrapped__(*args, **kwargs)
+        if self._is_product and self._is_turned_off(args):
+            return self._in_fp32(args)
+        return self.__wrapped__(*args, **kwargs)
+
+    def _enters(self) -> bool:
+        has_cache = torch.is_autocast_cache_enabled()
+        if torch.is_autocast_enabled(self._device_type):  # by the script
+            return self._is_root and has_cache and not self._is_converted()
+        # An autocast that a script nests in ours inherits that there is no cache, which
+        # torch.export turns off itself.
+        if self._is_converted():  # one without a cache that is off tells those inside
+            return has_cache and self._holds_untouched
+        exported = self._weight is not None and torch.compiler.is_exporting()
+        return self._forced or self._is_root or has_cache or exported
+
     def _is_turned_off(self, args: tuple[Any, ...]) -> bool:
         """Return whether the script turned autocast off around this layer, which it gives fp32."""
         return (
-            self._compute is ComputeMode.AUTOCAST
-            and len(args) == 1
+            len(args) == 1
             and isinstance(args[0], Tensor)
             and args[0].dtype == MASTER_DTYPE
             and not torch.is_autocast_enabled(self._device_type)
@@ -182,16 +221,8 @@ class CastForward:
         finally:
             self._module._parameters = params
 
-    def remove(self) -> None:
-        """Give the module its own forward back; idle if somebody wrapped it since."""
-        self._inputs = self._outputs = self._compute = self._weight = None
-        if vars(self._module).get("forward") is self:
-            del self._module.forward
-            if self._replaced:
-                self._module.forward = self.__wrapped__
 
-
-def install_casts(model: nn.Module, precision: Precision) -> list[CastForward]:
+def install_casts(model: nn.Module, precision: Precision) -> list[LowForward]:
     """Cast the activations of a model that has its storage dtypes.
 
     Kept modules get fp32 and return their caller's dtype. Parameters are never cast in forward or
@@ -203,7 +234,7 @@ def install_casts(model: nn.Module, precision: Precision) -> list[CastForward]:
     device_type = next((param.device.type for param in model.parameters()), "cpu")
     stored: dict[nn.Module, set[torch.dtype]] = {}
     computes: dict[nn.Module | None, ComputeMode] = {}
-    forwards = []
+    forwards: list[LowForward] = []
     for module, caller in _with_callers(model):
         outside = computes.get(caller)
         inside = computes[module] = _compute(module, outside, precision, stored)
@@ -235,9 +266,12 @@ def install_casts(model: nn.Module, precision: Precision) -> list[CastForward]:
         if module in precision.fp32_outputs or (config.autocast and is_table and has_low):
             outputs = MASTER_DTYPE
         if inputs is not None or outputs or switch:
-            is_root = config.autocast and outside is None
-            casts = inputs, outputs, switch, weight, outside, is_root, holds_untouched
-            forwards.append(CastForward(module, low, device_type, *casts))
+            casts = module, low, device_type, inputs, outputs, weight
+            if switch is ComputeMode.AUTOCAST:
+                is_root = config.autocast and outside is None
+                forwards.append(AutocastForward(*casts, outside, is_root, holds_untouched))
+            else:
+                forwards.append(LowForward(*casts, switch))
     return forwards
 
 
