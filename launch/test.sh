@@ -67,32 +67,32 @@ if [[ ${1:-} == --ecosystem ]]; then
     shift
     venv=${VENV:-.venv-ecosystem}
     python=$venv/bin/python
-    wanted=$(cat tests/ecosystem/requirements.txt tests/ecosystem/shipped.txt)
+    wanted=$(cat tools/conformance/ecosystem/requirements.txt tools/conformance/ecosystem/shipped.txt)
     if [[ $(cat "$venv/wanted" 2>/dev/null) != "$wanted" ]]; then
         has_pip "$python" || make_venv "$venv"
         "$python" -m pip install --disable-pip-version-check --progress-bar off \
-            --constraint constraints.txt --requirement tests/ecosystem/requirements.txt
+            --constraint constraints.txt --requirement tools/conformance/ecosystem/requirements.txt
         "$python" -m pip install --disable-pip-version-check --progress-bar off \
-            --no-deps --requirement tests/ecosystem/shipped.txt
+            --no-deps --requirement tools/conformance/ecosystem/shipped.txt
         echo "$wanted" >"$venv/wanted"
     fi
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    exec "$python" -m pytest tests/ecosystem tests/foreign/test_nanogpt.py \
+    exec "$python" -m pytest tools/conformance/ecosystem tools/conformance/foreign/test_nanogpt.py \
         --recipes docs/tested-scripts.md --evidence docs/evidence.md "$@"
 fi
 if [[ ${1:-} == --foreign ]]; then
     shift
     venv=${VENV:-.venv-foreign}
     python=$venv/bin/python
-    wanted=$(cat tests/foreign/requirements.txt)
+    wanted=$(cat tools/conformance/foreign/requirements.txt)
     if [[ $(cat "$venv/wanted" 2>/dev/null) != "$wanted" ]]; then
         has_pip "$python" || make_venv "$venv"
         "$python" -m pip install --disable-pip-version-check --progress-bar off \
-            --constraint constraints.txt --requirement tests/foreign/requirements.txt
+            --constraint constraints.txt --requirement tools/conformance/foreign/requirements.txt
         echo "$wanted" >"$venv/wanted"
     fi
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    exec "$python" -m pytest tests/foreign --evidence docs/evidence.md "$@"
+    exec "$python" -m pytest tools/conformance/foreign --evidence docs/evidence.md "$@"
 fi
 # The site is built meanwhile, in an environment of its own.
 site=

@@ -1,6 +1,6 @@
 """Every file in examples/ runs on two ranks or more, and README shows the first one word for word.
 
-with_trl_grpo is run by tests/ecosystem, with_ray_train only where Ray is installed.
+with_trl_grpo is run by tools/conformance/ecosystem, with_ray_train only where Ray is installed.
 """
 
 from __future__ import annotations

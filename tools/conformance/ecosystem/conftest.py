@@ -13,7 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded: models and tokenize
 # The forkserver of Python 3.11 does not take over sys.path before it imports what is preloaded.
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(HERE), str(HERE.parent / "helpers"), os.environ.get("PYTHONPATH", "")]
+    [str(HERE), str(HERE.parents[2] / "tests/helpers"), os.environ.get("PYTHONPATH", "")]
 )
 ROWS = pytest.StashKey[list[Row]]()
 

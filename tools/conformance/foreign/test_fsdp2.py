@@ -23,8 +23,9 @@ from evidence import Suite, Verdict
 
 FSDP = "test/distributed/_composable/fsdp/test_fully_shard_{}.py"
 CLAIM = (
-    "each test is written anew in `tests/foreign/claims`, with the models, the tolerances and the "
-    "number of ranks that the original has on CPUs, and FSDP2 itself passes it first"
+    "each test is written anew in `tools/conformance/foreign/claims`, with the models, the "
+    "tolerances and the number of ranks that the original has on CPUs, and FSDP2 itself passes it "
+    "first"
 )
 
 

@@ -21,7 +21,7 @@ DDP = {"device_ids=[ddp_local_rank]": ""}
 SETTINGS = """config/train_shakespeare_char.py --device=cpu --compile=False
 --log_interval=1 --block_size=64 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000
 --lr_decay_iters=2000 --dropout=0.0"""  # as its README
-LEAN = str(Path(__file__).resolve().parents[2] / "configs" / "lean.yaml")
+LEAN = str(Path(__file__).resolve().parents[3] / "configs" / "lean.yaml")
 BLOCKS = "['*.c_*.weight']"
 FORMS = ("mxfp8", "mxfp4", "fp8_block128")
 OPTIONS = {

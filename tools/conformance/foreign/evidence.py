@@ -161,8 +161,8 @@ NOT_YET = """## Not run
 
 DeepSpeed's `test_zero2_gradient_safety.py` calls private methods of its optimizer, and the
 `*_cpu.py` of Emerging-Optimizers call its functions over tensor-parallel ranks: no sharded
-optimizer can stand in their place. A suite in `tests/foreign` without a row above was never run
-whole by one command.
+optimizer can stand in their place. A suite in `tools/conformance/foreign` without a row above was
+never run whole by one command.
 """
 HEAD = ("suite", "from", "cases", *OUTCOMES)
 

@@ -11,7 +11,7 @@ SUITE = Suite(
     name="ZeroRedundancyOptimizer",
     claim=(
         "its sharded optimizer is `shardcast.shard(model, optimizer_class(...))` in fp32, on 1 and "
-        "on 2 processes (`tests/foreign/zero_redundancy.py`)"
+        "on 2 processes (`tools/conformance/foreign/zero_redundancy.py`)"
     ),
     source="yakov-helm/pytorch_exp",
     commit="c5e2a7738220d39b8602869406a76e2787ac5c6b",

@@ -17,8 +17,8 @@ SUITE = Suite(
     name="timm",
     claim=(
         "its optimizers are `shardcast.shard(model, create_optimizer_v2(...))` in fp32, on 1 and "
-        "on 2 processes (`tests/foreign/timm_optim.py`). Each call of a check is a case; where one "
-        "fails, its test goes on with the next"
+        "on 2 processes (`tools/conformance/foreign/timm_optim.py`). Each call of a check is a "
+        "case; where one fails, its test goes on with the next"
     ),
     source="huggingface/pytorch-image-models",
     commit="aa4b5850c1543fa488abf260f18390eda46cf85d",

@@ -10,8 +10,8 @@ from evidence import Suite, Verdict, run_pytest
 
 API = Path(__file__).parent / "deepspeed_api"
 STANDS = (
-    "the `deepspeed` that is imported is shardcast (`tests/foreign/deepspeed_api`), stage 1 "
-    '`accumulate="local"` and stage 2 `accumulate="sharded"`'
+    "the `deepspeed` that is imported is shardcast (`tools/conformance/foreign/deepspeed_api`), "
+    'stage 1 `accumulate="local"` and stage 2 `accumulate="sharded"`'
 )
 COMMIT = "edaa7221267243c7be7fb49c5d5f5c4fb97b4641"
 BACKWARD = Suite(

@@ -15,7 +15,7 @@ import pytest
 from shardcast.testing import spawn_world
 
 pytestmark = pytest.mark.timeout(240)
-EXAMPLE = Path(__file__).parents[2] / "examples" / "with_trl_grpo.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "with_trl_grpo.py"
 
 
 def run(_group: object, folder: str) -> tuple[list[float], str]:
