@@ -3,9 +3,9 @@
 After a sync all data-parallel ranks have the same parameters, and the same buffers: no arithmetic
 is left that could tell them apart. Where a collective was torn, or memory failed, each goes on by
 itself, and what they train is worth nothing long before a loss shows it. So each rank hashes what
-it has, and its hash travels in the all-reduce of the next step, in a place of its own. Masters of
-``shard_ranks``, of replicas in a mesh and of tied weights are updated on several ranks, each for
-itself; a small all-reduce more over those ranks compares their hashes.
+it has, and a small all-reduce compares the hashes. Masters of ``shard_ranks``, of replicas in a
+mesh and of tied weights are updated on several ranks, each for itself; one more over those ranks
+compares them.
 
 A hash is the sum, modulo ``2**64``, of the words of a tensor, each multiplied by an odd number that
 belongs to its place (Carter and Wegman, 1979): no order is prescribed, and no single word can
@@ -20,15 +20,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardcast.comm import Comm, ProcessGroups
-from shardcast.config import ShardcastConfig
+from shardcast import _compat
+from shardcast.comm import Comm
 from shardcast.memory.shard import Shard
 from shardcast.messages import SHOWN
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option
 from shardcast.plan.pack_groups import PLAIN
-from shardcast.step.decide.decision import Decision
-from shardcast.step.decide.signal import Signal, known, to_device
+from shardcast.step.decide.signal import known, to_device
+from shardcast.step.decide.skip_report import HostCopy
 from shardcast.step.step_hook import StepHook
 
 COLUMNS = 1 << 12  # words of a row, each with a factor of its own
@@ -83,94 +83,6 @@ class Hasher:
         return self(torch.stack([*hashes])) if hashes else self._zero
 
 
-class ReplicaSignal(Signal):
-    """The differences of hashes over the ranks, and on which ranks they are.
-
-    Its part, 1-d fp64, is empty in a step without a check, and else consists of::
-
-        rows     (2, ranks)     hashes of parameters and buffers, each rank's in its own place
-        digests  (2, PARTS) * 2 parts of them, compared as in :mod:`.options`
-        head     3              whether masters differ here; whether buffers are of another kind
-                                here; from rank 0 the step that made all this
-        packs    packs * 2      one part of the hash of each pack
-
-    Attributes:
-        part: what is sent with the next decision.
-        packs: the first parameter of each pack that is compared.
-        masters: which of the masters that it compared this rank saw differ, and the first
-            parameter of the pack of each.
-    """
-
-    name = "replica_check"
-    skips = (True, True, True)  # for parameters, buffers, masters
-
-    def __init__(self, process_groups: ProcessGroups, device: torch.device) -> None:
-        self._groups, self._device = process_groups, device
-        self._ranks = process_groups.dp.size
-        self._nothing = torch.zeros(3, dtype=torch.float64, device=device)
-        self.part = self._none = self._nothing[:0]
-        self.packs: list[str] = []
-        self.masters: tuple[Tensor, list[str]] = self._none, []
-        self._seen, self._differed = self._none, self._nothing.any()
-
-    def local(self) -> Tensor:
-        return self.part
-
-    def _split(self, total: Tensor) -> list[Tensor]:
-        """Return the rows, digests, head and packs."""
-        sizes = 2 * self._ranks, 4 * PARTS, 3, 2 * len(self.packs)
-        return [*total.split(sizes)]
-
-    def read(self, total: Tensor) -> Tensor:
-        if not total.numel():
-            return self._nothing
-        _, digests, head, _ = self._split(total)
-        differ = _differing(digests).view(2, PARTS).any(1)
-        differ[1] &= head[1] == 0
-        mistakes = torch.cat([differ, head[:1] > 0]).double()
-        # The next sync may make ranks equal again, before the host has seen that they were not.
-        if self._seen.shape != total.shape:
-            self._seen, self._differed = total, mistakes.any()
-        else:
-            self._seen = torch.where(self._differed, self._seen, total)
-            self._differed = self._differed | mistakes.any()
-        return mistakes
-
-    def clear(self) -> None:
-        """Send nothing more until ranks are compared again."""
-        self.part = self._none
-
-    def error(self, mistakes: Sequence[float]) -> RuntimeError:
-        """Name the ranks, and the first pack that differs."""
-        rows, _, head, packs = self._split(self._seen)
-        flags, names = self.masters
-        differing = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
-        masters = known(differing, self._groups.everyone, self._device)
-        facts = []
-        for kind, row, differ in zip(KINDS, rows.view(2, -1).tolist(), mistakes, strict=False):
-            if differ:
-                usual = Counter(row).most_common(1)[0][0]
-                outliers = [rank for rank, value in enumerate(row) if value != usual]
-                text = f"{kind} of rank {', '.join(map(str, outliers[:SHOWN]))} differ from those "
-                facts.append(text + ("of the other ranks" if self._ranks > 2 else "of rank 0"))
-        if mistakes[0]:
-            pairs = zip(self.packs, _differing(packs).tolist(), strict=True)
-            if first := [name for name, differs in pairs if differs]:  # equal by chance else
-                facts[0] += (
-                    f", first in the pack that begins with {first[0]!r} ({len(first)} of "
-                    f"{len(self.packs)} packs)"
-                )
-        facts += [
-            f"rank {rank} has other masters than its copies, first in the pack that begins with "
-            f"{packs[0]!r}"
-            for rank, packs in masters.items()
-            if packs
-        ]
-        text = "; ".join(facts) or "ranks of other model-parallel groups differ, which name it"
-        self._differed = self._nothing.any()
-        return RuntimeError(f"replica_check: after step {int(head[2])} {text}. {REMEDY}")
-
-
 def _compared(digests: Tensor, ranks: int) -> Tensor:
     """Return what is summed over ranks for :func:`_differing`, of digests of any shape."""
     flat = digests.view(-1)
@@ -184,68 +96,144 @@ def _differing(sums: Tensor) -> Tensor:
 
 
 class ReplicaCheck(StepHook):
-    """Hashes what this rank has, once in so many steps."""
+    """Hashes what this rank has, once in so many steps, and compares the hashes.
+
+    Ranks compare by sums over the data-parallel ranks of one message, 1-d fp64::
+
+        rows     (2, ranks)     hashes of parameters and buffers, each rank's in its own place
+        digests  (2, PARTS) * 2 parts of them, compared as in :mod:`.options`
+        head     3              whether masters differ here; whether buffers are of another kind
+                                here; from rank 0 the step that made all this
+        packs    packs * 2      one part of the hash of each pack
+
+    The host reads it when it has arrived: in the next step, on an accelerator maybe one later.
+    """
 
     name = "replica_check"
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
         self._optimizer, self._period = optimizer, optimizer.config.replica_check
-        self._signal: ReplicaSignal = optimizer.decider.signal_of(self.name)
+        self._groups = optimizer.process_groups
         self._hash = Hasher(optimizer.device)
-        ranks = optimizer.comm.size
+        ranks = self._ranks = optimizer.comm.size
         bits = min(BITS, (53 - 2 * (ranks - 1).bit_length()) // 2)
         self._mask = (1 << bits) - 1  # (ranks * digest)**2 is an exact double
-        self._is_due, self._made = False, 0
-        self._of_buffers: Tensor | None = None  # of the last check
         own = [rank == optimizer.comm.rank for rank in range(ranks)]
         self._place = to_device([own], torch.float64, optimizer.device)
-
-    def before_update(self, decision: Decision) -> None:
-        """Note that the hashes were sent."""
-        self._signal.clear()
+        self._host = HostCopy(optimizer.device)
+        # The first parameter of each pack, and of the pack of each master, that were compared; None
+        # once the comparison was read.
+        self._names: tuple[list[str], list[str]] | None = None
 
     def after_sync(self) -> None:
-        """Hash what all have now; parameters on their way are hashed before the next reduction."""
-        self._made = self._optimizer.comm.steps + 1
-        is_alone = self._optimizer.process_groups.everyone.size == 1
-        self._is_due = self._made % self._period == 0 and not is_alone
-        if self._is_due:
-            self._hash_buffers()  # before the next forward writes them
-        if self._optimizer.sync.by is None:
-            self.before_reduce()
-
-    def _hash_buffers(self) -> None:
-        buffers = self._optimizer.hook_of("broadcast_buffers")
-        sent = [] if buffers is None else buffers.sent()
-        joined = self._hash.joined([self._hash(buffer) for buffer in sent or ()])
-        self._of_buffers = None if sent is None else joined
+        """Compare what all ranks have now."""
+        made, device = self._optimizer.comm.steps + 1, self._optimizer.device
+        is_alone = self._groups.everyone.size == 1
+        if made % self._period == 0 and not is_alone and not _compat.is_capturing(device):
+            self._read(waits=True)  # the last one, if its numbers are still under way
+            self._compare(made)
 
     def before_reduce(self) -> None:
-        """Hash what the last step left to be hashed."""
-        if not self._is_due:
-            return
-        self._is_due, optimizer, signal = False, self._optimizer, self._signal
+        """Raise for the last comparison."""
+        self._read()
+
+    def _compare(self, step: int) -> None:
+        """Hash, and add up over the ranks. Collective."""
+        optimizer = self._optimizer
         optimizer.sync.wait()
         shards = [shard for shard in optimizer.shards if shard.grads is not None]
         plain = [shard for shard in shards if shard.pack.layout.pack_groups.shard == PLAIN]
-        hashes, ranks = [self._hash(shard.pack.data) for shard in plain], optimizer.comm.size
-        buffers, zero = self._of_buffers, self._hash.joined(())
+        hashes, zero = [self._hash(shard.pack.data) for shard in plain], self._hash.joined(())
+        buffers = self._hash_of_buffers()
         both = [self._hash.joined(hashes), zero if buffers is None else buffers]
         rows = torch.stack([hash_ >> (64 - KEPT) for hash_ in both]) & ((1 << KEPT) - 1)
-        signal.packs = [shard.pack.layout.slots[0].name for shard in plain]
-        signal.masters = differing, _ = self._masters(shards)
+        differing, names = self._masters(shards)
         head = zero.new_zeros(3, dtype=torch.float64)
         head[0] = differing.any()
         head[1].fill_(buffers is None)
-        head[2].fill_(self._made if optimizer.comm.rank == 0 else 0)
-        signal.part = torch.cat(
+        head[2].fill_(step if optimizer.comm.rank == 0 else 0)
+        message = torch.cat(
             [
                 (rows.double().view(2, 1) * self._place).view(-1),
-                _compared(self._digests(both, PARTS).T.reshape(-1), ranks),
+                _compared(self._digests(both, PARTS).T.reshape(-1), self._ranks),
                 head,
-                _compared(self._digests(hashes, 1), ranks),
+                _compared(self._digests(hashes, 1), self._ranks),
             ]
         )
+        optimizer.comm.all_reduce(message, "replica_check")
+        self._names = [shard.pack.layout.slots[0].name for shard in plain], names
+        _, digests, head, _ = self._split(message)
+        differ = _differing(digests).view(2, PARTS).any(1)
+        differ[1] &= head[1] == 0
+        mistakes = torch.cat([differ, head[:1] > 0]).double()  # of parameters, buffers, masters
+        if self._groups.model.size > 1:
+            self._groups.everyone.all_reduce(mistakes, "replica_check")
+        self._host.send(torch.cat([mistakes, differing.double(), message]))
+
+    def _hash_of_buffers(self) -> Tensor | None:
+        """Return one hash of the buffers; ``None`` where some are of another kind here."""
+        hook = self._optimizer.hook_of("broadcast_buffers")
+        sent = [] if hook is None else hook.sent()
+        return None if sent is None else self._hash.joined([self._hash(buffer) for buffer in sent])
+
+    def _split(self, message: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows, digests, head and packs."""
+        sizes = 2 * self._ranks, 4 * PARTS, 3
+        parts: tuple[Tensor, ...] = message.split([*sizes, message.numel() - sum(sizes)])
+        return parts
+
+    def _read(self, waits: bool = False) -> None:
+        """Raise for what was compared, if the numbers are here.
+
+        On a CPU all ranks call it at once, and exchange what they know; on an accelerator each
+        calls it when it has the numbers, and names its own masters.
+        """
+        if self._names is None or (numbers := self._host.read(waits)) is None:
+            return
+        (packs, names), self._names = self._names, None
+        mistakes, flags, message = torch.tensor(numbers, dtype=torch.float64).split(
+            [3, len(names), len(numbers) - 3 - len(names)]
+        )
+        if mistakes.any():
+            own = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+            raise self._error(mistakes.tolist(), packs, own, message)
+
+    def _error(
+        self, mistakes: Sequence[float], packs: Sequence[str], own: list[str], message: Tensor
+    ) -> RuntimeError:
+        """Name the ranks, and the first pack that differs.
+
+        Args:
+            own: the masters that this rank saw differ.
+        """
+        rows, _, head, digests = self._split(message)
+        masters = known(own, self._groups.everyone, self._optimizer.device)
+        facts = []
+        names = [
+            name
+            for name, differs in zip(packs, _differing(digests).tolist(), strict=True)
+            if differs
+        ]
+        for kind, row, differ in zip(KINDS, rows.view(2, -1).tolist(), mistakes, strict=False):
+            usual = Counter(row).most_common(1)[0][0]
+            outliers = [rank for rank, value in enumerate(row) if value != usual]
+            if differ and outliers:  # else those of another model-parallel rank do
+                text = f"{kind} of rank {', '.join(map(str, outliers[:SHOWN]))} differ from those "
+                text += "of the other ranks" if self._ranks > 2 else "of rank 0"
+                if names and kind == "parameters":
+                    text += (
+                        f", first in the pack that begins with {names[0]!r} ({len(names)} of "
+                        f"{len(packs)} packs)"
+                    )
+                facts.append(text)
+        facts += [
+            f"rank {rank} has other masters than its copies, first in the pack that begins with "
+            f"{of_rank[0]!r}"
+            for rank, of_rank in masters.items()
+            if of_rank
+        ]
+        text = "; ".join(facts) or "ranks of other model-parallel groups differ, which name it"
+        return RuntimeError(f"replica_check: after step {int(head[2])} {text}. {REMEDY}")
 
     def _masters(self, shards: Sequence[Shard]) -> tuple[Tensor, list[str]]:
         """Find masters, and parameters of experts, that differ over the ranks which update them."""
@@ -286,16 +274,9 @@ class ReplicaCheck(StepHook):
         return torch.stack([(stacked >> (64 - BITS * n)) & self._mask for n in range(1, parts + 1)])
 
 
-def _signal(
-    _config: ShardcastConfig, process_groups: ProcessGroups, device: torch.device
-) -> ReplicaSignal:
-    return ReplicaSignal(process_groups, device)
-
-
 OPTION = Option(
     help="compare every so many steps, by hashes, what ranks hold as copies: parameters, buffers, "
     "masters of replicas; ranks that differ are named by an error on all; 0: never",
     within=("a number of steps >= 0", lambda steps: steps >= 0),
     hook=ReplicaCheck,
-    signal=_signal,
 )

@@ -90,8 +90,6 @@ def told(number: int) -> Beside:
         due = [n for n in range(1, len(story.steps)) if n % period == 0]
         if due:
             step, rank = draw.choice(due), draw.randrange(size)
-            if kind == "buffer" and fields.get("overlap_sync"):
-                fields.pop("overlap_sync")  # they are hashed before their place in the helper
             bit = Bit(kind, step, rank)
     if in_mesh:  # copies of masters
         story = story._replace(low=True, kind="AdamW")

@@ -57,18 +57,15 @@ def spoil_after_sync(optimizer: Any, model: nn.Module, change: Flip, step: int) 
     """Have something change after the sync of a step, before anything looks at it."""
     packed = packed_of(optimizer)
     hook = packed.hook_of("replica_check")
-    overlaps = packed.hook_of("overlap_sync") is not None
-    name = "before_reduce" if overlaps else "after_sync"
-    look, done = getattr(hook, name), []
+    look = hook.after_sync
 
     def spoiled() -> None:
-        if packed.comm.steps + (not overlaps) == step and not done:
+        if packed.comm.steps + 1 == step:
             packed.sync.wait()
             change(optimizer, model)
-            done.append(step)
         look()
 
-    setattr(hook, name, spoiled)
+    hook.after_sync = spoiled
 
 
 def first_error(optimizer: Any, backward: Callable[[], Any], steps: int) -> str:
@@ -164,6 +161,23 @@ def test_tied_weights_of_two_stages_are_compared():
         assert "other masters than its copies" in text
 
 
+def test_ranks_of_other_model_parallel_groups_raise_too():
+    def run(mesh: DeviceMesh) -> str:
+        model = CASES["mlp"].build()
+        optimizer = shardcast.shard(
+            model, torch.optim.AdamW(model.parameters()), mesh=mesh, dp="dp", replica_check=2
+        )
+        if mesh.get_rank() == 3:
+            spoil_after_sync(optimizer, model, received, 2)
+        case, batch = CASES["mlp"], CASES["mlp"].batch(mesh.get_local_rank("dp"))
+        return first_error(optimizer, lambda: case.loss(model, batch).backward(), 5)
+
+    texts = threaded_world({"dp": 2, "tp": 2}, run)
+    for rank, text in enumerate(texts):
+        named = "parameters of rank 1 differ" if rank % 2 else "ranks of other model-parallel"
+        assert text.startswith(f"step 3: replica_check: after step 2 {named}"), text
+
+
 @pytest.mark.parametrize(("size", "fields"), combined(4, (1, 2, 3, 4), ({}, *FORMS)), ids=str)
 def test_equal_ranks_train_to_the_same_bits_with_the_check_and_without(
     size: int, fields: dict[str, Any]
@@ -181,49 +195,43 @@ def test_between_two_checks_nothing_is_hashed_or_sent():
     def sent(group: Any, every: int) -> None:
         job(group, 6, replica_check=every)
 
-    def reduced(every: int) -> list[int]:
+    def calls(every: int) -> list[tuple[str, Any]]:
         _, world = run_world(2, lambda group: sent(group, every))
-        return [call.shape[0] for call in world.logs[0] if call.op == "all_reduce"]
+        return [(call.op, call.shape) for call in world.logs[0]]
 
-    plain, checked = reduced(0), reduced(3)
-    more = [b - a for a, b in zip(plain, checked, strict=True)]
-    assert more[0] == more[1] == more[2] == 0 < more[3], more
+    plain, checked = calls(0), calls(3)
+    step = next(n for n in range(1, len(plain)) if plain[-n:] == plain[-2 * n : -n])  # its calls
+    check = checked[len(plain) - 3 * step]
+    assert check[0] == "all_reduce"
+    assert checked == [*plain[: -3 * step], check, *plain[-3 * step :], check]
 
 
 def test_it_is_off_unless_somebody_asks_and_the_first_check_is_after_so_many_steps():
     assert shardcast.ShardcastConfig().replica_check == 0
 
-    def run(group: Any) -> tuple[list[bool], str]:
+    def run(group: Any) -> str:
         case, batch = CASES["mlp"], CASES["mlp"].batch(group.rank())
         model, plain = case.build(), case.build()
         assert packed_of(sharded(plain, group)).hook_of("replica_check") is None
         optimizer = sharded(model, group, replica_check=10)
-        signal, sent = packed_of(optimizer).decider.signal_of("replica_check"), []
-        for step in range(1, 11):
-            if step == 10 and group.rank() == 1:
-                spoil_after_sync(optimizer, model, received, step)
-            case.loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            sent.append(bool(signal.part.numel()))
-        return sent, first_error(optimizer, lambda: case.loss(model, batch).backward(), 1)
+        if group.rank() == 1:
+            spoil_after_sync(optimizer, model, received, 10)
+        return first_error(optimizer, lambda: case.loss(model, batch).backward(), 20)
 
-    for sent, text in run_world(2, run)[0]:
-        assert sent == [False] * 9 + [True]
-        assert "replica_check: after step 10 parameters of rank 1 differ" in text, text
+    for text in run_world(2, run)[0]:
+        named = "step 11: replica_check: after step 10 parameters of rank 1 differ"
+        assert text.startswith(named), text
 
 
 def test_one_rank_alone_has_nothing_to_compare():
-    def run(group: Any) -> int:
-        _, optimizer = job(group, 3, replica_check=1)
-        return packed_of(optimizer).decider.signal_of("replica_check").part.numel()
+    def run(group: Any, every: int) -> None:
+        job(group, 3, replica_check=every)
 
-    assert run_world(1, run)[0] == [0]
+    checked, plain = (run_world(1, run, every)[1].logs for every in (1, 0))
+    assert checked == plain
 
 
-def test_on_an_accelerator_steps_are_skipped_until_the_host_hears_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_on_an_accelerator_each_rank_names_what_it_knows_itself(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
     for text in run_world(3, lambda group: outcome(group, 2, received, 3))[0]:
         assert "replica_check: after step 3 parameters of rank 2 differ" in text
