@@ -38,10 +38,10 @@ from shardcast.optimizer.frameworks import (
     with_buffers,
 )
 from shardcast.optimizer.handles import OptimizerHandle
-from shardcast.optimizer.model_hooks import is_marked
+from shardcast.optimizer.model import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
+from shardcast.optimizer.state_dict import load_step_state, step_state
 from shardcast.optimizer.stateful import packed_of
-from shardcast.optimizer.step_state import load_step_state, step_state
 from shardcast.plan.precision import Precision as Rules
 
 try:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from storages import settle
 
-from shardcast.plan import products
+from shardcast.optimizer import products
 from shardcast.testing import SpawnedWorld, spawn_world
 
 WORLDS: dict[SpawnedWorld, float] = {}  # those that are shared, and the time limits of their runs

@@ -40,7 +40,7 @@ from shardcast.optimizer.frameworks import (
     scale_loss,
     with_buffers,
 )
-from shardcast.optimizer.model_hooks import is_marked
+from shardcast.optimizer.model import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stateful import packed_of
 

@@ -13,7 +13,7 @@ from torch import nn
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.frameworks import following, models_of
-from shardcast.optimizer.model_hooks import is_marked
+from shardcast.optimizer.model import is_marked
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = ("lm_head", "classifier", "score", "qa_outputs", "proj_out")  # in transformers

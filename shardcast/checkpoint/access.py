@@ -20,18 +20,18 @@ from shardcast.checkpoint.region import Region, ShardView
 from shardcast.checkpoint.source import StateSource, model_path, state_path
 from shardcast.memory.codecs import row_of
 from shardcast.memory.shard import Shard
-from shardcast.optimizer.growing import activate_packs
+from shardcast.optimizer.groups import activate_packs
+from shardcast.optimizer.model import saved_buffers
 from shardcast.optimizer.sharded import ShardedOptimizer
-from shardcast.optimizer.stages import saved_buffers
-from shardcast.optimizer.state_dict import load_groups
-from shardcast.optimizer.state_view import is_elementwise
-from shardcast.optimizer.stateful import packed_of
-from shardcast.optimizer.step_state import (
+from shardcast.optimizer.state_dict import (
     agree_on_averages,
     forget_averages,
+    load_groups,
     load_step_state,
     step_state,
 )
+from shardcast.optimizer.state_view import is_elementwise
+from shardcast.optimizer.stateful import packed_of
 from shardcast.option_values import as_yaml
 from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.pack_groups import PackGroups

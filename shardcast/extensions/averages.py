@@ -17,9 +17,9 @@ from shardcast.extensions.low_moments import Bf16
 from shardcast.memory.codecs import Codec
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import by_rank
-from shardcast.optimizer.growing import activate_together
+from shardcast.optimizer.groups import activate_together
+from shardcast.optimizer.model import saved_buffers
 from shardcast.optimizer.packed import PackedOptimizer
-from shardcast.optimizer.stages import saved_buffers
 from shardcast.option_values import (
     FINITE,
     Option,

@@ -1,16 +1,24 @@
-"""Views of a parameter that a model holds beside it, made anew on its memory in a pack.
+"""Memory that a model shares with a parameter: a view made in ``__init__``, a buffer, a list entry.
 
-A view made in ``__init__``, a buffer, a list entry; see :mod:`.sharing`, which finds them.
+Parameters move into packs, so what shares their memory would stay behind, in fp32, and show the
+first values for ever. What is a view of one parameter is an :class:`Alias`, made anew on its new
+memory; all else is refused by name. A tensor that only the script holds is not found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shardcast import _compat
+
+REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module, looked at otherwise
+KINDS = (Tensor, nn.Parameter, nn.Buffer)  # others may have no memory
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,38 @@ class Alias:
             self.holder[self.key] = source.as_strided(self.shape, self.stride, begin)
 
 
-def alias_of(
+def find_aliases(stages: Sequence[nn.Module]) -> list[Alias]:
+    """Find views of parameters among attributes and buffers of all modules.
+
+    Raises:
+        ValueError: names what shares memory with a parameter, and is no view of one contiguous
+            parameter alone.
+    """
+    params: dict[nn.Parameter, str] = {}
+    for stage in stages:
+        for name, param in stage.named_parameters():
+            params.setdefault(param, name)
+    in_storage: dict[int, dict[nn.Parameter, str]] = defaultdict(dict)
+    for param, name in params.items():
+        if _has_memory(param):
+            in_storage[param.untyped_storage().data_ptr()][param] = name
+    aliases = []
+    for name, holder, key, tensor in _tensors(stages):
+        if tensor in params or not _has_memory(tensor):
+            continue
+        near = in_storage.get(tensor.untyped_storage().data_ptr())
+        if near and (alias := _alias_of(name, holder, key, tensor, near)) is not None:
+            aliases.append(alias)
+    return aliases
+
+
+def tie(aliases: Iterable[Alias]) -> None:
+    """Make all views anew."""
+    for alias in aliases:
+        alias.tie()
+
+
+def _alias_of(
     name: str, holder: Any, key: Any, tensor: Tensor, params: Mapping[nn.Parameter, str]
 ) -> Alias | None:
     """Return the alias that ``holder[key]`` is; ``None`` where it overlaps with no parameter.
@@ -70,12 +109,6 @@ def alias_of(
     return Alias(holder, key, param, tensor.shape, tensor.stride(), place, differentiable)
 
 
-def tie(aliases: Iterable[Alias]) -> None:
-    """Make all views anew."""
-    for alias in aliases:
-        alias.tie()
-
-
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of its first byte and behind its last one."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -86,3 +119,32 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 def _overlap(one: Tensor, other: Tensor) -> bool:
     (start, stop), (first, end) = _extent(one), _extent(other)
     return start < end and first < stop
+
+
+def _tensors(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Any, Any, Tensor]]:
+    """Give all tensors of modules, each with a name and its place: a container and a key."""
+    for stage in stages:
+        for path, module in stage.named_modules():
+            prefix = f"{path}." if path else ""
+            attributes = vars(module)
+            for key in [*attributes]:
+                if key not in REGISTERED:
+                    yield from _within(prefix + key, attributes, key)
+            for key in [*module._buffers]:
+                yield from _within(prefix + key, module._buffers, key)
+
+
+def _within(
+    name: str, holder: Any, key: Any, depth: int = 2
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    value = holder[key]
+    if type(value) in KINDS:
+        yield name, holder, key, value
+    elif type(value) in (list, tuple, dict) and depth:
+        for inner in [*value] if isinstance(value, dict) else range(len(value)):
+            yield from _within(f"{name}[{inner!r}]", value, inner, depth - 1)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    plain = type(tensor) in KINDS and tensor.layout == torch.strided and not tensor.is_meta
+    return plain and tensor.numel() > 0 and not _compat.is_dtensor(tensor)

@@ -17,23 +17,20 @@ from shardcast.comm import Comm, ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.extensions.waiting import look_after
 from shardcast.keywords import Keywords
-from shardcast.memory.sharing import find_aliases
+from shardcast.memory.aliases import Alias, find_aliases
 from shardcast.optimizer import setup
 from shardcast.optimizer.memory_report import summary_of
-from shardcast.optimizer.model_hooks import is_marked, waiting_restores
-from shardcast.optimizer.outside import warn_of_averages
+from shardcast.optimizer.model import called_by_script, is_marked, joined, waiting_restores
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.optimizer.products import warn_of_slow_products
+from shardcast.optimizer.rest import convert_rest, warn_of_averages
 from shardcast.optimizer.sharded import ShardedOptimizer
-from shardcast.optimizer.stages import joined
-from shardcast.optimizer.tree import called_by_script
 from shardcast.plan.originals import OptimizerList
 from shardcast.step.compiling import compiles
 from shardcast.step.update import updates_of
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.device_mesh import DeviceMesh
-
-    from shardcast.memory.aliases import Alias
 
 LOGGER = logging.getLogger("shardcast")
 
@@ -167,8 +164,6 @@ def shard(
         if process_groups.everyone.rank == 0 and any(True for _ in plan.model.buffers()):
             warn_of_averages(plan)
         if plan.outside or any(True for stage in stages for _ in stage.buffers()):
-            from shardcast.optimizer.rest import convert_rest
-
             convert_rest(plan, stages, process_groups)
         shards = setup.allocate(plan, process_groups)
         for alias in aliases:  # before buffers are looked at
@@ -180,8 +175,6 @@ def shard(
             packed_dtypes = {pack.dtype for pack in plan.layout.packs}
             slow = {dtype for dtype in packed_dtypes if not _compat.has_products(dtype)}
             if slow:
-                from shardcast.plan.products import warn_of_slow_products
-
                 warn_of_slow_products(slow)
         packed = PackedOptimizer(plan, shards, process_groups, dtypes, aliases)
         sharded = ShardedOptimizer(packed)

@@ -14,7 +14,7 @@ from shardcast.memory.aliases import tie
 from shardcast.memory.codecs import shown
 from shardcast.memory.shard import Shard
 from shardcast.messages import warn
-from shardcast.optimizer.model_hooks import mark, unmark
+from shardcast.optimizer.model import mark, unmark
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.rest import restore_rest
 from shardcast.plan.precision import MASTER_DTYPE

@@ -1,16 +1,15 @@
-"""Handles: what stands for each of several optimizers that were sharded together."""
+"""Optimizers that were given to :func:`shardcast.shard`, and the handles that stand for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from shardcast import _compat
 from shardcast.messages import page
-from shardcast.optimizer.growing import add_group, assign_groups
-from shardcast.optimizer.original import refused
+from shardcast.optimizer.groups import add_group, assign_groups
 from shardcast.optimizer.state_view import (
     StateView,
     called_by_dcp,
@@ -22,6 +21,7 @@ if TYPE_CHECKING:  # it imports this module
     from shardcast.optimizer.packed import PackedOptimizer
     from shardcast.optimizer.sharded import ShardedOptimizer
 
+REASON = "it no longer owns gradients and state"
 LOSSES = (
     "For a loss of each optimizer: models that are sharded apart, as of a GAN; within one model, "
     "as of DARTS, set .grad of what is not to move to None and call step() of what shardcast.shard "
@@ -161,3 +161,56 @@ def _named(handle: OptimizerHandle) -> str:
     names = [each.name for each in handle._handles]
     place = f" (optimizers[{handle._place}])" if names.count(handle.name) > 1 else ""
     return f"{handle.name}{place}"
+
+
+def take_hooks(optimizer: torch.optim.Optimizer, original: torch.optim.Optimizer) -> None:
+    """Give ``optimizer`` the hooks that were registered on ``original``."""
+    for name, hooks in vars(original).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            getattr(optimizer, name).update(hooks)
+
+
+def retire(original: torch.optim.Optimizer) -> None:
+    """Free its state, and have it refuse every method, those that its class adds as well.
+
+    Its groups and defaults stay: schedulers read them, and the groups are those of the sharded
+    optimizer.
+    """
+    original.state = GoneState()  # type: ignore[assignment]
+    for name in dir(type(original)):
+        if not name.startswith("_") and callable(getattr(type(original), name)):
+            refuse = refused(name, "the original optimizer", REASON)
+            # A scheduler that watches the original looks for its own wrapper's mark, and would
+            # warn.
+            refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+            setattr(original, name, refuse)
+
+
+class GoneState:
+    """The state of an optimizer that was given to ``shard``: whatever is done with it raises."""
+
+    def _refuse(self, *_args: Any, **_named: Any) -> NoReturn:
+        raise RuntimeError(
+            f"state of the original optimizer was used: {REASON}; use the optimizer that "
+            "shardcast.shard returned"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+    __reduce__ = _refuse  # copies and pickles of the optimizer
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # asked for by Python
+            raise AttributeError(name)
+        self._refuse()
+
+
+def refused(call: str, owner: str, reason: str) -> Callable[..., Any]:
+    """Return what stands for the method ``call`` of an ``owner``, and raises RuntimeError."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{call}() of {owner} was called: {reason}; call {call}() of the optimizer that "
+            "shardcast.shard returned"
+        )
+
+    return refuse

@@ -17,9 +17,8 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory import packed_param
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.optimizer.forwards import install_casts
-from shardcast.optimizer.model_hooks import ModelHooks, mark
+from shardcast.optimizer.model import ModelHooks, Tree, called_by_script, mark
 from shardcast.optimizer.setup import Plan
-from shardcast.optimizer.tree import Tree, called_by_script
 from shardcast.option_values import CALLS
 from shardcast.plan.layout import Layout
 from shardcast.plan.precision import MASTER_DTYPE, Precision

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -17,16 +18,15 @@ from shardcast import _compat
 from shardcast.comm import warn_first
 from shardcast.memory.shard import take_moved
 from shardcast.messages import GRAD_SCALER
-from shardcast.optimizer import own_methods
 from shardcast.optimizer.clipping import Parameters, check_norm, clip_bound
-from shardcast.optimizer.growing import wake
-from shardcast.optimizer.handles import OptimizerHandle, check_stepped
-from shardcast.optimizer.original import retire, take_hooks
-from shardcast.optimizer.outside import name_unheld
+from shardcast.optimizer.groups import activate_trained
+from shardcast.optimizer.handles import OptimizerHandle, check_stepped, retire, take_hooks
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.optimizer.rest import name_unheld
 from shardcast.optimizer.stateful import StatefulOptimizer
 from shardcast.step.decide.decision import Decision
 from shardcast.step.history import BACKWARDS
+from shardcast.step.update.state import OwnMethod
 
 EDITED = "step (gradients were edited, replaced or cleared after the clip)"  # a call of its own
 
@@ -176,14 +176,14 @@ class ShardedOptimizer(StatefulOptimizer):
             scale.look(packed.reduce.grads, touched)
         packed.reduce.finish()
         if frozen:
-            # Behind the reduction, which other ranks have begun in their backward; what wakes is
-            # reduced then. Ranks of another call would bring another all-reduce. With model
-            # parallelism some ranks have none that are frozen, and do not come here.
+            # Behind the reduction, which other ranks have begun in their backward; packs that are
+            # activated are reduced then. Ranks of another call would bring another all-reduce. With
+            # model parallelism some ranks have none that are frozen, and do not come here.
             if packed.process_groups.model.size == 1:
                 packed.decider.meet(call)
-            woken = wake(packed, frozen)
+            activated = activate_trained(packed, frozen)
             if scale is not None:
-                scale.look([s.grads for s in woken if s.grads is not None], touched, more=True)
+                scale.look([s.grads for s in activated if s.grads is not None], touched, more=True)
 
     def _conclude(self, decision: Decision) -> None:
         """Tally, loss scale, what ``.grad`` shows, what schedulers look at."""
@@ -531,7 +531,7 @@ class ShardedOptimizer(StatefulOptimizer):
             raise AttributeError(name)
         if (hook := packed.hook_for(name)) is not None:
             return getattr(hook, name)
-        return own_methods.find(packed, name, self._decision)
+        return _own_method(packed, name, self._decision)
 
     def _decision(self) -> Decision:
         """A decision on the present gradients that no signal judges. Every rank must call it."""
@@ -565,3 +565,57 @@ def _refuse_loss(loss: object) -> None:
             "step: expected no loss= after clip_grad_norm_, which has decided already; set "
             "max_grad_norm in the configuration in place of the call"
         )
+
+
+def _own_method(
+    packed: PackedOptimizer, name: str, decide: Callable[[], Decision]
+) -> Callable[..., None]:
+    """Return the method of that name which one of the optimizers has, as all ranks may call it.
+
+    Args:
+        decide: gives the decision on the present gradients, on all ranks.
+
+    Raises:
+        AttributeError: none has it, or it cannot be called on masters of one rank alone.
+    """
+    offered = (update.own_method(name) for update in packed.updates)
+    methods = [method for method in offered if method is not None]
+    if len(methods) == 1:
+        return partial(_call, packed, methods[0], name, decide)
+    raise _without(name, packed.originals.optimizers)
+
+
+@torch.no_grad()
+def _call(
+    packed: PackedOptimizer, method: OwnMethod, name: str, decide: Callable[[], Decision], /,
+    *args: Any, **named: Any,
+) -> None:  # fmt: skip
+    """Call a method that the optimizer's class adds, on masters with the mean in ``.grad``.
+
+    Every rank must call it, with the same arguments.
+
+    Raises:
+        AttributeError: on all ranks: the method lets elements meet, or returns something.
+    """
+
+    def check() -> None:
+        if not method.fits(args, named):
+            raise _without(name, packed.originals.optimizers)
+
+    packed.together(check, name)
+    decision = decide()
+    packed.sync.wait()
+    method.call(decision, args, named)
+    packed.sync()
+
+
+def _without(name: str, originals: Sequence[torch.optim.Optimizer]) -> AttributeError:
+    """The error of a method that only the class of an original optimizer has."""
+    owners = [type(original).__name__ for original in originals if hasattr(type(original), name)]
+    if not owners:
+        return AttributeError(f"'ShardedOptimizer' object has no attribute {name!r}")
+    return AttributeError(
+        f"{name}: {owners[0]} has it, the sharded optimizer has not: each rank has gradients and "
+        "state of its own part alone, on which a method can work that takes each element by itself "
+        "and returns nothing; use DDP, or an optimizer that updates in step()"
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.closing import close
 from shardcast.optimizer.full_state import FullState
-from shardcast.optimizer.growing import add_group, assign_groups
+from shardcast.optimizer.groups import add_group, assign_groups
 from shardcast.optimizer.memory_report import MemoryReport, report_of
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_dict import StateDict

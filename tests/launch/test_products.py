@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardcast import _compat, shard
 from shardcast._compat import has_products
-from shardcast.plan import products as plan_products
+from shardcast.optimizer import products as plan_products
 
 pytestmark = pytest.mark.timeout(60)
 CPU = torch.device("cpu")

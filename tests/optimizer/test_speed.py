@@ -71,7 +71,7 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "plan.validate.check_memory",
         "comm.Comm.check_equal",
-        "optimizer.rest.convert_rest",
+        "optimizer.api.convert_rest",
     ):
         monkeypatch.setattr(f"shardcast.{name}", lambda *_: None)
     monkeypatch.setattr(Comm, "topology", lambda *_: Topology("nccl"))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from shardcast import shard
-from shardcast.step import fallback
-from shardcast.step.reduce import compiled_mean
+from shardcast.step.compiling import or_eager
+from shardcast.step.reduce import mean
 from shardcast.step.update import compiled_update
 from shardcast.testing import SpawnedWorld
 
@@ -31,12 +31,12 @@ def forgotten() -> Iterator[None]:
     """What was compiled before, or within, is not in use."""
     try:
         torch._dynamo.reset()
-        compiled_mean._kernel.cache_clear()
+        mean._kernel.cache_clear()
         compiled_update._kernel.cache_clear()
         yield
     finally:
         torch._dynamo.reset()
-        compiled_mean._kernel.cache_clear()
+        mean._kernel.cache_clear()
         compiled_update._kernel.cache_clear()
 
 
@@ -133,7 +133,7 @@ def test_what_fails_once_is_tried_again_and_what_fails_twice_is_not():
         if error is not None:
             raise error("the cache")
 
-    run = fallback.or_eager(compiled, lambda: calls.append("eager"), "a kernel")
+    run = or_eager(compiled, lambda: calls.append("eager"), "a kernel")
     run()
     run()
     assert calls == ["compiled"] * 4
@@ -148,7 +148,7 @@ def test_what_no_compiler_raises_is_raised():
         raise ValueError
 
     with pytest.raises(ValueError):
-        fallback.or_eager(compiled, lambda: None, "a kernel")()
+        or_eager(compiled, lambda: None, "a kernel")()
 
 
 def test_no_kernel_counts_against_the_limit_of_graphs_of_another(monkeypatch: pytest.MonkeyPatch):
@@ -168,5 +168,5 @@ def test_no_kernel_counts_against_the_limit_of_graphs_of_another(monkeypatch: py
             for carry in (None, torch.zeros(64)):
                 first, second = torch.zeros(2, 64, dtype=dtype)
                 for out in (first, second, first.clone()):
-                    compiled_mean.compiled_mean_([first, second], 2, carry, out)
+                    mean.compiled_mean_([first, second], 2, carry, out)
     assert graphs.frame_count == 5 + 3 * 2 * 3

@@ -15,8 +15,7 @@ from shardcast._compat import inductor
 from shardcast.config import ShardcastConfig
 from shardcast.extensions.published_forms.forms import FORMS, Form
 from shardcast.memory.codecs import shown, take_shown_
-from shardcast.step.compiling import compiles
-from shardcast.step.fallback import or_eager
+from shardcast.step.compiling import compiles, or_eager
 
 BITS = torch.int16  # what bf16 values are written as, see Form.dequantize_bits
 CHUNK = 1 << 17  # elements per eager call on a CPU: all temporaries stay in its cache

@@ -1,11 +1,12 @@
-"""Reduce: the mean over ranks of what arrived for a span, in chunks.
+"""Reduce: the mean over ranks of what arrived for a span, in chunks or as one kernel.
 
-It takes some ten passes over the span for eight ranks, which on an accelerator is more memory
-traffic than the whole update: there it is one kernel (:mod:`.compiled_mean`).
+In chunks it takes some ten passes over the span for eight ranks, which on an accelerator is more
+memory traffic than the whole update: there one kernel reads and writes everything once.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,18 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast._compat import inductor
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
-from shardcast.step.compiling import compiles
+from shardcast.step.compiling import compiles, or_eager
 
 CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
 PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel launch
+ROW = 16  # elements: two or four loads of 16 bytes
+# For how many ranks it is compiled: each one's piece is an operand of the kernel, and division by
+# a power of two is exact in whatever way a compiler divides.
+POWERS = (2, 4, 8, 16, 32)
+OTHERS = (3, 5, 6, 7)
 
 Mean = Callable[[Sequence[Tensor], Any, Tensor | None, Tensor], None]
 
@@ -43,12 +50,7 @@ class Divisor:
 
 def choose_mean(config: ShardcastConfig, size: int, device: torch.device) -> Mean:
     """Return :func:`mean_in_chunks_`, or a kernel of its bits where the update is compiled."""
-    if compiles(config, device):
-        from shardcast.step.reduce.compiled_mean import compiled_mean_, is_exact
-
-        if is_exact(size):
-            return compiled_mean_
-    return mean_in_chunks_
+    return compiled_mean_ if compiles(config, device) and is_exact(size) else mean_in_chunks_
 
 
 def mean_in_chunks_(
@@ -110,3 +112,46 @@ def chunks(tensor: Tensor) -> Iterator[slice]:
     chunk = CHUNK if _compat.is_host(tensor.device) else PIECE
     for start in range(0, tensor.numel(), chunk):
         yield slice(start, min(start + chunk, tensor.numel()))
+
+
+def is_exact(size: int) -> bool:
+    """Return whether the kernel of the mean over ``size`` ranks has the bits of the eager one."""
+    return size in POWERS or (size in OTHERS and inductor.divides_exactly())
+
+
+def mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
+    """Write what :func:`mean_in_chunks_` writes, all at once."""
+    total = pieces[0].to(sum_dtype(pieces[0].dtype))
+    for piece in pieces[1:]:
+        total = total + piece
+    # Divided, not multiplied by the reciprocal: the mean of equal values is that value.
+    total = total / size
+    out.copy_(total if carry is None else total + carry)
+
+
+def compiled_mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
+    """Run :func:`mean_` as one kernel."""
+    if not out.numel():
+        return
+    # In rows, of whose number one graph serves all but 0 and 1, so that a length is known to be a
+    # multiple of what is loaded at a time; all spans are with the default alignment.
+    row = ROW if out.numel() % ROW == 0 and out.numel() > ROW else 0
+    is_own = tuple(piece is out for piece in pieces)
+    run = _kernel(size, row, pieces[0].dtype, out.dtype, carry is None, is_own)
+    # Not known as views: a compiled graph would be bound to their bases, and to their offsets.
+    target = _compat.rows_of(out, row)
+    in_rows = [target if piece is out else _compat.rows_of(piece, row) for piece in pieces]
+    run(in_rows, None if carry is None else _compat.rows_of(carry, row), target)
+
+
+@functools.cache  # one compiled function, so that models of one process share its graph
+def _kernel(size: int, row: int, dtype: torch.dtype, *_: object) -> Callable[..., None]:
+    def mean(pieces: Sequence[Tensor], carry: Tensor | None, out: Tensor) -> None:
+        mean_(pieces, size, carry, out)  # a constant, by which is divided in the pieces' own dtype
+
+    def in_chunks(pieces: Sequence[Tensor], carry: Tensor | None, out: Tensor) -> None:
+        flat = None if carry is None else carry.view(-1)
+        mean_in_chunks_([piece.view(-1) for piece in pieces], size, flat, out.view(-1))
+
+    name = f"the mean over {size} ranks in {dtype}"
+    return or_eager(inductor.compiled(mean), in_chunks, name)

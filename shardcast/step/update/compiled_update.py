@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast._compat import inductor
-from shardcast.step.fallback import or_eager
+from shardcast.step.compiling import or_eager
 from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars, in_pieces, update_
 
 

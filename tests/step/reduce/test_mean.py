@@ -10,8 +10,7 @@ from weekly import WEEK
 from shardcast import ShardcastConfig
 from shardcast._compat import inductor
 from shardcast.step.reduce import mean
-from shardcast.step.reduce.compiled_mean import mean_
-from shardcast.step.reduce.mean import choose_mean, mean_in_chunks_
+from shardcast.step.reduce.mean import choose_mean, mean_, mean_in_chunks_
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -1,4 +1,4 @@
-"""Changes that a script makes of a sharded optimizer: groups, and packs that were frozen before."""
+"""Groups that a script adds or assigns, and packs of theirs that were frozen before."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def activate_packs(packed: PackedOptimizer, indices: Collection[int]) -> None:
             packed.activate(shard)
 
 
-def wake(packed: PackedOptimizer, frozen: Sequence[Shard]) -> list[Shard]:
+def activate_trained(packed: PackedOptimizer, frozen: Sequence[Shard]) -> list[Shard]:
     """Activate, and return, those of the ``frozen`` that have a gradient on some rank now.
 
     One more small all-reduce, whose result the host waits for, in models that have such
@@ -123,7 +123,7 @@ def activate_together(
             for comm in packed.process_groups.comms(pack_groups.reduce):
                 comm.all_reduce(flags[number])
     packed.comm.all_reduce(flags)
-    woken = [shard for shard, n in zip(frozen, flags.tolist(), strict=True) if n]
-    for shard in woken:
+    activated = [shard for shard, n in zip(frozen, flags.tolist(), strict=True) if n]
+    for shard in activated:
         packed.activate(shard)
-    return woken
+    return activated

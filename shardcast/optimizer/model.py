@@ -1,0 +1,371 @@
+"""A sharded model: its modules, the note that it is sharded, hooks on it, and loads of it.
+
+The hooks notice what the optimizer cannot see by itself: a backward that begins (so that the
+outermost one flushes the reduction), weights that ``load_state_dict`` has in full precision, a
+model that was converted, and a DDP wrapper put around a sharded one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast._compat import dtensor
+from shardcast.comm import warn_first
+from shardcast.hook import Hook
+from shardcast.memory.packed_param import PackedParam, note_of
+from shardcast.memory.shard import Shard
+from shardcast.plan.pack_groups import PLAIN
+from shardcast.step.decide.loads import Loads
+from shardcast.step.sync.sync import Sync
+
+MARK = "_shardcast_model"  # attribute of a model that is sharded, or was
+WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
+
+
+def called_by_script(module: nn.Module) -> list[nn.Module]:
+    """Return ``module``, or modules in it where it has no forward, as a list of models has none."""
+    children = list(module.children())
+    owns = any(True for _ in module.parameters(recurse=False))
+    if type(module).forward is not nn.Module.forward or owns or not children:
+        return [module]
+    return [inner for child in children for inner in called_by_script(child)]
+
+
+class Tree:
+    """The modules below ``stages``, and the parameters in them, when this was made.
+
+    Args:
+        names: of the parameters that are trained.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
+        self._stages, self._names = stages, names
+        self._places: list[tuple[Callable[[str], Any], str, Any]] = [
+            (held.get, key, value)
+            for module in _modules(stages)
+            for held in (module._modules, module._parameters)
+            for key, value in held.items()
+        ]
+
+    def left(self) -> str:
+        """The trained parameters that are no longer in the model, by name; usually empty. Local.
+
+        A look at each place, of a tenth of a microsecond, as long as nothing was replaced.
+        """
+        if all(get(key) is value for get, key, value in self._places):
+            return ""
+        present = {param for stage in self._stages for param in stage.parameters()}
+        return ", ".join(repr(name) for param, name in self._names.items() if param not in present)
+
+
+def _modules(stages: Sequence[nn.Module]) -> Iterable[nn.Module]:
+    return (module for stage in stages for module in stage.modules())
+
+
+class Stages(nn.Module):
+    """Several stages, named as in the whole model; it is never called."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._stages = tuple(stages)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of all stages; torch finds parameters and buffers by it."""
+        memo = set() if memo is None else memo
+        for stage in self._stages:
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
+
+
+def joined(stages: Sequence[nn.Module]) -> nn.Module:
+    """One stage itself; of several a module that holds what they hold.
+
+    Raises:
+        ValueError: two stages have different parameters under one name.
+    """
+    if len(stages) == 1:
+        return stages[0]
+    root = Stages(stages)
+    params: dict[str, nn.Parameter] = {}
+    for name, param in root.named_parameters(remove_duplicate=False):
+        if params.setdefault(name, param) is not param:
+            raise ValueError(
+                f"model: two pipeline stages of this rank have a tensor named {name!r}; keep the "
+                "names of the whole model, as when layers of a copy of it are deleted"
+            )
+    holders = Counter(param for stage in stages for param in set(stage.parameters()))
+    if any(count > 1 and param.requires_grad for param, count in holders.items()):
+        warn_first(
+            "model: two pipeline stages of this rank share a Parameter, whose gradient torch's "
+            "schedules divide once for each stage: pass scale_grads=False to the schedule and "
+            "divide the loss"
+        )
+    return root
+
+
+def saved_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """The buffers that ``state_dict`` saves, each under its first name.
+
+    Asked of the modules, since hooks may give the keys of ``state_dict`` other names.
+    """
+    names: dict[Tensor, str] = {}
+    for prefix, module in (pair for stage in stages for pair in stage.named_modules()):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
+    return {name: buffer for buffer, name in names.items()}
+
+
+class ShardedModel:
+    """A model's knowledge of its sharding; its copies and pickles know nothing.
+
+    Args:
+        restore: gives a model that was sharded back in fp32, with the masters that are still kept.
+    """
+
+    def __init__(self, restore: Callable[[], None] | None) -> None:
+        self.restore = restore
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def mark(model: nn.Module, restore: Callable[[], None] | None = None) -> None:
+    """Note that ``model`` is sharded; or was, and that ``restore`` gives it back in fp32."""
+    setattr(model, MARK, ShardedModel(restore))
+
+
+def unmark(model: nn.Module) -> None:
+    """Take the note away, if there is one."""
+    vars(model).pop(MARK, None)
+
+
+def is_marked(model: nn.Module) -> bool:
+    """Return whether ``model`` itself, not the model it was copied from, is sharded."""
+    note: ShardedModel | None = getattr(model, MARK, None)
+    return note is not None and note.restore is None
+
+
+def waiting_restores(models: Iterable[nn.Module]) -> list[Callable[[], None]]:
+    """Return what gives these models, or a part of them, back in fp32, each once."""
+    notes: list[ShardedModel | PackedParam | None] = []
+    for model in models:
+        notes += [getattr(model, MARK, None), *map(note_of, model.parameters())]
+    return list(dict.fromkeys(note.restore for note in notes if note and note.restore))
+
+
+class ModelHooks:
+    """Hooks of one model.
+
+    Args:
+        stages: the unwrapped root module, or those of the pipeline stages that are here.
+        shards: those of all packs; the list may grow.
+        begins: called when a backward reaches an output of the model.
+        sync: what may be under way still.
+        loads: notes the parameters that are loaded.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        shards: Sequence[Shard],
+        begins: Sequence[Callable[[], None]],
+        sync: Sync,
+        loads: Loads,
+    ) -> None:
+        self._shards, self._begins, self._sync, self._loads = shards, begins, sync, loads
+        self._in_vain: dict[nn.Module, str] = {}  # loads that matched no name, as messages
+        self._looked = False  # at what the first forward did to parameters
+        self._handles: list[Any] = []
+        for stage in stages:
+            self._handles += [
+                # One of each kind: Dynamo keeps few graphs for hooks, which share their code.
+                stage.register_forward_pre_hook(Hook(self._before_forward)),
+                stage.register_forward_hook(Hook(self._after_forward)),
+            ]
+            self._handles += [
+                module.register_load_state_dict_pre_hook(Hook(self._before_load))
+                for module in stage.modules()
+            ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        """Refuse what torch would stop at somewhere without saying why."""
+        if torch.compiler.is_compiling():
+            return
+        if vars(module).get("_is_replica"):  # torch's own mark
+            raise RuntimeError(
+                "model: a sharded model was wrapped in nn.DataParallel, whose copies train "
+                "nothing; use the model as shardcast.shard left it, in a process for each device"
+            )
+        if _compat.inside_ddp(module):
+            raise RuntimeError(
+                "model: a sharded model was wrapped in DistributedDataParallel, so gradients "
+                "would be averaged twice; use the model as shardcast.shard left it, without DDP"
+            )
+        # With strict=True torch has raised, and the script has loaded other names since.
+        for message in filter(None, self._in_vain.values()):
+            warn_first(message)
+        self._in_vain.clear()
+        if not (module.training and torch.is_grad_enabled()):  # it may be converted to be used
+            return
+        first = next(module.parameters(), None)
+        if first is not None and first.is_meta:
+            raise RuntimeError(
+                "model: its parameters were replaced by some without memory after shardcast.shard, "
+                "as model.to('meta') does, so that it cannot be trained; masters are still there "
+                "(optimizer.full_parameters(), checkpoint.save). To give memory away between steps "
+                "use optimizer.sleep() and optimizer.wake()"
+            )
+        for shard in self._shards:
+            shard.forget_before_load()
+            if shard.pack.converted:
+                shard.pack.take_moved()
+
+    def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():  # the first gradient hook begins the backward then
+            return
+        if module.training and torch.is_grad_enabled() and not self._looked:
+            self._looked = True
+            self._refuse_conversion_inside()
+        begins = self._begins  # not all of this object: a graph may be kept
+
+        def begin(_grad: Tensor) -> None:
+            for each in begins:
+                each()
+
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(begin)
+
+    def _refuse_conversion_inside(self) -> None:
+        """After the first forward: some routers do ``self.classifier.to(torch.float32)`` in it."""
+        for shard in self._shards:
+            pack = shard.pack
+            for slot, param in zip(pack.layout.slots, pack.params, strict=True):
+                if param.dtype != pack.layout.dtype:
+                    owner = slot.name.rpartition(".")[0]
+                    pattern = f"{owner}.*" if owner else slot.name
+                    raise RuntimeError(
+                        f"model: its forward converted parameter {slot.name!r} from "
+                        f"{pack.layout.dtype} to {param.dtype}, so that it left its pack; have it "
+                        f"so from the start: shardcast.shard(..., keep_fp32=({pattern!r},)) with "
+                        "a new model"
+                    )
+
+    def _before_load(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any],
+        *_strictness: Any,
+    ) -> None:  # fmt: skip
+        if not prefix:  # what the script calls load_state_dict() of
+            self._in_vain[module] = in_vain(module, state_dict)
+        before_load(self._shards, self._sync, self._loads, module, state_dict, prefix, metadata)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+@torch.no_grad()
+def before_load(
+    shards: Sequence[Shard], sync: Sync, loads: Loads, module: nn.Module,
+    state_dict: MutableMapping[str, Any], prefix: str, metadata: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Give masters the loaded values in full precision; the model gets them cast. Local.
+
+    A value that is the cast of its master leaves the master as it is, see :meth:`.Shard.load`. What
+    is loaded while an average is in the model takes the average's place, and leaves with it.
+
+    Args:
+        shards: those of all packs of the model.
+        sync: what may be under way still.
+        loads: notes the parameters that are loaded.
+        module: one of the model's, whose own parameters torch loads next.
+        state_dict: the values, by names that begin with ``prefix``; those of packs with a cast of
+            their own are replaced by what is published of them.
+
+    Raises:
+        RuntimeError: ``assign=True``, which would replace parameters; nothing is changed.
+    """
+    if metadata.get("assign_to_params_buffers"):  # torch's own key for it
+        raise RuntimeError(
+            "model: load_state_dict(assign=True) would replace parameters of a sharded model; "
+            "load without assign, or before shardcast.shard"
+        )
+    sync.wait()  # split masters are written into the packs
+    loaded: dict[nn.Parameter, Tensor] = {}
+    for name, param in module.named_parameters(recurse=False):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor):
+            value = _compat.local_tensor(value)
+            if value.shape == _compat.local_tensor(param).shape:
+                loaded[param] = value
+    for shard in shards:
+        if shard.is_lent or loaded.keys().isdisjoint(shard.pack.in_model):
+            continue
+        is_shared = shard.pack.layout.pack_groups.shard == PLAIN
+        for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True):
+            if param in loaded:
+                loads.note(param, slot.name, is_shared)
+        if shard.in_place:
+            continue
+        for _, fragment, param in shard.owned():
+            if param in loaded:
+                shard.load(fragment, loaded[param].reshape(-1)[slice(*fragment.param_range)])
+        if shard.pack.cast is not None:
+            _round(shard, module, state_dict, prefix, loaded)
+
+
+def in_vain(module: nn.Module, state_dict: Mapping[str, Any]) -> str:
+    """Return what to warn of where no name of ``state_dict`` is one of ``module``'s; or nothing."""
+    own = (*module.named_parameters(), *module.named_buffers())
+    # Its wrapper takes this part out of the names of state dictionaries.
+    names = {name.replace("_checkpoint_wrapped_module.", "") for name, _ in own}
+    names |= {name for name, _ in own}
+    if not names or not state_dict or not names.isdisjoint(state_dict):
+        return ""
+    given = next(iter(state_dict))
+    prefix = next((p for p in WRAPPERS if given.startswith(p)), "")
+    strip = f"consume_prefix_in_state_dict_if_present(state, {prefix!r}) of torch.nn.modules.utils"
+    return (
+        f"model.load_state_dict loaded nothing: none of {len(state_dict)} names, such as "
+        f"{given!r}, is one of this {type(module).__name__}, such as {min(names)!r}"
+        + f"; take the prefix of a wrapper off before: {strip}"
+        * bool(prefix)
+    )
+
+
+def _round(
+    shard: Shard, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str,
+    loaded: Mapping[nn.Parameter, Tensor],
+) -> None:  # fmt: skip
+    """Have torch copy what is published of loaded values; its own cast is another one."""
+    pack = shard.pack
+    names = {param: name for name, param in module.named_parameters(recurse=False)}
+    for slot, param in zip(pack.layout.slots, pack.in_model, strict=True):
+        if param in loaded:
+            values = pack.rounded(slot, loaded[param].detach().reshape(-1)).view(slot.shape)
+            shard.note_loaded(slot, values)
+            if _compat.is_dtensor(param):
+                whole: Any = param
+                values = dtensor.wrap_local(values, param, whole.placements)
+            state_dict[prefix + names[param]] = values
