@@ -6,8 +6,10 @@ The one place in this package that uses what a :class:`shardcast.ShardedOptimize
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +45,8 @@ Model = nn.Module | Sequence[nn.Module]  # or this rank's stages of a pipeline
 # What torch's CheckpointWrapper puts into the names of modules, and takes out of state_dict's keys.
 RECOMPUTED = "_checkpoint_wrapped_module."
 EXTRA_STATE = "_extra_state"  # the last part of torch's key for get_extra_state()
+# The checkpoint that each optimizer has loaded last, and the digest that it had then.
+_loaded: weakref.WeakKeyDictionary[ShardedOptimizer, tuple[str, str]] = weakref.WeakKeyDictionary()
 
 
 class Snapshot:
@@ -230,6 +234,15 @@ class Snapshot:
         """The digest of masters and state, and the forms that they are kept in. Collective."""
         return {"digest": self._sharded.digest(), "digest_of": self.forms()}
 
+    def note_loaded(self, folder: Path) -> None:
+        """Remember that masters and state are those of ``folder`` now. Collective."""
+        _loaded[self._sharded] = str(folder), self._sharded.digest()
+
+    def is_as_loaded(self, folder: Path) -> bool:
+        """Return whether masters and state are still as they were loaded there. Collective."""
+        place, digest = _loaded.get(self._sharded, ("", ""))
+        return place == str(folder) and digest == self._sharded.digest()
+
     def forms(self) -> str:
         """Return what decides the state and its precision, equal on all ranks. Collective."""
         config = self._packed.config
@@ -265,7 +278,8 @@ class Snapshot:
             if source.state.get(self.inventory.stored(slot.name))
         }
         activate_packs(self._packed, packs)
-        forget_averages(self._packed)
+        if source.chosen is None:
+            forget_averages(self._packed)
         if source.groups is not None:
             load_groups(self._packed.originals.groups, source.groups)
         if source.scaler is not None:
@@ -283,7 +297,11 @@ class Snapshot:
         for shard in self._packed.shards:
             shard.note_written()
             self._take_pack(shard, source)
-        untrained: dict[str, Tensor] = {**self._outside, **self._buffers}
+        untrained: dict[str, Tensor] = {
+            name: tensor
+            for name, tensor in {**self._outside, **self._buffers}.items()
+            if source.takes(self.inventory.stored(name))
+        }
         views = [self._view(name, tensor) for name, tensor in untrained.items()]
         staged = [replace(view, flat=torch.empty_like(view.flat, device="cpu")) for view in views]
         source.read(staged)
@@ -293,9 +311,11 @@ class Snapshot:
 
     def _take_pack(self, shard: Shard, source: StateSource) -> None:
         views, loading = [], []
-        for fragment in shard.fragments:
+        for number, fragment in enumerate(shard.fragments):
             region, (start, stop) = self._regions[fragment.slot.name], fragment.param_range
             name = self.inventory.stored(fragment.slot.name)
+            if not source.takes(name):
+                continue
             # The masters' own memory, where they are plain: the source has all of them.
             own = shard.master.read(shard.local(fragment.start, fragment.stop))
             state = dict(source.state.get(name, {}))
@@ -310,9 +330,9 @@ class Snapshot:
                     flat = ShardView(path, region, start, value)
                     views.append(flat if cut else ShardView.whole(path, value))
                     state[key] = value.view(fragment.shape) if cut else value
-            loading.append((fragment, own, state))
+            loading.append((number, fragment, own, state))
         source.read(views)
-        for number, (fragment, own, state) in enumerate(loading):
+        for number, fragment, own, state in loading:
             shard.set_exact(fragment, own)
             self._packed.update_of(shard).load_fragment(shard, number, state)
 

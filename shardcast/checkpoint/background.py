@@ -22,6 +22,7 @@ import torch
 
 from shardcast.checkpoint import saving
 from shardcast.checkpoint.access import Model, Snapshot
+from shardcast.checkpoint.directory import absolute
 from shardcast.checkpoint.region import ShardView
 from shardcast.comm import Comm
 
@@ -39,6 +40,7 @@ def save_async(
     per_rank: Any = None,
     keep: int | None = None,
     digest: bool = False,
+    overwrite: bool = False,
     timeout: float = 1800.0,
 ) -> Saving:
     """Save in the background: return once the state is copied to the host.
@@ -55,15 +57,18 @@ def save_async(
     Raises:
         ValueError, RuntimeError, OSError: as ``save``.
     """
+    base = absolute(directory)
     snapshot = Snapshot(model, optimizer)
     snapshot.together(lambda: None, "save_async")  # before those of an earlier one
     earlier = _running.get(optimizer)
     if earlier is not None:
         earlier.end("save_async")
-    arguments = (os.path.abspath(directory), step, keep, digest)
+    arguments = (str(base), step, keep, digest, overwrite)
     job = saving.begin(snapshot, "save_async", arguments, extra, per_rank, timeout)
 
     def copied() -> list[ShardView]:
+        if job.is_there:
+            return []
         job.look()  # else rank 0 would wait for the others in vain
         job.reserve()
         return list(map(_copied, snapshot.views()))
@@ -133,6 +138,8 @@ class Saving:
         return self.path
 
     def _run(self, job: saving.RankSave, views: list[ShardView]) -> None:
+        if job.is_there:
+            return
         began = time.monotonic()
         try:
             try:

@@ -111,6 +111,20 @@ class Manifest:
             return max((int(reader.tensor(path).max()) for path in counts), default=None)
 
 
+def absolute(directory: Any) -> Path:
+    """Return ``directory`` as an absolute path.
+
+    Raises:
+        TypeError: it is no path.
+    """
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(
+            f"directory: expected a path, got {type(directory).__name__}; it comes first: "
+            "save(directory, model, optimizer, step=...), load(directory, model, optimizer)"
+        )
+    return Path(os.path.abspath(directory))
+
+
 def folder_of(directory: Path, step: int) -> Path:
     """The directory of the checkpoint of ``step``."""
     return directory / f"step-{step:09d}"
@@ -138,12 +152,20 @@ def new_name(prefix: str, target: Path) -> str:
 
 
 def commit(
-    writing: Path, target: Path, sums: Mapping[str, tuple[int, str]], facts: Mapping[str, Any]
+    writing: Path,
+    target: Path,
+    sums: Mapping[str, tuple[int, str]],
+    facts: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Write the manifest and the marker, flush, and give the directory its name.
 
+    Args:
+        overwrite: replace a checkpoint of that name, by two renames.
+
     Raises:
-        ValueError: a checkpoint of that name is there, and its data are others.
+        ValueError: a checkpoint of that name exists with other data.
     """
     sizes = {name: (writing / name).stat().st_size for name in sums if (writing / name).exists()}
     for name, (size, _) in sums.items():
@@ -153,7 +175,7 @@ def commit(
                 "the directory must be on a file system that all ranks share"
             )
     listed = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sums.items()}
-    if os.path.lexists(target):
+    if os.path.lexists(target) and not overwrite:
         existing = manifest_of(target)
         # Equal metadata may be pickled in other bytes; all that it says is in the data.
         if _data(listed) != _data(existing.files):
@@ -166,7 +188,13 @@ def commit(
     _, digest = files.write(writing / MANIFEST, data)
     files.write(writing / MARKER, digest.encode())
     storage.flush(writing)
+    if not os.path.lexists(target):
+        files.rename(writing, target)
+        return
+    leaving = target.with_name(new_name(LEAVING, target))
+    files.rename(target, leaving)
     files.rename(writing, target)
+    _delete(leaving)
 
 
 def manifest_of(folder: Path) -> Manifest:
@@ -291,7 +319,11 @@ def choose(
     """
     named = is_checkpoint(path)
     if path.is_file():
-        raise NotADirectoryError(f"directory: {str(path)!r} is a file; give its checkpoint")
+        raise NotADirectoryError(
+            f"directory: expected a directory of checkpoints, or one checkpoint, got the file "
+            f"{str(path)!r}; checkpoint.load_plain(model, optimizer, weights) loads files of "
+            "torch.save and safetensors"
+        )
     if named and not path.exists():
         raise FileNotFoundError(f"directory: there is no {str(path)!r}; check the path")
     folders = [path] if named else steps(path).values()
@@ -343,7 +375,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Raises:
         DamagedCheckpointError: there are checkpoints, and none is sound.
     """
-    return choose(Path(os.path.abspath(directory)), damage)
+    return choose(absolute(directory), damage)
 
 
 def chosen(directory: str | os.PathLike[str]) -> Path:
@@ -401,7 +433,7 @@ def _data(files: Mapping[str, Any]) -> dict[str, Any]:
 def _exists(target: Path) -> ValueError:
     return ValueError(
         f"step: checkpoint {str(target)!r} exists already, with other contents, and is never "
-        "overwritten; save under another step or remove it first"
+        "overwritten by default; pass overwrite=True, or save under another step"
     )
 
 

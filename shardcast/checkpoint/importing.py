@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.checkpoint.access import Model, Snapshot
+from shardcast.checkpoint.access import Model, Snapshot, state_key
 from shardcast.checkpoint.dcp import Reader
+from shardcast.checkpoint.directory import absolute, is_checkpoint, steps
 from shardcast.checkpoint.loading import Directory, compare, take
 from shardcast.checkpoint.source import StateSource, from_reader, from_tensors
 from shardcast.optimizer.state_dict import plain_state, state_by_param
@@ -70,11 +71,31 @@ def load_plain(
             )
         by_name = state_by_param(loaded, head["groups"])
         source = from_tensors(where, tensors, by_name)
+        _check_param_names(loaded["param_groups"], head["groups"])
         groups = zip(head["groups"], loaded["param_groups"], strict=True)
         named = [{**loaded_group, "params": group["params"]} for group, loaded_group in groups]
         return dataclasses.replace(source, groups=named)
 
     _import(model, optimizer, opened, "load_plain")
+
+
+def _check_param_names(
+    loaded: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise ValueError if a state that knows the names of its parameters has others, or an order.
+
+    An optimizer that was built over ``named_parameters()`` of a part of the model has shorter ones.
+    """
+    for number, (group, present) in enumerate(zip(loaded, expected, strict=True)):
+        names = _unwrapped(dict.fromkeys(group.get("param_names") or ()))
+        for place, (name, own) in enumerate(zip(names, present["params"], strict=False)):
+            ours = state_key(own)
+            if not f".{ours}".endswith(f".{name}") and not f".{name}".endswith(f".{ours}"):
+                raise ValueError(
+                    f"state: parameter {place} of param_group {number} is {name!r}, expected "
+                    f"{ours!r}; build the optimizer over the same parameters in the same order as "
+                    "when the state was saved"
+                )
 
 
 def _import(
@@ -112,7 +133,14 @@ def _tensors(source: Values) -> dict[str, Tensor]:
         tensors = dict(source)
     else:
         tensors = {}
-        for path in _files_of(Path(source)):
+        given = Path(source)
+        if is_checkpoint(given) or steps(given):
+            raise ValueError(
+                f"weights: expected a file, or a directory with model.safetensors, got the "
+                f"checkpoint {str(given)!r}; checkpoint.load(directory, model, optimizer) loads "
+                "it (state=False: its weights alone), checkpoint.export writes plain files of it"
+            )
+        for path in _files_of(given):
             tensors.update(
                 _safetensors(path) if path.suffix == ".safetensors" else torch_file(path)
             )
@@ -148,7 +176,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         raise RuntimeError(f"{str(path)!r} cannot be read as safetensors: {error}") from error
 
 
-def _unwrapped(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _unwrapped(weights: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the names without what DDP and ``torch.compile`` put before all of them."""
     for prefix in WRAPPERS:
         if weights and all(name.startswith(prefix) for name in weights):
@@ -182,7 +210,7 @@ def import_dcp(
         ValueError: another model or other groups; names the parameter. Nothing was changed.
         RuntimeError: a file is missing, too short or cannot be read.
     """
-    folder = Path(os.path.abspath(directory))
+    folder = absolute(directory)
     opened = lambda _snapshot: _from_dcp(folder, model_key, optimizer_key)  # noqa: E731
     _import(model, optimizer, opened, "import_dcp")
 

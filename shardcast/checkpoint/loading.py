@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,23 +40,48 @@ class Resumed:
     path: Path
 
 
-def load(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -> Resumed:
-    """Load the newest sound checkpoint of a directory, or the one that is named.
+def load(
+    directory: Directory,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    *,
+    only: str | Sequence[str] | None = None,
+    state: bool = True,
+) -> Resumed:
+    """Load the newest sound checkpoint of a directory, or one checkpoint by its path.
 
-    Every rank of the optimizer's group must call it; it returns on all of them, or raises on all.
-    The grid of ranks, partition, packs and ``param_dtype`` may differ from the saved ones: masters,
-    state and step counts are the same to the bit. Everything is verified and compared before
-    anything in memory changes. Extra memory is the state of one pack's span, on the host.
+    The grid of ranks, partition, packs and ``param_dtype`` may differ from the saved ones:
+    masters, state and step counts are bitwise those that were saved. Everything is verified and
+    compared before anything in memory changes. Extra memory is the state of one pack's span, on
+    the host.
+
+    Collective: every rank of the optimizer's group.
 
     Args:
-        directory: of a run, or one checkpoint in it.
+        directory: directory of a run, or one checkpoint in it.
+        model: model that was passed to :func:`shardcast.shard`.
+        optimizer: what :func:`shardcast.shard` returned.
+        only: glob patterns of names of parameters and buffers to load, for a model with a new
+            head or new layers. Everything else keeps its values and state. The options of the
+            groups and the loss scale stay as they are here.
+        state: load the optimizer's state. ``False`` loads weights and buffers alone; their
+            optimizer state begins anew, and options of the groups stay as they are here.
+
+    Returns:
+        What was loaded: step, ``extra``, ``per_rank`` and path.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or not the named one; see :func:`resume`.
         DamagedCheckpointError: the named one, or every one, is damaged; names file and parameters.
-        ValueError: it is one of another model or optimizer; nothing was changed.
+        ValueError: it is one of another model or optimizer, or a pattern of ``only`` matches
+            nothing; nothing was changed.
+
+    Example::
+
+        checkpoint.load("runs/base", model, optimizer, only=["body.*"], state=False)
     """
-    resumed = resume(directory, model, optimizer)
+    patterns = (only,) if isinstance(only, str) else only and tuple(only)
+    resumed = _resume(directory, model, optimizer, patterns, state)
     if resumed is None:
         raise FileNotFoundError(
             f"directory: no committed checkpoint in {str(directory)!r}; check the path, or use "
@@ -64,24 +91,43 @@ def load(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -
 
 
 def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -> Resumed | None:
-    """Load, or return ``None`` where a directory has no checkpoint yet. Collective."""
+    """Load as :func:`load` does, or return ``None`` if a directory has no checkpoint yet.
+
+    Collective: every rank of the optimizer's group.
+    """
+    return _resume(directory, model, optimizer, None, True)
+
+
+def _resume(
+    directory: Directory,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    patterns: Sequence[str] | None,
+    with_state: bool,
+) -> Resumed | None:
+    path = folders.absolute(directory)
+    is_whole = patterns is None and with_state
     began = time.monotonic()
     snapshot = Snapshot(model, optimizer)
     snapshot.meet("load")
-    folder = _choose(snapshot, Path(os.path.abspath(directory)))
+    folder = _choose(snapshot, path)
     if folder is None:
         return None
 
     def compared() -> tuple[StateSource, Resumed, Manifest]:
         manifest, reader = folders.manifest_of(folder), Reader(folder)
         with fitting(folder):
-            source = compare(snapshot, _ours(folder, reader))
+            source = _ours(folder, reader)
+        if not is_whole:
+            source = part_of(snapshot, source, patterns, with_state)
+        with fitting(folder):
+            source = compare(snapshot, source)
         extra, per_rank = reader.object(("extra",)), reader.object(("per_rank",))
         return source, Resumed(manifest.step, extra, per_rank, folder), manifest
 
     source, resumed, manifest = snapshot.together(compared, "load")
     take(snapshot, source, "load")
-    if manifest.digest is not None and manifest.digest_of == snapshot.forms():
+    if is_whole and manifest.digest is not None and manifest.digest_of == snapshot.forms():
         loaded = snapshot.digest()["digest"]
         if loaded != manifest.digest:
             raise DamagedCheckpointError(
@@ -90,6 +136,8 @@ def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer)
                 "their checksums: memory or a copy lost bits, then or now; load it again, or the "
                 "one before"
             )
+    if is_whole:
+        snapshot.note_loaded(folder)
     if snapshot.comm.rank == 0:
         note_speed(f"loaded {str(folder)!r}", manifest.nbytes, began)
     return resumed
@@ -128,6 +176,41 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
     return folders.choose(path, check, loud=snapshot.comm.rank == 0)
 
 
+def part_of(
+    snapshot: Snapshot, source: StateSource, patterns: Sequence[str] | None, with_state: bool
+) -> StateSource:
+    """Return what of ``source`` is asked for: the names that match, with or without state. Local.
+
+    Raises:
+        TypeError: ``patterns`` are not strings.
+        ValueError: a pattern matches no name of either side.
+    """
+    names = sorted({*source.weights} | {*snapshot.inventory.shapes})
+    for pattern in patterns or ():
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"only: expected glob patterns of names, got {type(pattern).__name__} {pattern!r}"
+            )
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(
+                f"only: pattern {pattern!r} matches no parameter or buffer of this model or of "
+                f"{source.where}, such as {names[0]!r}; check its spelling"
+            )
+    if not with_state:
+        source = dataclasses.replace(source, state={}, optimizer=None)
+    source = dataclasses.replace(source, groups=None, scaler=None)
+    if patterns is None:
+        return source
+    chosen = frozenset(name for p in patterns for name in fnmatch.filter(names, p))
+    return dataclasses.replace(
+        source,
+        chosen=chosen,
+        weights={name: stored for name, stored in source.weights.items() if name in chosen},
+        state={name: values for name, values in source.state.items() if name in chosen},
+        extra_state=None,
+    )
+
+
 def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
     """``source``, if all of it belongs to this model and optimizer. Local.
 
@@ -136,6 +219,10 @@ def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
     """
     where, inventory = source.where, snapshot.inventory
     optimizer, expected = snapshot.head()["optimizer"], inventory.shapes
+    build = "build the model as it was when this was saved"
+    if source.chosen is not None:
+        expected = {name: shape for name, shape in expected.items() if name in source.chosen}
+        build = "leave out what differs by only=, which takes patterns of names"
     stored = source.weights.keys() - inventory.ties.keys()
     for what, names in (
         ("lacks", expected.keys() - stored),
@@ -145,13 +232,13 @@ def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
             shown = ", ".join(map(repr, sorted(names)[:5]))
             raise ValueError(
                 f"{where}: it {what} {len(names)} parameters or buffers, among them {shown}; "
-                "build the model as it was when this was saved"
+                f"{build}"
             )
     for name, shape in expected.items():
         if source.weights[name].shape != shape:
             raise ValueError(
                 f"{where}: parameter {name!r} has shape {source.weights[name].shape}, expected "
-                f"{tuple(shape)}; build the model as it was when this was saved"
+                f"{tuple(shape)}; {build}"
             )
     if source.optimizer not in (None, optimizer):
         raise ValueError(

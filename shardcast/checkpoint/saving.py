@@ -32,12 +32,13 @@ from shardcast.checkpoint.directory import BACKGROUND, LEAVING, WRITING
 from shardcast.checkpoint.inventory import Inventory
 from shardcast.checkpoint.region import KeyPath, ShardView
 from shardcast.checkpoint.unpickling import unpickled
-from shardcast.messages import by_rank, note_speed
+from shardcast.messages import LOG, by_rank, note_speed
 from shardcast.plan.precision import MASTER_DTYPE
 
 RESERVE = 1 << 20  # bytes, for metadata and the frames of chunks
 LAG = 60.0  # seconds after which a network file system should show what another rank wrote
-Arguments = tuple[str, int, int | None, bool]  # directory, step, keep, digest
+# directory, step, keep, digest, overwrite
+Arguments = tuple[str, int, int | None, bool, bool]
 SAID = 4096  # bytes, for the message of a rank that failed
 POLL = 0.02  # seconds between two looks
 
@@ -52,6 +53,7 @@ def save(
     per_rank: Any = None,
     keep: int | None = None,
     digest: bool = False,
+    overwrite: bool = False,
 ) -> Path:
     """Save a checkpoint that is either committed whole or not there at all.
 
@@ -64,26 +66,34 @@ def save(
         directory: holds the checkpoints of one run, on a file system that all ranks share; made
             if need be. One job at a time may save into it.
         model: what was given to :func:`shardcast.shard`; of a pipeline, this rank's stages.
-        step: names the checkpoint; a sound one of the same step is never overwritten. Saving the
-            very same again, as after the last step of a loop that saved it, is no error.
+        step: names the checkpoint. A sound one of the same step is not overwritten by default.
+            Saving identical contents again changes nothing, and neither does saving the
+            checkpoint that was just loaded, on any number of ranks and whatever ``extra`` is; the
+            latter logs one line at INFO.
         extra: what else the run needs, rank 0's counts: tensors, containers and plain values, as
             ``torch.load(weights_only=True)`` reads them (schedulers, position in the data).
         per_rank: the same for values that differ, such as the state of random generators.
         keep: delete older checkpoints but the newest ``keep`` sound ones, this one included.
         digest: store ``optimizer.digest()``, which ``load`` compares: bits that memory or a copy
             lost are seen, for a pass over the own state here and there.
+        overwrite: replace a checkpoint of the same step once the new one is complete. A process
+            that is killed between the two renames leaves neither; older checkpoints stay.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
+        TypeError: ``directory`` is no path; it comes first.
         ValueError: ``step`` exists with other contents, or an argument cannot be used.
         RuntimeError, OSError: a rank could not write; nothing was committed.
     """
     began = time.monotonic()
+    base = folders.absolute(directory)
     snapshot = Snapshot(model, optimizer)
-    arguments = (os.path.abspath(directory), step, keep, digest)
+    arguments = (str(base), step, keep, digest, overwrite)
     job = begin(snapshot, "save", arguments, extra, per_rank)
+    if job.is_there:
+        return job.target
     named = _naming(job.target)
     try:
         written = snapshot.together(lambda: named(job.write)(snapshot.views()), "save")
@@ -117,6 +127,8 @@ class RankSave:
         once: what is stored once, by path.
         facts: the plain facts of the manifest.
         timeout: seconds in which rank 0 must see what the others have written.
+        overwrite: replace ``target`` if it exists.
+        is_there: ``target`` is what was loaded; there is nothing to write.
     """
 
     rank: int
@@ -127,6 +139,8 @@ class RankSave:
     facts: dict[str, Any]
     keep: int | None
     timeout: float
+    overwrite: bool = False
+    is_there: bool = False
 
     def look(self) -> None:
         """Raise a RuntimeError if this rank does not see the directory that rank 0 made."""
@@ -202,7 +216,7 @@ class RankSave:
         Reader(self.writing)  # what load would refuse is an error now, not after a week
         for file in files:
             sums |= file.sums
-        folders.commit(self.writing, self.target, sums, self.facts)
+        folders.commit(self.writing, self.target, sums, self.facts, overwrite=self.overwrite)
         note_speed(f"saved {str(self.target)!r}", sum(size for size, _ in sums.values()), began)
 
     def retain(self) -> None:
@@ -251,7 +265,7 @@ def begin(
         call: ``"save"`` or ``"save_async"``.
         arguments: equal on all ranks.
     """
-    directory, step, keep, digest = arguments
+    directory, step, keep, digest, overwrite = arguments
     base = Path(directory)
     snapshot.meet(call)
 
@@ -274,7 +288,7 @@ def begin(
     arguments_by_rank = snapshot.collect(lambda: arguments, call)
     if any(passed != arguments for passed in arguments_by_rank):
         raise ValueError(
-            "save: the ranks gave different arguments (directory, step, keep, digest): "
+            "save: the ranks gave different arguments (directory, step, keep, digest, overwrite): "
             + by_rank(enumerate(arguments_by_rank))
         )
 
@@ -286,13 +300,22 @@ def begin(
         "optimizer": head["optimizer"],
     }
 
-    def prepare() -> str:
+    is_as_loaded = not overwrite and snapshot.is_as_loaded(target)
+
+    def prepare() -> str | None:  # None: the checkpoint is there
         if snapshot.comm.rank != 0:
             return ""
+        if is_as_loaded and os.path.lexists(target) and folders.damage(target) is None:
+            return None
         with _naming(target):
-            return _prepare(base, target, facts, snapshot.inventory, call == "save_async")
+            if not overwrite:
+                folders.clear_the_way(target, facts)
+            return _prepare(base, target, snapshot.inventory, call == "save_async")
 
-    writing = base / snapshot.collect(prepare, call)[0]
+    name = snapshot.collect(prepare, call)[0]
+    if name is None and snapshot.comm.rank == 0:
+        LOG.info("%s: %r was just loaded and is unchanged; nothing is written", call, str(target))
+    writing = base / (name or "")
     once = {
         ("optimizer", "param_groups"): head.pop("groups"),
         ("extra",): extra,
@@ -302,7 +325,9 @@ def begin(
     if digest:
         facts |= snapshot.digest()
     rank = snapshot.comm.rank
-    return RankSave(rank, writing, target, own.getvalue(), once, facts, keep, timeout)
+    return RankSave(
+        rank, writing, target, own.getvalue(), once, facts, keep, timeout, overwrite, name is None
+    )
 
 
 def _copied(what: str, value: Any) -> tuple[Any, io.BytesIO]:
@@ -321,16 +346,13 @@ def _copied(what: str, value: Any) -> tuple[Any, io.BytesIO]:
         ) from error
 
 
-def _prepare(
-    base: Path, target: Path, facts: dict[str, Any], inventory: Inventory, background: bool
-) -> str:
+def _prepare(base: Path, target: Path, inventory: Inventory, background: bool) -> str:
     """Room and a fresh directory, on rank 0; what killed runs left is removed."""
     if not base.exists():
         storage.make_directory(base)
     # A save leaves alone what one in the background is writing meanwhile.
     folders.sweep(base, WRITING, LEAVING, *([BACKGROUND] if background else []))
     folders.sweep_exports(base)
-    folders.clear_the_way(target, facts)
     masters = sum(math.prod(inventory.shapes[name]) for name in inventory.trained)
     free, needed = shutil.disk_usage(base).free, masters * MASTER_DTYPE.itemsize + RESERVE
     if free < needed:

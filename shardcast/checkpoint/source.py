@@ -28,6 +28,7 @@ class StateSource:
         groups: options of the optimizer's groups with parameter names.
         exact: state has the dtypes to keep; otherwise floats become fp32, as masters are.
         optimizer: name of the class.
+        chosen: names that are to be loaded; everything else stays. ``None``: all.
     """
 
     where: str
@@ -37,6 +38,12 @@ class StateSource:
     groups: Sequence[Mapping[str, Any]] | None = None
     exact: bool = False
     optimizer: str | None = None
+    chosen: frozenset[str] | None = None
+
+    def takes(self, name: str) -> bool:
+        """Return whether a parameter or buffer is to be loaded."""
+        return self.chosen is None or name in self.chosen
+
     scaler: Mapping[str, Any] | None = None
     extra_state: Mapping[str, Any] | None = None
 

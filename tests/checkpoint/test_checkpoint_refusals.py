@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "no checkpoint": (FileNotFoundError, "no committed checkpoint", loading("none")),
     "a misspelt one": (FileNotFoundError, r"no '.*step-000000009'; check the path",
                        loading("step-000000009", resume)),
-    "a file": (NotADirectoryError, "is a file; give its checkpoint", loading(f"{NEWEST}/{MARKER}")),
+    "a file": (NotADirectoryError, r"got the file .*load_plain", loading(f"{NEWEST}/{MARKER}")),
     "a kept one without manifest": (DamagedCheckpointError, r"shardcast\.json'",
                                     loading("best", resume), kept_without_manifest),
     "swapped files": (DamagedCheckpointError, r"no sound checkpoint.*distcp", loading(), swapped),
