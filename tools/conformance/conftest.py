@@ -1,3 +1,3 @@
-"""The tests' own fixtures and time limits, for a tier that stands outside of their folder."""
+"""The fixtures and time limits of ``tests/``, for a tier that stands outside of it."""
 
-pytest_plugins = ["tests.conftest"]
+pytest_plugins = ["shared_fixtures"]
