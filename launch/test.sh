@@ -6,6 +6,7 @@
 #        bash launch/test.sh --versions [arguments of pytest]
 #        bash launch/test.sh --ecosystem [--sources DIR] [arguments of pytest]
 #        bash launch/test.sh --foreign [--sources DIR] [arguments of pytest]
+#        bash launch/test.sh --nightly [--sources DIR] [PART ...]
 # Environment: VENV, PYTHON (see environment.sh)
 #
 # With --versions: run the tests with the oldest torch that is supported on the oldest Python of this
@@ -22,10 +23,45 @@
 # .venv-foreign or $VENV of its own (3 GB). Files that no installed package has are taken from DIR,
 # one folder for each repository that docs/evidence.md names, at the commit that it names; their
 # tests are skipped where it is not there, and keep their rows.
+#
+# With --nightly: run what a pull request does not wait for, and print one table. The parts are
+# tests (whole sweeps, other random stories), versions, machines (tools/machines.sh), ecosystem and
+# foreign; all by default. Logs are in nightly-report/. STORIES_SEED repeats the stories of a night.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 
+if [[ ${1:-} == --nightly ]]; then
+    shift
+    sources=()
+    if [[ ${1:-} == --sources ]]; then
+        sources=(--sources "$2")
+        shift 2
+    fi
+    export STORIES_SEED=${STORIES_SEED:-$(date +%Y%m%d)}
+    rows=() failed=0
+    rm -rf nightly-report
+    mkdir nightly-report
+    (($#)) || set -- tests versions machines ecosystem foreign
+    for part in "$@"; do
+        case $part in
+        tests) command=(env SWEEPS=whole bash launch/test.sh) ;;
+        versions) command=(bash launch/test.sh --versions) ;;
+        machines) command=(bash tools/machines.sh) ;;
+        ecosystem | foreign) command=(bash launch/test.sh "--$part" "${sources[@]}") ;;
+        *) echo "error: $part is no part of the nightly run" >&2 && exit 2 ;;
+        esac
+        echo "== $part: ${command[*]} =="
+        start=$SECONDS outcome=ok log=nightly-report/$part.log
+        "${command[@]}" >"$log" 2>&1 </dev/null || { outcome=FAILED failed=1 && tail -n 40 "$log"; }
+        counts=$(grep --only-matching --extended-regexp '[0-9]+ (passed|failed).* in [0-9]' "$log" |
+            sed 's/ in [0-9]$//' | paste -s -d ";" || true)
+        rows+=("| $part | $outcome | ${counts//;/; } | $((SECONDS - start)) s |")
+    done
+    printf '%s\n' "" "STORIES_SEED=$STORIES_SEED" "" "| part | outcome | tests | time |" \
+        "|---|---|---|---:|" "${rows[@]}"
+    exit "$failed"
+fi
 if [[ ${1:-} == --versions ]]; then
     shift
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

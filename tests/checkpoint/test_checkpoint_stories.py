@@ -7,7 +7,6 @@ those of plain torch to the bit, and no checkpoint is refused by its own digest.
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import assert_same_bits, run_world, sharded
+from pairwise import seeds
 from torch import Tensor, nn
 
 from shardcast import checkpoint
@@ -160,10 +160,9 @@ def play(group: Any, folder: Path, part: dict[str, Any], layers: int, number: in
     return optimizer.full_parameters(), averages, optimizer.full_state_dict()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_a_run_that_goes_on_otherwise_is_that_of_plain_torch(tmp_path: Path, seed: int):
-    """Half of 24 stories; the other half in every second week, by STORIES_SEED."""
-    live(tmp_path, tell(seed + 12 * (int(os.environ.get("STORIES_SEED", "0")) % 2)))
+    live(tmp_path, tell(seed))
 
 
 def test_a_warm_up_goes_on_that_began_while_all_was_frozen(tmp_path: Path):

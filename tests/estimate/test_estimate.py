@@ -18,9 +18,9 @@ import torch
 import warm
 from gpt import GPT, GPTConfig
 from models import CASES, run_world
+from pairwise import pairwise
 from storages import live, settle
 from torch import Tensor, nn
-from weekly import combined
 
 import shardcast
 from shardcast import ShardcastConfig
@@ -175,8 +175,8 @@ def accumulated(group: Any, fields: dict[str, Any], micro_batches: int) -> dict[
 
 @pytest.mark.parametrize(
     ("fields", "size", "accumulate", "micro_batches"),
-    combined(
-        3, ({}, {"partition": "whole", "pack_params": 2}, {"grad_dtype": "bf16"}),
+    pairwise(
+        ({}, {"partition": "whole", "pack_params": 2}, {"grad_dtype": "bf16"}),
         (1, 2, 4), ("local", "sharded"), (1, 2, 8, 9),
     ),
 )  # fmt: skip

@@ -19,8 +19,8 @@ from models import (
     values,
     whole,
 )
+from pairwise import thinned
 from torch import Tensor, nn
-from weekly import this_week
 
 from shardcast import checkpoint
 from shardcast.extensions.chance import INDEX, name_hash, random_bits
@@ -142,7 +142,7 @@ def train(group: Any, steps: int, case: str = "mlp", **fields: Any) -> tuple[Any
 
 @pytest.mark.parametrize(
     ("kind", "other", "world", "steps", "fields"),
-    this_week([
+    thinned(2, [
         ("split16", "", 2, 20, {"partition": "even"}),
         ("offload", "", 2, 20, {"partition": "whole"}),
         ("offload", "", 3, 10, {"case": "gpt", "accumulate": "sharded"}),
@@ -319,7 +319,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("kind", "case", "make"),
-    this_week([
+    thinned(2, [
         ("split16", "gpt", adamw), ("split16", "tiny", adamw), ("bf16", "scalars", adamw),
         ("bf16", "gpt", sgd), ("int8", "tiny", adamw), ("int8", "gpt", sgd),
         ("offload", "scalars", adamw), ("split16 bf16 offload", "gpt", adamw),

@@ -1,13 +1,12 @@
 """Random stories of attempts: errors at random ranks, micro-batches and places, beside options.
 
 Gradients are known multiples of 1/64, so that sums and means are exact, or rounded where the
-library rounds. STORIES_SEED, a number, draws other stories, as CI does each week.
+library rounds. STORIES_SEED, a number, draws other stories, as a nightly run does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from models import run_world, sharded
+from pairwise import SEED
 from stories import SHAPES, Dots, gradient
 from torch import Tensor, nn
 
@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore:step made without", "ignore:step skipped"),
 ]
-SEED = int(os.environ.get("STORIES_SEED", "0"))
 PLACES = ["data", "forward", "half way", "hook", "late"]
 OPTIONS: list[dict[str, Any]] = [
     {}, {"averages": {"ema": 0.75}}, {"metrics": 2}, {"guard": {"norm": 50.0, "window": 64}},

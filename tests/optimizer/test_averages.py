@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, install
+from pairwise import thinned
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
-from weekly import combined
 
 import shardcast
 from shardcast.testing import ThreadedWorld
@@ -85,7 +85,7 @@ def missing(found: list[Tensor], expected: list[Tensor]) -> float:
     return float((wrong / moved).sqrt())
 
 
-@pytest.mark.parametrize(("name", "dtype"), combined(2, AVERAGES, ("fp32", "bf16")))
+@pytest.mark.parametrize(("name", "dtype"), thinned(2, AVERAGES, ("fp32", "bf16")))
 def test_an_average_made_before_the_model_is_sharded_is_that_of_plain_training(
     name: str, dtype: str
 ):

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from models import run_world, sharded
+from pairwise import SEED
 from test_attempt_stories import (
     IN_ANOTHER_FORM,
-    SEED,
     Failed,
     Model,
     Step,

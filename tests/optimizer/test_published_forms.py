@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from models import run_world
+from pairwise import pairwise, thinned
 from quantizers import batch, by_table, gpt, loss_of, train_plain, train_published, vectors
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weekly import combined, this_week
 
 import shardcast
 from shardcast import checkpoint
@@ -253,7 +252,7 @@ FORM_AND_RANKS = [*zip(2 * FORM_NAMES, (1, 4, 1, 4, 1, 4), strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("form", "ranks"), [*((form, 2) for form in FORM_NAMES), *this_week(FORM_AND_RANKS, 3)]
+    ("form", "ranks"), [*((form, 2) for form in FORM_NAMES), *thinned(3, FORM_AND_RANKS)]
 )
 def test_losses_are_those_of_a_fake_quantizer_in_every_forward(form: str, ranks: int):
     steps, micro_batches = (10 if ranks == 2 else 6), 2
@@ -352,7 +351,7 @@ def test_a_weight_is_quantized_once_per_step_whatever_the_micro_batches(
     assert quantized == ranks * micro_batches * steps * len(weights)
 
 
-@pytest.mark.parametrize(("form", "ranks"), combined(2, FORM_NAMES, (1, 3)))
+@pytest.mark.parametrize(("form", "ranks"), thinned(2, FORM_NAMES, (1, 3)))
 def test_everything_that_writes_weights_leaves_them_on_the_grid(
     form: str, ranks: int, tmp_path: Path
 ):
@@ -386,7 +385,7 @@ def test_everything_that_writes_weights_leaves_them_on_the_grid(
 
 @pytest.mark.parametrize(
     ("form", "make"),
-    combined(3, FORM_NAMES, (torch.optim.SGD, torch.optim.Muon, torch.optim.NAdam)),
+    pairwise(FORM_NAMES, (torch.optim.SGD, torch.optim.Muon, torch.optim.NAdam)),
 )
 def test_any_class_of_optimizer_publishes_forms(form: str, make: Any):
     def run(group: Any) -> None:
@@ -501,9 +500,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("form", "options"), this_week(itertools.product(FORM_NAMES, OPTIONS), 3), ids=str
-)
+@pytest.mark.parametrize(("form", "options"), thinned(3, FORM_NAMES, OPTIONS), ids=str)
 def test_other_options_go_with_it(form: str, options: dict[str, Any]):
     def run(group: Any) -> None:
         model, optimizer = sharded(group, form, **options)

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from models import assert_same_bits, install, values
+from pairwise import pairwise, thinned
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from weekly import combined
 
 import shardcast
 from shardcast import checkpoint, publish
@@ -248,7 +248,7 @@ def assert_reads_move_nothing(folder: Path, kind: str, way: str, read: str) -> N
         assert_same_bits(one, other)
 
 
-@pytest.mark.parametrize(("read", "kind"), combined(4, READERS, KINDS))
+@pytest.mark.parametrize(("read", "kind"), thinned(4, READERS, KINDS))
 def test_a_reader_that_sees_other_weights_moves_no_master(
     read: str, kind: str, tmp_path: Path, on_device: Callable[[str], None]
 ):
@@ -256,7 +256,7 @@ def test_a_reader_that_sees_other_weights_moves_no_master(
     assert_reads_move_nothing(tmp_path, kind, "copied", read)
 
 
-@pytest.mark.parametrize(("way", "kind"), combined(2, WAYS, KINDS))
+@pytest.mark.parametrize(("way", "kind"), pairwise(WAYS, KINDS))
 def test_other_weights_that_leave_the_model_move_no_master(
     way: str, kind: str, tmp_path: Path, on_device: Callable[[str], None]
 ):
@@ -294,9 +294,7 @@ def shown_and_read(group: Any, folder: Path, kind: str, read: str) -> Any:
     return shown, found, values(model)
 
 
-@pytest.mark.parametrize(
-    ("read", "kind"), combined(2, ["full_parameters", "averaged", "save"], KINDS)
-)
+@pytest.mark.parametrize(("read", "kind"), pairwise(["full_parameters", "averaged", "save"], KINDS))
 def test_a_reader_sees_the_weights_that_the_model_shows(read: str, kind: str, tmp_path: Path):
     by_rank = ThreadedWorld(2).run(shown_and_read, tmp_path, kind, read)
     shown, found, _ = by_rank[0]

@@ -2,13 +2,12 @@
 
 A story is a training in one world or several, of the acts of ``stories.py``, under options that are
 drawn too. An ordinary run draws the same stories each time; STORIES_SEED, a number, draws
-others, as CI does each week.
+others, as a nightly run does.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +17,12 @@ import torch
 from hypothesis import HealthCheck, Phase, note, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from pairwise import SEED
 from stories import AVERAGES, COMPUTED, EDITS, KINDS, NUMBERS, SHAPES, Seen, Side, Start, Way
 
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(300)
-SEED = int(os.environ.get("STORIES_SEED", "0"))
 FUSED = "AdamW", "SGD"
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 Action = tuple[Callable[..., None], tuple[Any, ...]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, assert_same_bits, install, run_world, values
+from pairwise import pairwise, seeds
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from weekly import WEEK, combined, this_week
 
 import shardcast
 from shardcast.memory.shard import take_moved
@@ -135,7 +134,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("edit", "kind"), combined(2, EDITS, KINDS))
+@pytest.mark.parametrize(("edit", "kind"), pairwise(EDITS, KINDS))
 def test_weights_that_a_script_writes_are_those_of_the_plain_script(edit: str, kind: str):
     expected = plain(EDITS[edit]())
     unedited = plain(lambda _model, _step: None)
@@ -335,13 +334,13 @@ def assert_edits_are_trained(size: int, way: str, door: str, at: Sequence[int], 
     assert any(not torch.equal(found[0][name], unedited[0][name]) for name in found[0])
 
 
-@pytest.mark.parametrize(("way", "door"), combined(2, ("bf16", "overlap"), DOORS))
+@pytest.mark.parametrize(("way", "door"), pairwise(("bf16", "overlap"), DOORS))
 def test_what_the_model_shows_is_trained_on_whatever_door_it_came_through(way: str, door: str):
     """To the bit of a run whose masters are written by hand after every step."""
     assert_edits_are_trained(2, way, door, (0, 3))
 
 
-@pytest.mark.parametrize(("size", "way"), this_week(itertools.product((1, 2, 3), WAYS), 3))
+@pytest.mark.parametrize(("size", "way"), pairwise((1, 2, 3), WAYS))
 def test_what_the_model_shows_is_trained_on_however_it_is_kept(
     size: int, way: str, on_device: Callable[[str], None]
 ):
@@ -349,7 +348,7 @@ def test_what_the_model_shows_is_trained_on_however_it_is_kept(
     assert_edits_are_trained(size, way, "elements", (0, 3))
 
 
-@pytest.mark.parametrize("way", this_week(["bf16", "adafactor"]))
+@pytest.mark.parametrize("way", ["bf16", "adafactor"])
 def test_an_edit_late_in_a_run_is_trained_on(way: str):
     assert_edits_are_trained(2, way, "elements", (20, 150))
 
@@ -391,7 +390,7 @@ def test_masters_that_are_read_are_those_that_the_model_shows(door: str, master:
 
 
 @pytest.mark.parametrize(
-    ("way", "door"), combined(2, ("bf16", "device", "offload", "adafactor"), DOORS)
+    ("way", "door"), pairwise(("bf16", "device", "offload", "adafactor"), DOORS)
 )
 def test_weights_that_come_back_have_their_masters(
     way: str, door: str, on_device: Callable[[str], None]
@@ -535,8 +534,7 @@ def random_run(group: Any, way: str, seed: int, by_hand: bool) -> Any:
     return seen, optimizer.digest(), values(model)
 
 
-# Each way in a world, in another one every second week.
-@pytest.mark.parametrize("seed", [len(WAYS) * (WEEK % 2) + n for n in range(len(WAYS))])
+@pytest.mark.parametrize("seed", seeds(len(WAYS)))  # each way
 def test_random_edits_are_those_of_masters_that_are_written_by_hand(
     seed: int, on_device: Callable[[str], None]
 ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import OrderedDict, namedtuple
 from functools import partial
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Block, sharded
+from pairwise import pairwise
 from torch import Tensor, nn
-from weekly import this_week
 
 from shardcast.testing import ThreadedWorld, threaded_world
 
@@ -250,7 +249,7 @@ def test_gradient_and_wire_dtypes(fields: dict[str, Any], grad: torch.dtype, wir
 
 @pytest.mark.parametrize(
     ("size", "held", "partition"),
-    this_week(itertools.product((2, 1), (True, False), ("even", "whole")), 3),
+    pairwise((2, 1), (True, False), ("even", "whole")),
 )
 def test_more_than_eight_micro_batches_are_added_up_in_fp32(size: int, held: bool, partition: str):
     """300 ones: in bf16 their sum stays at 256."""

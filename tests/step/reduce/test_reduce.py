@@ -8,8 +8,6 @@ number, draws other random sequences, as CI does each week.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, assert_same_bits, run_world, sharded, values
+from pairwise import SEED, pairwise
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from weekly import combined, this_week
 
 import shardcast
 from shardcast.testing import SpawnedWorld
@@ -28,7 +26,6 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:.*this clip is lost"),
 ]
-SEED = int(os.environ.get("STORIES_SEED", "0"))
 COUNT = 5  # parameters of a model
 Use = frozenset[int]  # the parameters that a backward reaches
 Uses = tuple[Use, ...]  # by rank; a rank without any runs no backward
@@ -255,7 +252,7 @@ PATTERNS: dict[str, list[list[Uses]]] = {
 CLEARS = ["none", "zeros", "model", "never"]
 
 
-@pytest.mark.parametrize(("name", "clear"), this_week(itertools.product(PATTERNS, CLEARS)))
+@pytest.mark.parametrize(("name", "clear"), pairwise(PATTERNS, CLEARS))
 def test_absent_gradients_count_as_torch_counts_them_however_they_are_cleared(
     name: str, clear: str
 ):
@@ -472,8 +469,8 @@ def assert_as_plain(ranks: list[dict[str, Tensor]], case: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "how"),
-    combined(
-        2, ("mlp", "gpt", "gpt_reentrant", "gpt_nonreentrant", "tied_reentrant"),
+    pairwise(
+        ("mlp", "gpt", "gpt_reentrant", "gpt_nonreentrant", "tied_reentrant"),
         ((1, 3), (2, 1), (4, 3), (2, 3)),
     ),
 )  # fmt: skip

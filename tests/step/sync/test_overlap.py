@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import CASES, Case, assert_same_bits, parts, run_world, sharded, values
+from pairwise import thinned
 from torch import Tensor, nn
-from weekly import WEEK
 
 from shardcast import ShardedOptimizer, checkpoint
 from shardcast.optimizer.stateful import packed_of
@@ -335,10 +335,7 @@ EDITS = {act.__name__: then_steps(act) for act in ACTS}
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        (name, ("fp32", "split")[(number + WEEK) % 2])
-        for number, name in enumerate([*READERS, *EDITS])
-    ],
+    thinned(2, [*READERS, *EDITS], ("fp32", "split")),
 )
 def test_readers_and_edits_find_what_they_would_without_overlap(
     name: str, kind: str, tmp_path: Path

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, run_world, sharded
+from pairwise import pairwise
 from torch import nn
-from weekly import combined
 
 import shardcast
 from shardcast.optimizer.stateful import packed_of
@@ -50,9 +50,7 @@ def log_of_a_step(group: Any, case: str, fields: dict[str, Any]) -> dict[str, li
     return phases
 
 
-@pytest.mark.parametrize(
-    ("case", "size", "partition"), combined(2, CASES, (2, 3), ("even", "whole"))
-)
+@pytest.mark.parametrize(("case", "size", "partition"), pairwise(CASES, (2, 3), ("even", "whole")))
 def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_launch_of_the_sync(
     case: str, size: int, partition: str
 ):

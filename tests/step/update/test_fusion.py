@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
+from pairwise import thinned
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from weekly import combined, this_week
 
 import shardcast
 from shardcast.extensions.split_masters import Split16
@@ -102,7 +102,7 @@ CUTS = [*itertools.product((4, 64), MOMENTS)]
     ("executor", "row", "moments"),
     [
         *((executor, *cut) for executor in (ON_HOST, ON_DEVICE) for cut in CUTS),
-        *(pytest.param(*compiled.values, *cut, marks=compiled.marks) for cut in this_week(CUTS)),
+        *(pytest.param(*compiled.values, *cut, marks=compiled.marks) for cut in thinned(2, CUTS)),
     ],
 )
 def test_where_an_update_is_cut_does_not_show(
@@ -122,7 +122,7 @@ def test_where_an_update_is_cut_does_not_show(
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("master", "moments"), combined(2, MASTERS, ("bf16", "int8")))
+@pytest.mark.parametrize(("master", "moments"), thinned(2, MASTERS, ("bf16", "int8")))
 def test_compiled_codecs_give_the_eager_values_within_a_step(master: str, moments: str):
     """A last bit of a moment may take it over the edge of a step, and the master a bit further."""
     eager, compiled = (Range("adamw", master, moments) for _ in range(2))

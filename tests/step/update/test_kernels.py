@@ -11,8 +11,8 @@ import pytest
 import torch
 from commands import python
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
+from pairwise import thinned
 from torch import Tensor, nn
-from weekly import this_week
 
 from shardcast import ShardcastConfig
 from shardcast.memory.codecs import Codec
@@ -200,7 +200,7 @@ COMPILED = [pytest.mark.slow, needs_compiler, pytest.mark.timeout(240)]
         *((name, False) for name in RULES),
         *(
             pytest.param(name, True, marks=COMPILED)
-            for name in this_week(("adam", "sgd_dampening"))
+            for name in thinned(2, ("adam", "sgd_dampening"))
         ),
     ],
 )
@@ -236,7 +236,7 @@ def test_numbers_on_the_device_give_the_numbers_of_the_host_within_one_ulp(
 @needs_compiler
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [(SGD, {}), *this_week([(ADAMW, {}), (ADAMW, {"master": "split16", "moments": "bf16"})])],
+    [(SGD, {}), *thinned(2, [(ADAMW, {}), (ADAMW, {"master": "split16", "moments": "bf16"})])],
     ids=str,
 )
 def test_lengths_places_and_numbers_trigger_no_recompilation(

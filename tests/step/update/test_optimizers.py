@@ -14,8 +14,8 @@ import schedulefree
 import torch
 from models import values
 from oracle import check, difference, mlp, pair, set_grads, steps
+from pairwise import pairwise
 from torch import Tensor, nn
-from weekly import combined
 
 import shardcast
 from shardcast.plan.traits import ELEMENTWISE
@@ -194,7 +194,7 @@ RESUMED: dict[str, tuple[Any, Any, float]] = {
 
 @pytest.mark.parametrize(
     ("name", "door"),
-    combined(3, RESUMED, ("local", "full", "plain", "checkpoint", "export")),
+    pairwise(RESUMED, ("local", "full", "plain", "checkpoint", "export")),
 )
 def test_state_goes_on_through_every_door_at_other_numbers_of_ranks(
     name: str, door: str, tmp_path: Path

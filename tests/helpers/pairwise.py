@@ -1,0 +1,47 @@
+"""Which cases of a sweep run, and which stories are drawn: by default the same in every run.
+
+``launch/test.sh --nightly`` sets SWEEPS=whole, which runs all cases of each sweep, and another
+STORIES_SEED. Both can be set by hand to repeat what a nightly run has found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from typing import Any
+
+WHOLE = os.environ.get("SWEEPS") == "whole"
+SEED = int(os.environ.get("STORIES_SEED", "0"))
+
+
+def pairwise(*axes: Iterable[Any], whole: bool = WHOLE) -> list[tuple[Any, ...]]:
+    """Combinations of choices, so many that any two choices of different axes meet."""
+    values = [[*axis] for axis in axes]
+    combinations = [*itertools.product(*(range(len(axis)) for axis in values))]
+    if not whole:
+        left = {pair for combination in combinations for pair in pairs(combination)}
+        chosen = []
+        while left:  # the first of those with most pairs that have not met
+            chosen.append(max(combinations, key=lambda one: len(left & pairs(one))))
+            left -= pairs(chosen[-1])
+        combinations = sorted(chosen)
+    return [tuple(axis[n] for axis, n in zip(values, one, strict=True)) for one in combinations]
+
+
+def pairs(combination: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return {*itertools.combinations(enumerate(combination), 2)}
+
+
+def thinned(parts: int, *axes: Iterable[Any], whole: bool = WHOLE) -> list[Any]:
+    """One of ``parts`` of a sweep that takes long: each choice is in some of its cases."""
+    numbered = itertools.product(*(enumerate(axis) for axis in axes))
+    cases = [one for one in numbered if whole or sum(n for n, _ in one) % parts == 0]
+    chosen = [tuple(value for _, value in one) for one in cases]
+    return chosen if len(axes) > 1 else [value for (value,) in chosen]
+
+
+def seeds(count: int) -> range:
+    """What stories are drawn by; twice as many for a whole sweep."""
+    first = 1_000_003 * SEED
+    return range(first, first + count * (1 + WHOLE))
