@@ -83,7 +83,9 @@ class ShardedOptimizer(StatefulOptimizer):
     ) -> Any:
         """One optimizer step: unscale, clip, update, cast, broadcast. Every rank must call it.
 
-        Waits for no device; a step with a non-finite gradient on any rank changes nothing.
+        Waits for no device; a step with a non-finite gradient on any rank changes nothing. On
+        several accelerators ``clip_grad_norm_`` makes the decision: what a script writes into
+        gradients after it is trained as it is, finite or not.
 
         Args:
             closure: reevaluates the model, runs backward and returns the loss.
@@ -98,7 +100,8 @@ class ShardedOptimizer(StatefulOptimizer):
             RuntimeError: inside :meth:`no_sync`; after ``max_skipped_steps`` skips in a row. On all
                 ranks, if one did not scale its loss though a scale is in use, edited gradients
                 after a clip or loaded other weights, or if they differ in options of the groups.
-                On an accelerator what all ranks raise comes a step or two later; these are skipped.
+                On an accelerator what all ranks raise comes a step or two later. These steps are
+                skipped, but for the first one if it came after a clip, which had decided already.
         """
         packed = self._packed
         if self._handles:
@@ -115,6 +118,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 result = closure()
         with packed.decider.refusal.held():
             self._refuse_scaler()
+        is_edited = False
         decision = self._pending_clip()  # which has reduced and decided already
         if decision is None:
             self._reduce("step")
@@ -130,9 +134,9 @@ class ShardedOptimizer(StatefulOptimizer):
                     packed.reduce.refuse_edits()
             packed.decider.meet(EDITED if is_edited else "step")
             take_moved(packed.shards)  # what was assigned after the clip
-            # On an accelerator ranks do not meet, and all decide again, whoever has edited.
-            if is_edited or not _compat.is_host(packed.device):
-                decision = self._decided_again(is_edited)
+            if is_edited:
+                self._clip_now()
+                decision = self._decided_again()
         packed.sync.wait()  # what an overlapped one still sends is what the update writes
         for shard in packed.shards:
             shard.forget_before_load()
@@ -145,17 +149,24 @@ class ShardedOptimizer(StatefulOptimizer):
         (packed.sync.by or packed.sync)()  # owners -> everybody
         for hook in packed.step_hooks:
             hook.after_sync()
-        self._conclude(decision)
+        self._conclude(decision, is_edited)
         return result
 
-    def _decided_again(self, is_edited: bool) -> Decision:
-        """The decision on gradients that a script may have edited after the clip."""
-        if is_edited:
-            self._clip_now()
-        clip = self._clipped
+    def _decided_again(self) -> Decision:
+        """The decision on gradients that a script has edited after the clip.
+
+        On accelerators ranks do not meet, so that one which has edited does not know whether the
+        others have: it sends nothing. The next decision compares them.
+        """
+        packed, clip = self._packed, self._clipped
         assert clip is not None
+        if packed.process_groups.everyone.size > 1 and not packed.decider.meets:
+            with packed.decider.refusal.held():
+                packed.reduce.settle()
+                packed.reduce.check()
+            return dataclasses.replace(clip, present=packed.reduce.still_present(clip.present))
         self._reduce("step")
-        decision = self._packed.decider.decide(None, clip)
+        decision = packed.decider.decide(None, clip)
         return dataclasses.replace(decision, norm=clip.norm)  # that of before the clip
 
     def _reduce(self, call: str) -> None:
@@ -185,8 +196,12 @@ class ShardedOptimizer(StatefulOptimizer):
             if scale is not None:
                 scale.look([s.grads for s in activated if s.grads is not None], touched, more=True)
 
-    def _conclude(self, decision: Decision) -> None:
-        """Tally, loss scale, what ``.grad`` shows, what schedulers look at."""
+    def _conclude(self, decision: Decision, is_edited: bool) -> None:
+        """Tally, loss scale, what ``.grad`` shows, what schedulers look at.
+
+        Args:
+            is_edited: gradients were edited after the clip that made the decision.
+        """
         # Autograd is to refuse a backward through a graph that was made before this step: it would
         # use the new weights with the old activations. Packs have storages of their own, so torch
         # does not see that the parameters are written.
@@ -203,7 +218,7 @@ class ShardedOptimizer(StatefulOptimizer):
         packed = self._packed
         packed.decider.conclude(decision)
         packed.reduce.show(decision.present)
-        packed.reduce.used()
+        packed.reduce.used(is_edited)
         packed.comm.steps += 1
         if packed.outside and packed.comm.size > 1 and packed.comm.steps == 1:
             name_unheld(packed.outside)

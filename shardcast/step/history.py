@@ -10,8 +10,11 @@ STALE = "gradients that parameters of an added group had already"
 ASSIGNED = "gradients assigned between two backwards of a step"
 CLEARED = "gradients cleared between two backwards of a step"
 SUMMED = "gradients assigned between two backwards that are summed over model-parallel ranks"
-HISTORY = BACKWARDS, CLEARS, STALE, ASSIGNED, CLEARED
-NOTHING = {BACKWARDS: 0, CLEARS: 0, STALE: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""}
+EDITED = "edits of gradients after the clip of the step before"
+HISTORY = BACKWARDS, CLEARS, STALE, ASSIGNED, CLEARED, EDITED
+NOTHING = {
+    BACKWARDS: 0, CLEARS: 0, STALE: 0, ASSIGNED: "", CLEARED: "", SUMMED: "", EDITED: False,
+}  # fmt: skip
 SHOWN = 3  # names
 
 

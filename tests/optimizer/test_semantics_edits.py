@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import run_world
 from oracle import check, on_ranks, set_grads, sgd
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import shardcast
+from shardcast import _compat
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
@@ -96,8 +98,13 @@ def all_in_place(model: nn.Module) -> None:
         edits_in_place(param)
 
 
+@pytest.mark.parametrize("is_host", [True, False])
 @pytest.mark.parametrize("edit", [cleared, one_cleared, all_replaced, all_in_place])
-def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(edit: Callable[..., None]):
+def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(
+    edit: Callable[..., None], is_host: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """On an accelerator, too, where the clip has decided and the step sends nothing before it."""
+
     def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
         params = list(model.parameters())
         for _ in range(3):
@@ -112,7 +119,39 @@ def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(edit: Calla
             optimizer.step()
             optimizer.zero_grad()
 
+    monkeypatch.setattr(_compat, "is_host", lambda _device: is_host)
     check(sgd, script, tol=1e-6)
+
+
+@pytest.mark.parametrize("edits", ["none", "all", "on one rank"])
+def test_on_an_accelerator_the_step_after_a_clip_decides_nothing(
+    edits: str, monkeypatch: pytest.MonkeyPatch
+):
+    """What it sends are parameters; ranks that edit differently are told of it by the next one."""
+
+    def run(group: Any) -> tuple[list[str], str]:
+        model = nn.Linear(8, 8)
+        optimizer: Any = shardcast.shard(model, sgd(model), process_group=group)
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.clip_grad_norm_(0.1)
+        if edits == "all" or (edits == "on one rank" and group.rank() == 1):
+            edits_in_place(model.weight)
+        begun = len(group.log)
+        optimizer.step()
+        sent = [entry.op for entry in group.log[begun:]]
+        optimizer.zero_grad()
+        model(torch.ones(1, 8)).sum().backward()
+        error = ""
+        try:
+            optimizer.step()
+        except RuntimeError as it:
+            error = str(it)
+        return sent, error
+
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    for sent, error in run_world(2, run)[0]:
+        assert "all_reduce" not in sent and len(sent) == 1
+        assert ("edits of gradients after the clip" in error) == (edits == "on one rank")
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -27,6 +27,7 @@ from shardcast.step.history import (
     BACKWARDS,
     CLEARED,
     CLEARS,
+    EDITED,
     NOTHING,
     STALE,
     SUMMED,
@@ -217,6 +218,10 @@ class Reducer:
         if self.due or self.alone:  # alone no backward makes a pass due
             self._new_pass().flush()
             return
+        self.settle()
+
+    def settle(self) -> None:
+        """Take what a script did to gradients since they were reduced. Local."""
         land_all(self.buckets.values())
         are_dropped = not any(grads.adds for grads in self.grads)
         taken = [grads.settle() for grads in self.grads]
@@ -334,10 +339,14 @@ class Reducer:
         for bucket in self.buckets.values():
             bucket.wait_for_end(False)
 
-    def used(self) -> None:
-        """Hear that a step used the gradients: the next one needs a pass of its own."""
+    def used(self, is_edited: bool) -> None:
+        """Hear that a step used the gradients: the next one needs a pass of its own.
+
+        Args:
+            is_edited: they had been edited after the clip.
+        """
         self.due, self.backwards = True, 0
-        self.history.update(NOTHING)
+        self.history.update({**NOTHING, EDITED: is_edited})
         for bucket in self.buckets.values():
             bucket.use()
 
@@ -351,6 +360,18 @@ class Reducer:
         self.mistake = None
         for bucket in self.buckets.values():
             bucket.forget(set_to_none)
+
+    def still_present(
+        self, present: Mapping[Pack, tuple[bool, ...]]
+    ) -> dict[Pack, tuple[bool, ...]]:
+        """Return it with what a script has assigned and cleared since, see :meth:`settle`."""
+        return {
+            pack: tuple(
+                (was or slot in grads.has) and slot not in grads.gone
+                for slot, was in enumerate(present[pack])
+            )
+            for pack, grads in ((pack, bucket.grads) for pack, bucket in self.buckets.items())
+        }
 
     def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
         """Show no mean after a step where no rank had a gradient.
