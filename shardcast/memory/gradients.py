@@ -76,6 +76,7 @@ class Gradients:
         self.shown: set[int] = set()
         self.adds: set[int] = set()
         self.local: set[int] = set()
+        self._taking: int | None = None  # the last slot whose mean made room for a gradient
         self.gone: set[int] = set()
         self.quiet: set[int] = set()
         self.assigned: set[int] = set()
@@ -308,11 +309,28 @@ class Gradients:
         if self.given(position) is None and param.grad is not None:
             param.grad = None  # the mean stays, and is added to
             self.shown.discard(position)
+            self._taking = position
             if is_quiet and position in self.adds:
                 self.is_part = True
                 if not self.used:
                     self.quiet.add(position)
         self.local.add(position)
+
+    def give_back(self) -> int | None:
+        """Show the mean again if a backward failed between :meth:`take` and the gradient.
+
+        A hook of the script may raise there.
+
+        Returns:
+            The slot.
+        """
+        position, self._taking = self._taking, None
+        if position is None or self.pack.params[position].grad is not None:
+            return None
+        self.local.discard(position)
+        self.quiet.discard(position)
+        self.show(position)
+        return position
 
     def given(self, position: int) -> Tensor | None:
         """Return the ``.grad`` that is this rank's own; note what a script did to the mean.
@@ -385,6 +403,7 @@ class Gradients:
             slot = layout.slots[position]
             sent[slot.offset : slot.end].zero_()
         self.has |= grads.keys()
+        self._taking = None
         self.local.clear()
         self._kept.clear()
         self.is_part = False
@@ -432,6 +451,7 @@ class Gradients:
         Graphed callables give the same memory in each backward: autograd takes it for ``.grad``,
         and the next one would overwrite it.
         """
+        self._taking = None
         for position in positions:
             param = self.pack.params[position]
             grad = param.grad

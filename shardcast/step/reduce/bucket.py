@@ -122,6 +122,12 @@ class Bucket:
         if grads.pack.data.device.type != "cpu":
             self._streams.add(_compat.current_stream(grads.pack.data.device))
 
+    def failed(self) -> None:
+        """Hear that the backward failed, maybe before the last gradient was accumulated."""
+        if (position := self.grads.give_back()) is not None:
+            self.arrived.discard(position)
+            self.additions[position] -= 1
+
     def adopt(self) -> None:
         """Take in what one rank has of a backward that sends nothing."""
         self.counts = False

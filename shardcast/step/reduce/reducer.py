@@ -433,8 +433,14 @@ class Reducer:
         self.counting = running
 
     def _begin(self) -> ReducePass:
-        reduce_pass = ReducePass(self, not self._local)
-        self._reduce_pass = weakref.ref(reduce_pass)
+        reduce_pass, me = ReducePass(self, not self._local), weakref.ref(self)
+
+        def gone(_: object) -> None:  # the engine drops the pass of a backward that fails
+            if (reducer := me()) is not None:
+                for bucket in reducer.buckets.values():
+                    bucket.failed()
+
+        self._reduce_pass = weakref.ref(reduce_pass, gone)
         reduce_pass.begin()
         return reduce_pass
 

@@ -121,6 +121,16 @@ class Side:
         """On all ranks, which must use the same parameters, at the same place."""
         self.backward(seed, uses, fails_at=fails_at)
 
+    def hook_fails(self, seed: int, uses: Uses, fails_at: int, quiet: bool = False) -> None:
+        """A hook of the script raises before a gradient is accumulated, on all ranks."""
+
+        def fail(_grad: Tensor) -> None:
+            raise BoomError
+
+        handle = self.models[0].all[fails_at].register_hook(fail)
+        self.backward(seed, uses, quiet)
+        handle.remove()
+
     def through_both(self, seed: int, uses: Uses) -> None:
         for rank in self.here():
             x = torch.zeros((), requires_grad=True)
@@ -175,7 +185,9 @@ def told(side: Side, actions: list[Action]) -> list[Any] | int:
 def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int], int | None]:
     """Which actions may be refused for a quiet backward upon means, and which one is if none was.
 
-    After a backward that failed some packs have means and some have not.
+    After a backward that failed some packs have means and some have not, and of those that have
+    some parameters have gradients of this rank, which others may be added to. After a clip without
+    a backward there are means, of zeros, unless earlier ones were cleared.
     """
     maybe: list[int] = []
     fresh = quiet = sure = unsure = False  # means of this step; a quiet backward upon some
@@ -192,10 +204,9 @@ def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int
                 return maybe, number
             maybe += [number] * quiet
             quiet = sure = False
-            fresh, unsure = method is Side.clip, False
+            fresh, unsure = method is Side.clip, not fresh
         elif method is not Side.clear_one:
-            unsure = method is Side.failed and (unsure or not fresh)
-            fresh = True
+            fresh, unsure = True, method in (Side.failed, Side.hook_fails)
     return maybe, None
 
 
@@ -298,6 +309,16 @@ SEQUENCES: dict[str, list[Action]] = {
         (Side.backward, (0, (EVERY, EVERY - {0}))), (Side.failed, (1, ALL[:2], 0)),
         (Side.failed, (2, ALL[:2], 2)), (Side.backward, (3, ALL[:2])), (Side.step, ())],
     **{
+        f"a hook fails at {number} upon means, cleared: {bool(clear)}": [
+            FIRST, (Side.hook_fails, (1, ALL[:2], number)), *clear, *LAST]
+        for number in (0, 3, 4)
+        for clear in ([], [(Side.clear, ("model",))])
+    },
+    "a hook fails, and the step follows": [
+        FIRST, (Side.hook_fails, (1, ALL[:2], 4)), (Side.step, ()), (Side.step, ()), *LAST],
+    "a hook fails upon used means": [
+        FIRST, (Side.step, ()), (Side.hook_fails, (1, ALL[:2], 2)), *LAST],
+    **{
         f"one cleared after the last, quiet: {quiet}": [
             FIRST, (Side.backward, (1, ALL[:2], quiet)), (Side.clear_one, ()), (Side.step, ()),
             (Side.step, ())]
@@ -350,14 +371,14 @@ def random_sequence(draw: random.Random) -> list[Action]:
         uses = tuple(
             frozenset(n for n in range(COUNT) if draw.random() < 0.7) | {2} for _ in range(4)
         )
-        kinds = ["backward", "quiet", "step", "step", "clear", "clip", "failed"]
+        kinds = ["backward", "quiet", "step", "step", "clear", "clip", "failed", "hook_fails"]
         if not rare or number > 6:
             kinds += ["nested", "through_both"]
         kind = draw.choice(kinds)
         if kind == "quiet":
             actions.append((Side.backward, (seed, uses, True)))
-        elif kind == "failed":
-            actions.append((Side.failed, (seed, uses[:1] * 4, draw.choice(sorted(uses[0])))))
+        elif kind in ("failed", "hook_fails"):
+            actions.append((getattr(Side, kind), (seed, uses[:1] * 4, draw.choice(sorted(uses[0])))))
         elif kind == "clear":
             how = ["none", "zeros"] if clipped else ["none", "zeros", "model"]
             actions.append((Side.clear, (draw.choice(how),)))
