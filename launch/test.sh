@@ -3,11 +3,18 @@
 # arguments also that the site builds (launch/docs.sh).
 #
 # Usage: bash launch/test.sh [arguments of pytest]
+#        bash launch/test.sh --lint
+#        bash launch/test.sh --torch VERSION [arguments of pytest]
 #        bash launch/test.sh --versions [arguments of pytest]
 #        bash launch/test.sh --ecosystem [--sources DIR] [arguments of pytest]
 #        bash launch/test.sh --foreign [--sources DIR] [arguments of pytest]
 #        bash launch/test.sh --nightly [--sources DIR] [PART ...]
 # Environment: VENV, PYTHON (see environment.sh)
+#
+# With --lint: only ruff and mypy, as pre-commit and CI run them.
+#
+# With --torch: only the tests, with this torch on $PYTHON (or the first Python that is found), in
+# .venv-torch-VERSION.
 #
 # With --versions: run the tests with the oldest torch that is supported on the oldest Python of this
 # machine, and with the newest one known on the newest, where privates of torch differ most; there with
@@ -62,37 +69,42 @@ if [[ ${1:-} == --nightly ]]; then
         "|---|---|---|---:|" "${rows[@]}"
     exit "$failed"
 fi
+# run_with VENV PYTHON TESTS REQUIREMENT...  tests in an environment of its own; notes it if they fail.
+run_with() {
+    local venv=$1 python=$1/bin/python found=$2 tests=$3 wanted
+    shift 3
+    wanted="$("$found" --version) $*"
+    if [[ $(cat "$venv/wanted" 2>/dev/null) != "$wanted" ]]; then
+        rm -rf "$venv"
+        "$found" -m venv "$venv"
+        # Beside another torch all else is as ever; frameworks choose what they are with.
+        local pinned=()
+        if [[ $1 == torch==* && $* != *accelerate* ]]; then
+            grep --invert-match --extended-regexp "^(setuptools|torch)==" \
+                constraints.txt >"$venv/constraints.txt"
+            pinned=(--constraint "$venv/constraints.txt")
+        fi
+        "$python" -m pip install --disable-pip-version-check --progress-bar off \
+            "${pinned[@]}" "$@" --editable ".[test]"
+        echo "$wanted" >"$venv/wanted"
+    fi
+    "$python" -m pytest --numprocesses=auto ${tests:+"$tests"} "${arguments[@]}" ||
+        failed+=("$wanted;")
+}
+if [[ ${1:-} == --torch ]]; then
+    version=${2:?the version of torch} failed=() arguments=("${@:3}")
+    export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    find_python
+    run_with ".venv-torch-$version" "$found" "" "torch==$version"
+    exit "${#failed[@]}"
+fi
 if [[ ${1:-} == --versions ]]; then
     shift
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    failed=()
+    failed=() arguments=("$@")
     oldest_python=$(pythons | head -n 1 | cut -d " " -f 2-)
     newest_python=$(pythons | tail -n 1 | cut -d " " -f 2-)
     oldest_frameworks=(accelerate==1.10.1 transformers==5.0.0 lightning==2.5.0)
-
-    # run_with VENV PYTHON TESTS REQUIREMENT...
-    run_with() {
-        local venv=$1 python=$1/bin/python found=$2 tests=$3 wanted
-        shift 3
-        wanted="$("$found" --version) $*"
-        if [[ $(cat "$venv/wanted" 2>/dev/null) != "$wanted" ]]; then
-            rm -rf "$venv"
-            "$found" -m venv "$venv"
-            # Beside another torch all else is as ever; frameworks choose what they are with.
-            local pinned=()
-            if [[ $1 == torch==* && $* != *accelerate* ]]; then
-                grep --invert-match --extended-regexp "^(setuptools|torch)==" \
-                    constraints.txt >"$venv/constraints.txt"
-                pinned=(--constraint "$venv/constraints.txt")
-            fi
-            "$python" -m pip install --disable-pip-version-check --progress-bar off \
-                "${pinned[@]}" "$@" --editable ".[test]"
-            echo "$wanted" >"$venv/wanted"
-        fi
-        "$python" -m pytest --numprocesses=auto ${tests:+"$tests"} "${arguments[@]}" ||
-            failed+=("$wanted;")
-    }
-    arguments=("$@")
     run_with .venv-torch-2.11.0 "$oldest_python" "" torch==2.11.0
     run_with .venv-torch-2.15.0 "$newest_python" "" torch==2.15.0 triton
     run_with .venv-frameworks "$oldest_python" tests/adapters torch==2.13.0 "${oldest_frameworks[@]}"
@@ -139,5 +151,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the tests start several processes
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy --strict shardcast
+[[ ${1:-} != --lint ]] || exit 0
 [[ -z $site ]] || wait "$site" || { echo "error: no site was built, see above" >&2 && exit 1; }
 "$python" -m pytest --numprocesses=auto "$@"
