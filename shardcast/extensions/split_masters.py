@@ -58,6 +58,12 @@ class Split16(Codec):
         # The upper tie wraps to the lower one.
         return upper.view(MASTER_DTYPE).to(torch.bfloat16), distance.to(torch.int16), ties
 
+    def merged(self, old: Pieces, new: Pieces, changed: Tensor) -> Pieces:
+        word = _word(changed.shape[-1])
+        mask = (changed.to(word) << lanes(changed, word)).sum(-1, dtype=word)
+        ties = (new[2] & mask) | (old[2] & ~mask)
+        return *(torch.where(changed, n, o) for o, n in zip(old[:2], new[:2], strict=True)), ties
+
 
 def _word(row: int) -> torch.dtype:
     """The integer with a bit for each element of a row."""

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
+from shardcast.memory.codecs import shown
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import PIECE, Shard
 from shardcast.plan.casts import Cast
-from shardcast.plan.layout import Slot
+from shardcast.plan.layout import Fragment, Slot
 
 
 class CastShard(Shard):
@@ -55,6 +56,24 @@ class CastShard(Shard):
             self._cast.publish_(self.master.read(part), run.width, outputs)
         if self.record is not None:
             self._note_published()
+
+    @torch.no_grad()
+    def edit(self, fragment: Fragment, changed: Tensor, values: Tensor) -> None:
+        """See :meth:`Shard.edit`; values that meet an edited one in a block are cast anew with it.
+
+        What a script wrote in such a block becomes the master.
+        """
+        part = self.local(fragment.start, fragment.stop)
+        last, published = self._last[part], self.published[part]
+        before = shown(self.master.read(part), published, last)
+        after = torch.where(changed, values, before)
+        old, new = (self.rounded(fragment, masters) for masters in (before, after))
+        anew = changed | (old.view(torch.int16) != new.view(torch.int16))
+        self.tell(part, last, torch.where(anew, new, last))
+        for kept in (published, last):
+            kept.copy_(torch.where(anew, new, kept))
+        self.master.edit(part, anew, after)
+        self._before_load.pop(fragment, None)
 
     def settle(self) -> None:
         """Cast what a script wrote, before a sync without an update; see :class:`.casts.Wire`."""

@@ -69,6 +69,23 @@ class Codec:
         """
         return (values,)
 
+    def merged(self, old: Pieces, new: Pieces, changed: Tensor) -> Pieces:
+        """Return the pieces of values of which only some have changed.
+
+        A row with a number of its own is encoded anew if any of its values has changed.
+
+        Args:
+            old, new: all before; all after, those that have not changed too.
+            changed: bool, in the shape of the values.
+        """
+        rows = changed.any(-1)
+        if all(piece.dim() == changed.dim() for piece in old):
+            return tuple(torch.where(changed, n, o) for o, n in zip(old, new, strict=True))
+        return tuple(
+            torch.where(rows if n.dim() == rows.dim() else rows[:, None], n, o)
+            for o, n in zip(old, new, strict=True)
+        )
+
     def row_keys(self, shard: Shard, row: int) -> Tensor:
         """Return what random bits of each row of the own span depend on, 1-d int32, for all steps.
 
@@ -223,11 +240,21 @@ class Encoded:
         pieces = self.fetch(part)
         if self.codec.plain:
             return pieces[0]
-        rows = tuple(
+        return self.codec.decode(self._rows_of(pieces)).view(-1)[: pieces[0].numel()]
+
+    def _rows_of(self, pieces: Pieces) -> Pieces:
+        """Return 1-d pieces in the shapes of the codec."""
+        return tuple(
             in_rows(piece, self.row) if count == self.row else piece
             for piece, count in zip(pieces, self._counts, strict=True)
         )
-        return self.codec.decode(rows).view(-1)[: pieces[0].numel()]
+
+    def _flat(self, rows: Pieces, numel: int) -> Pieces:
+        """Return pieces in the shapes of the codec as 1-d ones of ``numel`` values."""
+        return tuple(
+            piece.view(-1)[:numel] if count == self.row else piece
+            for piece, count in zip(rows, self._counts, strict=True)
+        )
 
     def write(self, part: slice, values: Tensor, bits: Tensor | None = None) -> None:
         """Take 1-d fp32 values.
@@ -241,14 +268,22 @@ class Encoded:
         pieces = self.codec.encode(
             in_rows(values, self.row), None if bits is None else in_rows(bits, self.row)
         )
-        numel = values.numel()
-        self.send(
-            part,
-            tuple(
-                piece.view(-1)[:numel] if count == self.row else piece
-                for piece, count in zip(pieces, self._counts, strict=True)
-            ),
-        )
+        self.send(part, self._flat(pieces, values.numel()))
+
+    def edit(self, part: slice, changed: Tensor, values: Tensor) -> None:
+        """Take those of 1-d fp32 values that have changed; all others keep their bits.
+
+        Where a row has a number of its own, what is in one row is encoded anew together.
+        """
+        kept = self.fetch(part)
+        if self.codec.plain:
+            self.send(part, (torch.where(changed, values, kept[0]),))
+            return
+        old, numel = self._rows_of(kept), values.numel()
+        rows = in_rows(changed, self.row)
+        new = torch.where(rows, in_rows(values, self.row), self.codec.decode(old))
+        pieces = self.codec.merged(old, self.codec.encode(new, None), rows)
+        self.send(part, self._flat(pieces, numel))
 
 
 def in_rows(flat: Tensor, row: int) -> Tensor:

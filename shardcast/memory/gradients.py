@@ -647,6 +647,13 @@ class Gradients:
             self.shown.add(position)
             self.has.add(position)
 
+    @torch.no_grad()
+    def share(self) -> None:
+        """Send the mean to all ranks again, where it was gathered, after an edit. Collective."""
+        if self._full is not None and not self.whole:
+            pieces = [(s.owner, self._full[s.start : s.stop]) for s in self.pack.layout.owned_spans]
+            self.pack.comm.broadcast_all(pieces, self.pack.layout)
+
     @property
     def shows(self) -> bool:
         """Return whether a clip is to be seen in ``.grad``s at once.

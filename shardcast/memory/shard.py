@@ -198,6 +198,24 @@ class Shard:
         self._before_load.pop(fragment, None)
 
     @torch.no_grad()
+    def edit(self, fragment: Fragment, changed: Tensor, values: Tensor) -> None:
+        """Overwrite some masters of a fragment and publish these; all others keep their bits.
+
+        So does what a script wrote to the others.
+
+        Args:
+            changed: 1-d bool: which ones.
+            values: 1-d fp32, the masters of the whole fragment.
+        """
+        part = self.local(fragment.start, fragment.stop)
+        if self.casts:
+            old, published = self.master.read(part), self.published[part]
+            self.tell(part, old, torch.where(changed, values, old))
+            published.copy_(torch.where(changed, values.to(published.dtype), published))
+        self.master.edit(part, changed, values)
+        self._before_load.pop(fragment, None)
+
+    @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters into the own span of the pack."""
         if not self.casts:

@@ -57,12 +57,14 @@ class PackedOptimizer:
         in_no_sync: the script accumulated in ``no_sync()`` since the last step or ``zero_grad()``.
         tree: the modules, to see one that a rank replaced.
         average_in_model: name of the average that the model has, inside ``averaged()``.
+        door: inside a block that edits what is sharded, its name: ``owned``, ``whole``.
         plain_names: inside ``as_plain()``, what stands for the state of all ranks, of which DCP
             asks for names alone.
     """
 
     is_closed = in_no_sync = False
     average_in_model: str | None = None
+    door = ""
     plain_names: dict[nn.Parameter, dict[str, None]] | None = None
 
     def __init__(
@@ -185,8 +187,13 @@ class PackedOptimizer:
             hook.refuse(call)
 
     def refuse_averaged(self, call: str) -> None:
-        """Raise RuntimeError inside ``averaged()``, and as :meth:`need_masters`."""
+        """Raise RuntimeError inside ``averaged()`` or a door, and as :meth:`need_masters`."""
         self.need_masters(call)
+        if self.door:
+            raise RuntimeError(
+                f"{call}: leave `with optimizer.{self.door}(...):` first, whose edits are written "
+                "at its end"
+            )
         if self.average_in_model is not None:
             raise RuntimeError(
                 f"{call}: the average {self.average_in_model!r} is in the model; leave "

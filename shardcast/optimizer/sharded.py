@@ -18,6 +18,7 @@ from shardcast import _compat
 from shardcast.comm import warn_first
 from shardcast.memory.shard import take_moved
 from shardcast.messages import GRAD_SCALER
+from shardcast.optimizer import doors
 from shardcast.optimizer.clipping import Parameters, check_norm, clip_bound
 from shardcast.optimizer.groups import activate_trained
 from shardcast.optimizer.handles import OptimizerHandle, check_stepped, retire, take_hooks
@@ -106,7 +107,7 @@ class ShardedOptimizer(StatefulOptimizer):
         packed = self._packed
         if self._handles:
             check_stepped(self._handles)
-        if packed.average_in_model is not None:
+        if packed.average_in_model is not None or packed.door:
             packed.refuse_averaged("step")
         if packed.plain_names is not None:
             raise RuntimeError("step: leave `with optimizer.as_plain():` first")
@@ -374,19 +375,37 @@ class ShardedOptimizer(StatefulOptimizer):
             RuntimeError: inside :meth:`no_sync`.
         """
         clip = self._pending_clip()
-        self._reduce("gather_gradients")
-        packed = self._packed
-        if packed.decider.meets:
-            with packed.decider.refusal.held():
-                packed.reduce.check()
-            packed.decider.meet("gather_gradients")
-        else:
-            packed.process_groups.everyone.together(
-                packed.reduce.check, packed.device, "gather_gradients"
-            )
-        packed.reduce.gather()
+        self._land("gather_gradients")
+        self._packed.reduce.gather()
         if clip is not None:
             self._note_clip(self._clipped)
+
+    def _land(self, call: str) -> None:
+        """Have the means in the own spans, for a script that looks at them. Collective."""
+        self._pending_clip()
+        self._reduce(call)
+        self._packed.together(self._packed.reduce.check, call)
+
+    @_compat.uncompiled
+    def owned(self) -> AbstractContextManager[list[doors.Part]]:
+        """Edit the elements that this rank owns: ``with optimizer.owned() as parts:``.
+
+        Every rank must enter and leave it, whatever it owns. Each part has the ``name`` of a
+        parameter, ``start`` and ``stop`` in the flattened parameter, and 1-d fp32 tensors:
+        ``master``, ``grad`` (as :meth:`gather_gradients` has it, or ``None``) and ``state``, by
+        torch's names (``part.state["exp_avg"]``). What has changed when the block ends is written,
+        cast and sent to all ranks; no other element changes a bit. Where several ranks hold an
+        element (replicas, copies) the first one's edit counts.
+
+        A tensor is decoded when it is first asked for, and held twice. After a backward, and before
+        a step, the reduction is finished at the beginning. An exception writes nothing, and is
+        raised on all ranks.
+
+        Raises:
+            RuntimeError: on every rank, asleep, inside :meth:`averaged`, :meth:`as_plain` or
+                another such block; of :meth:`step` inside it.
+        """
+        return doors.owned(self._packed, self._land)
 
     @_compat.uncompiled
     def clip_grad_norm_(

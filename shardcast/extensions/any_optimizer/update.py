@@ -300,6 +300,13 @@ class AnyOptimizerUpdate(Update):
         shaped = {name: v.view(param.shape) if v.dim() else v for name, v in averages.items()}
         return {**self._inner.state.get(param, {}), **shaped}
 
+    def edit(
+        self, shard: Shard, number: int, name: str, changed: Tensor, values: Tensor
+    ) -> None:  # fmt: skip
+        state = self._inner.state[self._params[shard][number]][name]
+        new = values.view(state.shape).to(state.dtype)
+        state.copy_(torch.where(changed.view(state.shape), new, state))
+
     def _load_state(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         param = self._params[shard][number]
         loaded = {}

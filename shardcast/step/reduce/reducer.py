@@ -272,12 +272,35 @@ class Reducer:
         """
         if self.alone:
             return
-        for pack, (*present, is_wide) in self._anywhere().items():
+        for pack, (*present, is_wide) in self._anywhere("gather_gradients").items():
             grads = self.buckets[pack].grads
             grads.gather(present, MASTER_DTYPE if is_wide else grads.low)
         self._gathered = True
 
-    def _anywhere(self) -> dict[Pack, list[bool]]:
+    def anywhere(self, call: str) -> dict[Pack, list[bool]]:
+        """Return per pack and slot whether a rank has a gradient, for a ``call``. Collective."""
+        return {pack: flags[:-1] for pack, flags in self._anywhere(call).items()}
+
+    @property
+    def brings(self) -> bool:
+        """Return whether there are gradients that are not in the mean, or that no step has used."""
+        return any(
+            not (grads.used and grads.holds(position, grad))
+            for grads in self.grads
+            for position, param in enumerate(grads.pack.params)
+            if (grad := param.grad) is not None
+        )
+
+    def note_edits(self) -> None:
+        """Note that means were edited, here or on other ranks; show them where all are shown.
+
+        Every rank must call it.
+        """
+        torch.autograd.graph.increment_version([grads.own for grads in self.grads])
+        for grads in self.grads:
+            grads.share()
+
+    def _anywhere(self, call: str) -> dict[Pack, list[bool]]:
         """Return per pack and slot whether a rank has a gradient, and whether one has fp32 sums.
 
         An all-reduce per kind of pack, for which the host waits.
@@ -297,7 +320,7 @@ class Reducer:
             data = self.process_groups.data_parallel(pack_groups)
             comms: list[Comm] = [data, *self.process_groups.comms(pack_groups.reduce)]
             for comm in comms:
-                comm.all_reduce(total, "gather_gradients")
+                comm.all_reduce(total, call)
             flags = (total > 0).tolist()
             for pack in packs:
                 count = len(pack.params) + 1

@@ -199,6 +199,10 @@ class ShardState:
             if name in self._unbegun:
                 (self._unbegun[name].add if value is None else self._unbegun[name].discard)(number)
 
+    def edit(self, number: int, name: str, changed: Tensor, values: Tensor) -> None:
+        """Overwrite some elements of a stored tensor of one fragment; see :meth:`.Encoded.edit`."""
+        self.stored[name].edit(self.part(number), changed, values)
+
     def memory(self) -> Iterator[Tensor]:
         """Give the very tensors that are kept for elements."""
         for stored in self.stored.values():
@@ -353,6 +357,17 @@ class Update(ABC):
             self._load_averages(shard, number, state, [*self._places])
             torchs = {name: value for name, value in state.items() if not name.startswith(AVERAGE)}
             self._load_state(shard, number, torchs)
+
+    def edit(
+        self, shard: Shard, number: int, name: str, changed: Tensor, values: Tensor
+    ) -> None:  # fmt: skip
+        """Overwrite some elements of a state tensor of one fragment, which has one per element.
+
+        Args:
+            changed: 1-d bool: which ones; all others keep their bits.
+            values: 1-d fp32, all of them.
+        """
+        self._states[shard].edit(number, name, changed, values)
 
     def load_average(self, shard: Shard, number: int, name: str, values: Tensor) -> None:
         """Overwrite an average of one fragment, 1-d."""

@@ -1,0 +1,466 @@
+"""``owned()`` and ``whole()``: blocks in which a script edits masters, gradients and state.
+
+Each element has one owner, so a script edits it in one of two ways: each rank the parts that it
+owns, or all ranks alike whole parameters. It gets copies. What has changed in them, bit by bit, is
+written at the end of the block, cast, noted, and sent to all ranks; no other element changes a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardcast import _compat
+from shardcast.comm import Comm
+from shardcast.memory.hashing import bits_of
+from shardcast.memory.pack import Pack
+from shardcast.memory.shard import Shard
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.optimizer.state_view import is_elementwise
+from shardcast.plan.layout import Fragment
+from shardcast.plan.pack_groups import PLAIN, PackGroups
+from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.step.sync.sync import Sync
+from shardcast.step.update.epilogues import AVERAGE
+
+MASTER, GRAD, STATE = "master", "grad", "state."  # kinds of values; of state with its name
+Read = Callable[[str], "Tensor | None"]  # values of a kind
+Land = Callable[[str], None]  # has means in the own spans, for a call of all ranks
+T = TypeVar("T")
+
+
+class Edit(NamedTuple):
+    """New values of one kind, 1-d fp32, and which of them have changed."""
+
+    kind: str
+    changed: Tensor
+    values: Tensor
+
+
+class Values:
+    """The master, gradient and state of a parameter, or of a part of it, in fp32.
+
+    Tensors are decoded when they are first asked for. They may be edited in place, or others may be
+    assigned, until the block ends.
+
+    Args:
+        states: names of the state.
+        read: returns what to copy of a kind; 1-d fp32.
+        shaped: gives a 1-d tensor the shape of the parameter.
+
+    Attributes:
+        name: of the parameter, as in ``model.named_parameters()``.
+        state: tensors with one element for each of the parameter, by torch's names.
+    """
+
+    def __init__(
+        self, name: str, states: Sequence[str], read: Read,
+        shaped: Callable[[Tensor], Any] = lambda flat: flat,
+    ) -> None:  # fmt: skip
+        self.name, self._read, self._shaped = name, read, shaped
+        self._given: dict[str, tuple[Tensor, Any]] = {}  # by kind: as read, as the script has it
+        self.state: Mapping[str, Any] = StateOfValues(self, states)
+
+    @property
+    def master(self) -> Any:
+        """The weights: what the model shows, in full precision where no script wrote them."""
+        return self.get(MASTER)
+
+    @master.setter
+    def master(self, values: Any) -> None:
+        self.set(MASTER, values)
+
+    @property
+    def grad(self) -> Any:
+        """The mean over ranks, clipped if there was a clip; ``None`` where no rank has one."""
+        return self.get(GRAD)
+
+    @grad.setter
+    def grad(self, values: Any) -> None:
+        self.set(GRAD, values)
+
+    def get(self, kind: str) -> Any:
+        """Return the values of a kind, the same tensor each time."""
+        if kind not in self._given:
+            if (values := self._read(kind)) is None:
+                return None
+            kept = values.clone()
+            self._given[kind] = kept, self._shaped(kept.clone())
+        return self._given[kind][1]
+
+    def set(self, kind: str, values: Any) -> None:
+        """Take a tensor of the same shape in place of the values of a kind."""
+        present = self.get(kind)
+        if present is None:
+            raise ValueError(
+                f"{kind} of {self.name!r}: there is none to replace, as no rank has a gradient "
+                "since the last zero_grad(); run a backward first"
+            )
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            raise TypeError(
+                f"{kind} of {self.name!r}: expected a tensor of floating-point numbers, got "
+                f"{values.dtype if isinstance(values, Tensor) else type(values).__name__}"
+            )
+        ways = [getattr(tensor, "placements", None) for tensor in (present, values)]
+        if values.shape != present.shape or ways[0] != ways[1]:
+            raise ValueError(
+                f"{kind} of {self.name!r}: expected a tensor of shape {tuple(present.shape)}"
+                f"{f' placed {ways[0]}' if ways[0] else ''}, got {tuple(values.shape)}"
+                f"{f' placed {ways[1]}' if ways[1] else ''}"
+            )
+        self._given[kind] = self._given[kind][0], values
+
+    def edits(self) -> list[Edit]:
+        """Return what has changed.
+
+        Raises:
+            RuntimeError: a tensor has got another size.
+        """
+        found = []
+        for kind, (kept, given) in self._given.items():
+            values = _compat.local_tensor(given).detach().reshape(-1)
+            if values.numel() != kept.numel():
+                raise RuntimeError(
+                    f"{kind} of {self.name!r}: expected {kept.numel()} elements, got "
+                    f"{values.numel()}: the tensor was resized in place"
+                )
+            values = values.to(kept.device, MASTER_DTYPE)
+            found.append(Edit(kind, bits_of(values) != bits_of(kept), values))
+        some = [edit.changed.any() for edit in found]
+        changes = torch.stack(some).tolist() if some else []  # waits for the device once
+        return [edit for edit, is_changed in zip(found, changes, strict=True) if is_changed]
+
+    def end(self) -> None:
+        """Refuse further use: the block is over."""
+        self._given.clear()
+        self._read = _over
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self.name!r}"
+
+
+class Part(Values):
+    """The elements ``[start, stop)`` of a flattened parameter, which this rank owns; all 1-d."""
+
+    def __init__(
+        self, fragment: Fragment, states: Sequence[str], read: Read
+    ) -> None:  # fmt: skip
+        super().__init__(fragment.slot.name, states, read)
+        self.start, self.stop = fragment.param_range
+
+    def __repr__(self) -> str:
+        return f"Part [{self.start}, {self.stop}) of {self.name!r}"
+
+
+class StateOfValues(Mapping[str, Any]):
+    """The state of :class:`Values` by name; tensors may be assigned, names are fixed."""
+
+    def __init__(self, values: Values, names: Sequence[str]) -> None:
+        self._values, self._names = values, tuple(names)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._values.get(STATE + name)
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        if name not in self._names:
+            raise KeyError(
+                f"{name!r}: the state of {self._values.name!r} has "
+                f"{', '.join(map(repr, self._names)) or 'nothing before a first step'}"
+            )
+        self._values.set(STATE + name, values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _over(kind: str) -> Tensor | None:
+    raise RuntimeError(
+        f"{kind}: the block of owned() or whole() has ended, and an edit would be lost; enter it "
+        "again"
+    )
+
+
+# -- of this rank alone -----------------------------------------------------------------------
+
+
+class Fragments:
+    """Masters, gradients and state of the fragments of this rank. Local.
+
+    Args:
+        present: per trained pack and slot, whether some rank has a gradient.
+    """
+
+    def __init__(self, packed: PackedOptimizer, present: Mapping[Pack, Sequence[bool]]) -> None:
+        self._packed, self._present = packed, present
+
+    def states(self, shard: Shard, number: int) -> list[str]:
+        """Return the names of the state with one element for each of the parameter."""
+        return [*self._state_of(shard, number, decode=False)]
+
+    def _state_of(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Tensor]:
+        update, fragment = self._packed.update_of(shard), shard.fragments[number]
+        return {
+            name: value
+            for name, value in update.fragment_state(shard, number, decode).items()
+            if not name.startswith(AVERAGE)
+            and is_elementwise(value, fragment, update.elementwise)
+            and value.is_floating_point()
+        }
+
+    def has_grad(self, pack: Pack, position: int) -> bool:
+        """Return whether some rank has a gradient of a slot."""
+        return pack in self._present and self._present[pack][position]
+
+    @torch.no_grad()
+    def read(self, shard: Shard, number: int, kind: str) -> Tensor | None:
+        """Return values of a kind, 1-d fp32; they may be the memory itself."""
+        fragment = shard.fragments[number]
+        if kind == MASTER:
+            return shard.exact(fragment)
+        if kind == GRAD:
+            position = shard.pack.layout.slots.index(fragment.slot)
+            if not self.has_grad(shard.pack, position):
+                return None
+            assert shard.grads is not None
+            return shard.grads.part(position).to(MASTER_DTYPE)
+        value = self._state_of(shard, number)[kind.removeprefix(STATE)]
+        return value.detach().reshape(-1).to(MASTER_DTYPE)
+
+    @torch.no_grad()
+    def write(self, shard: Shard, number: int, edit: Edit) -> None:
+        """Overwrite what has changed."""
+        fragment, (kind, changed, values) = shard.fragments[number], edit
+        if kind == MASTER:
+            shard.edit(fragment, changed, values)
+        elif kind == GRAD:
+            assert shard.grads is not None
+            mean = shard.grads.edited(shard.pack.layout.slots.index(fragment.slot))
+            mean.copy_(torch.where(changed, values.to(mean.dtype), mean))
+        else:
+            name = kind.removeprefix(STATE)
+            self._packed.update_of(shard).edit(shard, number, name, changed, values)
+
+
+Written = dict[tuple[Shard, int], dict[str, Edit]]  # by fragment, then by kind
+
+
+# -- the blocks -------------------------------------------------------------------------------
+
+
+@contextmanager
+def owned(packed: PackedOptimizer, land: Land) -> Iterator[list[Part]]:
+    """See :meth:`shardcast.ShardedOptimizer.owned`. Collective.
+
+    Args:
+        land: see :data:`Land`.
+    """
+    fragments = Fragments(packed, _entered(packed, "owned", land))
+    by_fragment = {
+        (shard, number): Part(
+            fragment, fragments.states(shard, number), partial(fragments.read, shard, number)
+        )
+        for shard in packed.shards
+        for number, fragment, _ in shard.owned()
+    }
+    ends = _Ends(packed, "owned", [*by_fragment.values()])
+    with ends:
+        yield [*by_fragment.values()]
+    edits: Written = {
+        place: {edit.kind: edit for edit in found}
+        for place, found in zip(by_fragment, ends.edits, strict=True)
+        if found
+    }
+    kinds = {kind for of_fragment in edits.values() for kind in of_fragment}
+    if not (found := _found_anywhere(packed, kinds)):
+        return
+    _take_first(packed, fragments, edits)
+    changed = _changed_anywhere(packed, edits)
+    _write(packed, fragments, edits, changed, is_grad=GRAD in found)
+
+
+class _Ends:
+    """The end of a block, whatever happens in it: all ranks meet, and raise if one has raised.
+
+    Attributes:
+        edits: of each of the values, once the block has ended.
+    """
+
+    def __init__(self, packed: PackedOptimizer, door: str, values: Sequence[Values]) -> None:
+        self._packed, self._values = packed, values
+        self._seen = packed.reduce.versions()
+        self.edits: list[list[Edit]] = []
+        packed.door = door
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        packed = self._packed
+        door, packed.door = packed.door, ""
+        try:
+            if error is None or isinstance(error, Exception):  # others end the process
+                packed.sync.wait()
+                call = f"the end of {door}()"
+                self.edits = packed.together(partial(self._found, error), call)
+        finally:
+            for values in self._values:
+                values.end()
+
+    @torch.no_grad()
+    def _found(self, error: Exception | None) -> list[list[Edit]]:
+        if error is not None:
+            raise error
+        edits = [values.edits() for values in self._values]
+        is_grad = any(edit.kind == GRAD for found in edits for edit in found)
+        if is_grad and self._packed.reduce.versions() != self._seen:
+            raise RuntimeError(
+                "grad: gradients came, or were edited in another way, while they were edited in "
+                "owned() or whole(); leave the block before a backward"
+            )
+        return edits
+
+
+def _entered(
+    packed: PackedOptimizer, call: str, land: Land
+) -> Mapping[Pack, Sequence[bool]]:  # fmt: skip
+    """Enter a block: return per trained pack and slot whether some rank has a gradient. Collective.
+
+    Raises:
+        RuntimeError: on every rank: asleep, closed, inside another block.
+    """
+    packed.together(partial(_check, packed, call), call)
+    reduce = packed.reduce
+    facts = {"has": reduce.has_gradients, "brings": reduce.brings}
+    found = _found_anywhere(packed, {fact for fact, holds in facts.items() if holds})
+    if "brings" in found:
+        land(call)
+    if "has" not in found:
+        return {}
+    reduce.before_edit()  # a clip that is pending
+    return reduce.anywhere(call)
+
+
+def _check(packed: PackedOptimizer, call: str) -> None:
+    if packed.is_closed:
+        raise RuntimeError(f"{call}: the optimizer is closed; call it before optimizer.close()")
+    packed.refuse_averaged(call)
+    if packed.plain_names is not None:
+        raise RuntimeError(f"{call}: leave `with optimizer.as_plain():` first")
+    packed.ready_to_read()
+
+
+FACTS = ("has", "brings", MASTER, GRAD, STATE)  # that _found_anywhere knows
+
+
+def _found_anywhere(packed: PackedOptimizer, facts: set[str]) -> set[str]:
+    """Return what holds on some rank: facts, or kinds of edits. Collective."""
+    known = {STATE if fact.startswith(STATE) else fact for fact in facts}
+    total = torch.tensor([float(fact in known) for fact in FACTS]).to(packed.device)
+    packed.process_groups.everyone.all_reduce(total, "owned() or whole()")
+    counts = zip(FACTS, total.tolist(), strict=True)
+    return {fact for fact, count in counts if count}
+
+
+def _holders(packed: PackedOptimizer, groups: PackGroups) -> list[Comm]:
+    """Return the groups of ranks that hold the same spans of a pack, this rank in each."""
+    process_groups = packed.process_groups
+    replicas = process_groups.parallel_dims.replicas
+    names = [*groups.replicate, *([replicas] if replicas and groups.shard == PLAIN else ())]
+    return [comm for comm in process_groups.comms(names) if comm.size > 1]
+
+
+def _take_first(packed: PackedOptimizer, fragments: Fragments, edits: Written) -> None:
+    """Have the edits of the first holder of each element in place of this rank's. Collective."""
+    by_comm: dict[Comm, list[Shard]] = {}
+    for shard in packed.shards:
+        for comm in _holders(packed, shard.pack.layout.pack_groups):
+            by_comm.setdefault(comm, []).append(shard)
+    for comm, shards in by_comm.items():
+        own = [
+            (place, number, kind)
+            for place, shard in enumerate(shards)
+            for number in range(len(shard.fragments))
+            for kind in edits.get((shard, number), ())
+        ]
+        first = comm.share(own, packed.device)
+        for shard in shards:
+            for number in range(len(shard.fragments)):
+                if comm.rank != 0:
+                    edits.pop((shard, number), None)
+        for place, number, kind in first:
+            shard = shards[place]
+            kept = fragments.read(shard, number, kind)
+            assert kept is not None
+            if comm.rank == 0:
+                edit = edits[shard, number][kind]
+                values = torch.where(edit.changed, edit.values, kept)
+            else:
+                values = kept.clone()
+            comm.broadcast(values, 0, shard.pack.layout)
+            if comm.rank != 0:
+                edit = Edit(kind, bits_of(values) != bits_of(kept), values)
+                edits.setdefault((shard, number), {})[kind] = edit
+
+
+def _changed_anywhere(packed: PackedOptimizer, edits: Written) -> dict[Pack, list[bool]]:
+    """Return per pack and slot whether some rank edits its master. Collective."""
+    kinds: dict[PackGroups, list[Shard]] = {}
+    for shard in packed.shards:
+        groups = shard.pack.layout.pack_groups._replace(is_primary=True)
+        kinds.setdefault(groups, []).append(shard)
+    own = {
+        (shard.pack, shard.fragments[number].slot.offset, shard.fragments[number].slot.name)
+        for (shard, number), of_fragment in edits.items()
+        if MASTER in of_fragment
+    }
+    found: dict[Pack, list[bool]] = {}
+    for groups, shards in kinds.items():
+        places = [(s.pack, slot.offset, slot.name) for s in shards for slot in s.pack.layout.slots]
+        total = torch.tensor([float(place in own) for place in places]).to(packed.device)
+        packed.process_groups.data_parallel(groups).all_reduce(total, "owned() or whole()")
+        flags = (total > 0).tolist()
+        for shard in shards:
+            count = len(shard.pack.layout.slots)
+            found[shard.pack], flags = flags[:count], flags[count:]
+    return found
+
+
+@torch.no_grad()
+def _write(
+    packed: PackedOptimizer, fragments: Fragments, edits: Written,
+    changed: Mapping[Pack, Sequence[bool]], is_grad: bool,
+) -> None:  # fmt: skip
+    """Write edits, and send the published values of changed packs to all ranks. Collective.
+
+    Args:
+        changed: per pack and slot, whether its master is edited; equal on the ranks of a pack.
+        is_grad: whether a gradient is edited on some rank.
+    """
+    for (shard, number), of_fragment in edits.items():
+        for edit in of_fragment.values():
+            fragments.write(shard, number, edit)
+    if is_grad:
+        packed.reduce.note_edits()
+    sync = Sync()
+    for shard in packed.shards:
+        if any(changed.get(shard.pack, ())):
+            sync.add(shard.pack)
+    sync(by_wire=False)  # a wire carries no value that a script wrote
+    params = [
+        param
+        for pack, slots in changed.items()
+        for param, is_changed in zip(pack.in_model, slots, strict=True)
+        if is_changed
+    ]
+    # Autograd is to refuse a backward through a forward with the weights of before.
+    torch.autograd.graph.increment_version(params)

@@ -1,0 +1,424 @@
+"""``owned()`` and ``whole()``: what a script edits is what is trained, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_bits, everything, parts, values
+from oracle import BATCH, adamw, check, mlp, on_ranks, set_grads, sgd, steps
+from torch import Tensor, nn
+
+import shardcast
+from shardcast.testing import ThreadedWorld, threaded_world
+
+pytestmark = pytest.mark.timeout(120)
+
+AFTER = 3  # the step before which the tests edit
+
+
+def noise(name: str) -> Tensor:
+    return torch.randn(1000, generator=torch.Generator().manual_seed(sum(map(ord, name))))
+
+
+# -- each edit on one flat piece; plain torch edits whole tensors -------------------------------
+
+Edit = Callable[[str, slice, Any], None]  # name, elements, what has master, grad and state
+EDITS: dict[str, Edit] = {}
+
+
+def edit(fn: Edit) -> Edit:
+    EDITS[fn.__name__] = fn
+    return fn
+
+
+@edit
+def decays(_name: str, _part: slice, it: Any) -> None:
+    it.master.mul_(1 - 1e-3)
+
+
+@edit
+def adds_noise(name: str, part: slice, it: Any) -> None:
+    it.master.add_(noise(name)[part], alpha=0.1)
+
+
+@edit
+def assigns_a_proximal_step(_name: str, _part: slice, it: Any) -> None:
+    it.master = torch.nn.functional.softshrink(it.master, 0.05)
+
+
+@edit
+def masks_one_in_three(_name: str, part: slice, it: Any) -> None:
+    masked = torch.arange(part.start, part.stop) % 3 == 0
+    it.master[masked] = 0
+    for moment in it.state.values():
+        moment[masked] = 0
+
+
+@edit
+def scales_moments(_name: str, _part: slice, it: Any) -> None:
+    for name in it.state:
+        it.state[name] = it.state[name] * 0.5
+
+
+class Plain:
+    """A parameter of plain torch, flat, as the doors show it."""
+
+    def __init__(self, param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+        self._param = param
+        state = optimizer.state[param].items()
+        self.state = {
+            name: value.view(-1)
+            for name, value in state
+            if isinstance(value, Tensor) and value.dim()
+        }
+        self.grad = None if param.grad is None else param.grad.view(-1)
+
+    @property
+    def master(self) -> Tensor:
+        return self._param.data.view(-1)
+
+    @master.setter
+    def master(self, values: Tensor) -> None:
+        self.master.copy_(values)
+
+    def finish(self, optimizer: torch.optim.Optimizer) -> None:
+        for name, value in self.state.items():
+            optimizer.state[self._param][name].view(-1).copy_(value)
+
+
+def edit_owned(model: nn.Module, optimizer: Any, act: Edit) -> None:
+    """Apply ``act`` through the door, or to plain torch."""
+    if isinstance(optimizer, shardcast.ShardedOptimizer):
+        with optimizer.owned() as owned:
+            for part in owned:
+                act(part.name, slice(part.start, part.stop), part)
+        return
+    for name, param in model.named_parameters():
+        plain = Plain(param, optimizer)
+        act(name, slice(0, param.numel()), plain)
+        plain.finish(optimizer)
+
+
+@pytest.mark.parametrize("build", [adamw, sgd, lambda m: sgd(m, momentum=0.9)])
+@pytest.mark.parametrize("act", [*EDITS])
+def test_edits_of_the_own_parts_are_those_of_plain_torch(act: str, build: Any):
+    def before(step: int, model: nn.Module, optimizer: Any) -> None:
+        if step >= AFTER:
+            edit_owned(model, optimizer, EDITS[act])
+
+    check(build, steps(6, before))
+
+
+def test_gradients_are_shown_as_gathered_and_edits_of_them_count():
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
+        for step in range(4):
+            model(batch).square().mean().backward()
+            if step == 1:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3) if not sharded else (
+                    optimizer.clip_grad_norm_(1e-3)
+                )
+            if sharded:
+                with optimizer.owned() as owned:
+                    for part in owned:
+                        part.grad.clamp_(-1e-3, 2e-3)[::2] *= 2
+            else:
+                for param in model.parameters():
+                    param.grad.clamp_(-1e-3, 2e-3).view(-1)[::2] *= 2
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def even_starts(model: nn.Module) -> Any:
+        return sgd(model, lr=1.0)
+
+    check(even_starts, script, worlds=(1,), tol=1e-6)
+    check(even_starts, script, worlds=(2,), tol=1e-6)  # parts begin at even places here
+
+
+def test_gradients_that_were_gathered_are_shown_anew_after_an_edit():
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> list[Tensor]:
+        model(batch).square().mean().backward()
+        optimizer.gather_gradients()
+        before = [param.grad.clone() for param in model.parameters()]
+        with optimizer.owned() as owned:
+            for part in owned:
+                part.grad.mul_(2)
+        assert all(
+            torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), before, strict=True)
+        )
+        return before
+
+    on_ranks(script)
+
+
+def test_a_gradient_edited_by_one_rank_alone_after_a_clip_counts_on_all():
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> dict[str, Tensor]:
+        model(batch).square().mean().backward()
+        optimizer.clip_grad_norm_(1e-3)
+        with optimizer.owned() as owned:
+            for part in owned:
+                if part.name == "0.bias":
+                    part.grad.zero_()
+        before = model[0].bias.detach().clone()
+        optimizer.step()
+        assert torch.equal(before, model[0].bias)
+        return values(model)
+
+    one, two = on_ranks(script)
+    assert_same_bits(one, two)
+
+
+@pytest.mark.parametrize("fields", [{}, {"param_dtype": "bf16"}])
+def test_there_is_no_gradient_where_no_rank_has_one_and_none_is_made(fields: Any):
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> Any:
+        seen = []
+        for clear in (optimizer.zero_grad, model.zero_grad):
+            with optimizer.owned() as owned:
+                seen += [part.grad for part in owned]
+                with pytest.raises(ValueError, match=r"grad of '.*': there is none to replace"):
+                    for part in owned:
+                        part.grad = torch.zeros_like(part.master)
+            assert all(param.grad is None for param in model.parameters())
+            model(batch).float().square().mean().backward()
+            optimizer.step()
+            clear()
+        with optimizer.owned() as owned:
+            for part in owned:
+                part.master.mul_(0.5)
+        assert all(param.grad is None for param in model.parameters())
+        assert all(grad is None for grad in seen)
+
+    on_ranks(script, **fields)
+
+
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"param_dtype": "bf16"},
+    {"param_dtype": "bf16", "master": "split16"},
+    {"param_dtype": "bf16", "moments": "int8"},
+    {"param_dtype": "bf16", "moments": "bf16"},
+    {"param_dtype": "bf16", "offload": True},
+    {"param_dtype": "fp16", "loss_scale": 1.0},
+]
+
+
+@pytest.mark.parametrize("fields", FORMS, ids=str)
+def test_no_bit_changes_where_nothing_is_edited(fields: dict[str, Any]):
+    """Not of a block that is only read, and not of other elements than the edited ones."""
+
+    def script(model: nn.Module, optimizer: Any, _batch: Tensor) -> None:
+        for step in range(2):
+            set_grads(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model[2].weight.mul_(1.25)  # a script's own write stays what it is
+        before, digest = everything(model, optimizer), optimizer.digest()
+        versions = [param._version for param in model.parameters()]
+        with optimizer.owned() as owned:
+            for part in owned:
+                part.master, part.grad, part.state["exp_avg"]
+                part.master.mul_(1)
+                part.master = part.master.clone()
+        assert_same_bits(everything(model, optimizer), before)
+        assert optimizer.digest() == digest
+        assert [param._version for param in model.parameters()] == versions
+        edited = "0.weight", "2.weight"
+        with optimizer.owned() as owned:
+            for part in owned:
+                if part.name in edited:
+                    part.master[::2] += 1
+        after = everything(model, optimizer)
+        for key, old in before.items():
+            if isinstance(key, tuple) and key[0] in edited and key[3] == "master":
+                assert torch.equal(old[1::2], after[key][1::2]), key
+                assert torch.equal(old[::2] + 1, after[key][::2]), key
+            elif key not in edited:
+                assert torch.equal(old, after[key]), key
+        versions = [
+            param._version - old for param, old in zip(model.parameters(), versions, strict=True)
+        ]
+        assert [version > 0 for version in versions] == [True, False, True, False, False, False]
+        optimizer.check_copies()
+
+    on_ranks(script, build=adamw, **fields)
+
+
+def test_replicas_and_copies_take_the_edits_of_the_first_holder():
+    def run(mesh: Any) -> Any:
+        model = mlp()
+        optimizer = shardcast.shard(model, adamw(model), shard_ranks=2, fuse="eager")
+        set_grads(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(mesh.get_rank())  # others on each rank
+        meant = {}
+        with optimizer.owned() as owned:
+            for part in owned:
+                part.master.normal_(generator=generator)
+                part.state["exp_avg"].normal_(generator=generator)
+                place = part.name, part.start, part.stop
+                meant[*place, "master"], meant[*place, "exp_avg"] = (
+                    part.master,
+                    part.state["exp_avg"],
+                )
+        optimizer.check_copies()
+        return parts(optimizer), values(model), meant
+
+    ranks = threaded_world({"runs": 2, "within": 2}, run)
+    for first, second in (ranks[::2], ranks[1::2]):
+        assert_same_bits(first[0], second[0])
+        assert_same_bits(first[1], second[1])
+        assert_same_bits({key: first[0][key] for key in first[2]}, first[2])
+
+
+# -- what may go wrong ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_an_exception_inside_writes_nothing_and_is_raised_on_all_ranks(ranks: tuple[int, ...]):
+    def run(group: Any) -> str:
+        model = mlp()
+        optimizer = shardcast.shard(model, adamw(model), process_group=group)
+        set_grads(model, 0)
+        optimizer.step()
+        before = everything(model, optimizer)
+        told = ""
+        try:
+            with optimizer.owned() as owned:
+                for part in owned:
+                    part.master.zero_()
+                    part.state["exp_avg"].zero_()
+                if group.rank() in ranks:
+                    raise LookupError("no such layer")
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        assert_same_bits(everything(model, optimizer), before)
+        set_grads(model, 1)
+        optimizer.step()  # all ranks go on
+        return told
+
+    told = ThreadedWorld(2).run(run)
+    for rank, message in enumerate(told):
+        assert "no such layer" in message
+        assert message.startswith("LookupError" if rank in ranks else "RuntimeError: rank 1")
+
+
+def test_one_rank_alone_is_named_and_others_do_not_hang(gloo: Any):
+    told = gloo.run(alone)
+    assert all("owned" in message and "step" in message for message in told), told
+
+
+def alone(group: Any) -> str:
+    model = mlp()
+    optimizer = shardcast.shard(model, adamw(model), process_group=group)
+    model(BATCH).float().square().mean().backward()
+    try:
+        if group.rank() == 0:
+            with optimizer.owned():
+                pass
+        else:
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+INSIDE: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "step": lambda _model, optimizer: optimizer.step(),
+    "load_state_dict": lambda _model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "add_param_group": lambda _model, optimizer: optimizer.add_param_group({"params": []}),
+    "close": lambda _model, optimizer: optimizer.close(),
+    "averaged": lambda _model, optimizer: optimizer.averaged("ema").__enter__(),
+    "owned": lambda _model, optimizer: optimizer.owned().__enter__(),
+    "sleep": lambda _model, optimizer: optimizer.sleep(),
+}
+
+
+@pytest.mark.parametrize("call", [*INSIDE])
+def test_calls_that_would_write_beside_it_are_refused_inside(call: str):
+    def script(model: nn.Module, optimizer: Any, _batch: Tensor) -> None:
+        before = everything(model, optimizer)
+        with (
+            pytest.raises(RuntimeError, match=rf"{call}: leave `with optimizer.owned\(") as caught,
+            optimizer.owned() as owned,
+        ):
+            owned[0].master.zero_()
+            INSIDE[call](model, optimizer)
+        assert "written at its end" in str(caught.value)
+        assert_same_bits(everything(model, optimizer), before)
+
+    on_ranks(script, averages={"ema": 0.9})
+
+
+def test_it_is_refused_where_masters_are_elsewhere():
+    def script(model: nn.Module, optimizer: Any, _batch: Tensor) -> None:
+        with optimizer.averaged("ema"), pytest.raises(RuntimeError, match="owned: the average"):
+            optimizer.owned().__enter__()
+        with optimizer.as_plain(), pytest.raises(RuntimeError, match=r"owned: leave .*as_plain"):
+            optimizer.owned().__enter__()
+        optimizer.sleep()
+        with pytest.raises(RuntimeError, match=r"owned: .*asleep"):
+            optimizer.owned().__enter__()
+        optimizer.wake()
+        optimizer.close()
+        with pytest.raises(RuntimeError, match="owned: the optimizer is closed"):
+            optimizer.owned().__enter__()
+
+    on_ranks(script, averages={"ema": 0.9})
+
+
+def test_wrong_assignments_are_named():
+    def script(_model: nn.Module, optimizer: Any, _batch: Tensor) -> None:
+        wrong: dict[str, tuple[Any, Any]] = {
+            "expected a tensor of shape": (ValueError, torch.zeros(1000)),
+            "expected a tensor of floating-point numbers, got int": (TypeError, 1),
+            "numbers, got torch.int64": (TypeError, torch.zeros(3, dtype=torch.int64)),
+        }
+        for message, (kind, given) in wrong.items():
+            with (
+                pytest.raises(kind, match=f"master of '.*': .*{message}"),
+                optimizer.owned() as owned,
+            ):
+                owned[0].master = given
+        with (
+            pytest.raises(KeyError, match=r"'exp_avg'.*nothing before a first step"),
+            optimizer.owned() as owned,
+        ):
+            owned[0].state["exp_avg"] = torch.zeros(1)
+        with pytest.raises(RuntimeError, match="was resized in place"), optimizer.owned() as owned:
+            owned[0].master.resize_(3)
+        with optimizer.owned() as owned:
+            part = owned[0]
+        with pytest.raises(RuntimeError, match="has ended"):
+            part.master  # noqa: B018
+
+    on_ranks(script)
+
+
+def test_a_backward_through_the_old_weights_is_refused():
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        loss = model(batch).square().mean()
+        with optimizer.owned() as owned:
+            for part in owned:
+                part.master.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    on_ranks(script)
+
+
+def test_gradients_that_change_beside_their_edits_are_an_error():
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        model(batch).square().mean().backward()
+        with (
+            pytest.raises(RuntimeError, match="leave the block before a backward"),
+            optimizer.owned() as owned,
+        ):
+            for part in owned:
+                part.grad.mul_(2)
+            model[0].weight.grad.mul_(2)
+
+    on_ranks(script)
