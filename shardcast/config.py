@@ -96,7 +96,9 @@ class ShardcastConfig(ValidatedOptions):
         one_of("auto", "even", "whole"),
     )
     elementwise: bool | None = option(
-        None, "declare whether the optimizer's update is elementwise; null: measured by shard()"
+        None,
+        "declare whether the optimizer's update is elementwise; null: known of torch's classes, of "
+        "any other it is not",
     )
     shard_ranks: str | int = extension("all", "shard_ranks")
     pack_mb: float | None = option(

@@ -629,7 +629,7 @@ def _call(
     Every rank must call it, with the same arguments.
 
     Raises:
-        AttributeError: on all ranks: the method lets elements meet, or returns something.
+        AttributeError: on all ranks: the method lets parameters meet, or returns something.
     """
 
     def check() -> None:
@@ -650,6 +650,7 @@ def _without(name: str, originals: Sequence[torch.optim.Optimizer]) -> Attribute
         return AttributeError(f"'ShardedOptimizer' object has no attribute {name!r}")
     return AttributeError(
         f"{name}: {owners[0]} has it, the sharded optimizer has not: each rank has gradients and "
-        "state of its own part alone, on which a method can work that takes each element by itself "
-        "and returns nothing; use DDP, or an optimizer that updates in step()"
+        "state of its own parameters alone, on which a method can work that takes each parameter "
+        "by itself, under partition 'whole', and returns nothing; use DDP, or an optimizer that "
+        "updates in step()"
     )

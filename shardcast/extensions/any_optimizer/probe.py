@@ -1,23 +1,19 @@
-"""The needs of an optimizer class, measured by steps of a twin of the optimizer.
+"""Does the update of a parameter depend on all parameters? Measured by steps of a twin.
 
 A twin has the class, the attributes and the group options of the optimizer, and tiny parameters on
-the host in place of the model's. It answers four questions at :func:`shardcast.shard`::
-
-    alone        no other optimizer works inside it
-    local        its step calls no collective
-    separable    the update of a parameter is the same without the other parameters
-    elementwise  the update of a tensor is that of its parts bit for bit, and no operation, such as
-                 a norm, lets elements meet: a class may use one in rare cases only
+the host in place of the model's. If the update is the same without every second parameter,
+:func:`shardcast.shard` gives each parameter to one owner; else no partition can be right. Beside it
+stand refusals by name: an optimizer inside, collectives in the step, state that checkpoints lose.
 
 The classes of torch are known and not measured. A class whose twin cannot run here (it needs a
-closure or an accelerator, or draws random numbers) counts as separable and not elementwise; its
-first steps are watched, see :mod:`.update`.
+closure or an accelerator, or draws random numbers) counts as one that depends on each parameter
+alone; its first steps are watched, see :mod:`.update`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +27,11 @@ from shardcast.plan.traits import OptimizerTraits, is_known
 # Scales of the gradients of two parameters, step by step: a norm over both is that of the larger
 # one, which is above any bound in one step and below it in another. RAdam begins in its sixth step.
 SCALES = ((1.0, 1e-3, 1.0, 30.0) * 2, (1e4, 1.0, 1e-4, 1.0) * 2)
-# Rows, columns and further lengths of parameters. Some classes factor only from 128 columns on.
+# Rows, columns and further lengths of parameters. Some classes quantize the state of large ones.
 SMALL, LARGE = (6, 4, 3), (160, 128, 1)
 # How much the update of a parameter alone may differ, and if several matrices may be
 # multiplied at once, in bf16.
-ALONE, BATCHED = 1e-6, 0.05
+ALONE, PRODUCTS = 1e-6, 0.05
 ROUNDED = 4 * torch.finfo(torch.float32).eps  # of a parameter: sums may be in another order
 ATTRIBUTES = 10_000  # objects, and bytes of them, that a twin may copy
 REACH = 4  # attributes of attributes that are looked at
@@ -62,7 +58,7 @@ def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
         return OptimizerTraits(elementwise=False)
     try:
         with unnoticed() as draws:
-            traits = _measured(optimizer)
+            entangled = _measured(optimizer)
             is_random = draws()
     except observer.CollectiveError as error:
         raise collective_refusal(optimizer) from error
@@ -73,7 +69,7 @@ def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
             raise collective_refusal(optimizer) from error
         _refuse_list(optimizer, error)
         return OptimizerTraits(elementwise=False)
-    return OptimizerTraits(elementwise=False) if is_random else traits
+    return OptimizerTraits(elementwise=False, entangled="" if is_random else entangled)
 
 
 # -- refused without a step ---------------------------------------------------------------------
@@ -161,36 +157,64 @@ def _can_be_copied(optimizer: torch.optim.Optimizer) -> bool:
 # -- measured -----------------------------------------------------------------------------------
 
 
-def _measured(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
+def _measured(optimizer: torch.optim.Optimizer) -> str:
+    """Return why ranks cannot share the parameters; empty if they can."""
     twins = Twins(optimizer)
     samples = twins.samples(SMALL, SCALES)
     with observer.StepObserver() as small:
         together = twins.stepped(samples)
     _refuse_common_state(together)
-    fits = _has_state_of_elements(together)
+    _refuse_subclasses(together)
     params = [param.detach() for group in together.param_groups for param in group["params"]]
     begun = [sample.value for of_group in samples for sample in of_group]
     if all(map(torch.equal, params, begun)):
         raise RuntimeError("no parameter of the groups has changed")
     if not all(bool(param.isfinite().all()) for param in params):
-        return OptimizerTraits(elementwise=False)
-    tolerance = BATCHED if small.batches else ALONE
+        return ""
+    tolerance = PRODUCTS if small.multiplies else ALONE
     dependence = _dependence(twins, samples, together, tolerance)
-    if dependence:
-        return OptimizerTraits(False, _entangled(optimizer, dependence, tolerance))
-    if not fits or small.mixing or not _is_sum_of_parts(twins, samples, together):
-        return OptimizerTraits(elementwise=False)
-    with observer.StepObserver() as large:
-        whole = twins.stepped(twins.samples(LARGE, [(1.0, 30.0)]))
-    return OptimizerTraits(_has_state_of_elements(whole) and not large.mixing)
+    if not dependence:
+        _refuse_subclasses(twins.stepped(twins.samples(LARGE, [(1.0, 30.0)])))
+    return _entangled(optimizer, dependence, tolerance) if dependence else ""
+
+
+def takes_parameters_alone(
+    optimizer: torch.optim.Optimizer, name: str, args: Sequence[Any], named: Mapping[str, Any]
+) -> bool:
+    """Return whether a method of the class works on each parameter by itself, and returns nothing.
+
+    Measured by what a twin's next step makes of it; the optimizer stays as it is. Local; equal on
+    ranks that pass equal arguments.
+    """
+    results = []
+
+    def call(twin: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            results.append(getattr(twin, name)(*args, **named))
+
+    try:
+        with unnoticed() as draws, observer.StepObserver() as seen:
+            twins = Twins(optimizer)
+            samples = twins.samples(SMALL, SCALES)
+            together = twins.stepped(samples, call)
+            tolerance = PRODUCTS if seen.multiplies else ALONE
+            is_alone = not _dependence(twins, samples, together, tolerance, call)
+            return is_alone and not draws() and all(result is None for result in results)
+    except Exception:  # it cannot run so, or calls collectives
+        return False
 
 
 def _dependence(
-    twins: Twins, samples: Samples, together: torch.optim.Optimizer, tolerance: float
-) -> str:
-    """Return what differs if every second parameter is left out; empty if nothing does."""
+    twins: Twins, samples: Samples, together: torch.optim.Optimizer, tolerance: float,
+    call: Callable[[torch.optim.Optimizer], None] | None = None,
+) -> str:  # fmt: skip
+    """Return what differs if every second parameter is left out; empty if nothing does.
+
+    Args:
+        call: see :meth:`.Twins.stepped`, of which ``together`` comes.
+    """
     for turn in (0, 1):
-        alone = twins.stepped([of_group[turn::2] for of_group in samples])
+        alone = twins.stepped([of_group[turn::2] for of_group in samples], call)
         triples = zip(together.param_groups, alone.param_groups, samples, strict=True)
         for group, lonely, of_group in triples:
             for name, value in numbers(group).items():
@@ -199,7 +223,7 @@ def _dependence(
             pairs = zip(group["params"][turn::2], lonely["params"], of_group[turn::2], strict=True)
             for param, same, sample in pairs:
                 update = float((param.detach() - sample.value).abs().max())
-                rounded = min(ROUNDED * float(sample.value.abs().max()), BATCHED * update)
+                rounded = min(ROUNDED * float(sample.value.abs().max()), PRODUCTS * update)
                 difference = float((param.detach() - same.detach()).abs().max())
                 if not difference <= max(tolerance * update, rounded):  # alone it may be NaN
                     return "its update of a parameter"
@@ -246,50 +270,16 @@ def _is_separable(
         return False
 
 
-def _is_sum_of_parts(twins: Twins, samples: Samples, whole: torch.optim.Optimizer) -> bool:
-    """Return whether parameters cut into flat parts end, and keep state, as in one piece."""
-    cuts = [[sample.parts() for sample in of_group] for of_group in samples]
-    cut = twins.stepped([[part for parts in of_group for part in parts] for of_group in cuts])
-    for group, cut_group, of_group in zip(whole.param_groups, cut.param_groups, cuts, strict=True):
-        pieces = iter(cut_group["params"])
-        for param, parts in zip(group["params"], of_group, strict=True):
-            own = [next(pieces) for _ in parts]
-            pairs = [(param, own)]
-            for name, value in whole.state[param].items():
-                pairs.append((value, [cut.state[piece].get(name) for piece in own]))
-            if not all(_is_joined(value, values) for value, values in pairs):
-                return False
-    return True
-
-
-def _is_joined(value: Any, parts: Sequence[Any]) -> bool:
-    if isinstance(value, Tensor) and value.dim():
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        return torch.equal(value.reshape(-1), flat)
-    if not isinstance(value, (Tensor, int, float, str, type(None))):
-        return False
-    return all(bool(part == value) for part in parts)
-
-
-def _has_state_of_elements(twin: torch.optim.Optimizer) -> bool:
-    """Return whether every tensor of the state is one number, or has one for each element.
-
-    Raises:
-        _RefusedError: a tensor is of a subclass, which cannot be cut, cast or copied in general.
-    """
-    fits = True
+def _refuse_subclasses(twin: torch.optim.Optimizer) -> None:
+    """Raise for state of a subclass of tensors, which cannot be cast or copied in general."""
     for param in (param for group in twin.param_groups for param in group["params"]):
         for name, value in twin.state[param].items():
-            if not isinstance(value, Tensor):
-                continue
-            if type(value) not in (Tensor, nn.Parameter):
+            if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
                 raise _RefusedError(
                     f"optimizer: {type(twin).__name__} cannot be sharded: its state {name!r} is of "
                     f"type {type(value).__name__}, a subclass of Tensor, which checkpoints cannot "
                     "hold; use torch.optim.AdamW, with moments='int8' for state of one byte each"
                 )
-            fits = fits and (value.dim() == 0 or value.shape == param.shape)
-    return fits
 
 
 def collective_refusal(optimizer: torch.optim.Optimizer) -> TypeError:

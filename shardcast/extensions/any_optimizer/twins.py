@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast._compat import observer
 from shardcast._compat.optimizers import bare_step
 
 # What a twin has of its own: torch's, and a step that was put around that of the class.
@@ -62,15 +61,6 @@ class TwinParam:
         direction = draw()  # gradients agree by half, since some classes then grow their step size
         return cls(draw(), tuple(scale * (direction + draw()) for scale in scales))
 
-    def parts(self) -> list[TwinParam]:
-        """Two flat parts of unequal length, or itself where it has one element."""
-        if self.value.numel() == 1:
-            return [self]
-        at = self.value.numel() // 3
-        flat = [tensor.reshape(-1) for tensor in (self.value, *self.grads)]
-        cuts = [[f[:at] for f in flat], [f[at:] for f in flat]]
-        return [TwinParam(value, tuple(grads)) for value, *grads in cuts]
-
 
 Samples = list[list[TwinParam]]  # of each group
 
@@ -112,8 +102,14 @@ class Twins:
             for dims in self._dims
         ]
 
-    def stepped(self, samples: Samples) -> torch.optim.Optimizer:
-        """A twin over ``samples`` after a step with each of their gradients."""
+    def stepped(
+        self, samples: Samples, call: Callable[[torch.optim.Optimizer], None] | None = None
+    ) -> torch.optim.Optimizer:
+        """A twin over ``samples`` after a step with each of their gradients.
+
+        Args:
+            call: is called with it then, and followed by one more step with the last gradients.
+        """
         params = (param for group in self._optimizer.param_groups for param in group["params"])
         # Attributes may hold the model's parameters, which a step must not reach.
         stand_ins: dict[int, Any] = {id(param): nn.Parameter(torch.empty(0)) for param in params}
@@ -130,6 +126,10 @@ class Twins:
                 for param, sample in zip(group["params"], of_group, strict=True):
                     param.grad = sample.grads[number].clone()
             with torch.enable_grad():  # some classes compute with autograd
+                step()
+        if call is not None:
+            call(twin)
+            with torch.enable_grad():
                 step()
         switch(twin, "eval")
         return twin
@@ -203,22 +203,3 @@ def has_own(optimizer: torch.optim.Optimizer, name: str) -> bool:
     """Return whether the class of ``optimizer`` has such a public method that torch's has not."""
     added = not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
     return added and callable(getattr(type(optimizer), name, None))
-
-
-def is_elementwise(
-    optimizer: torch.optim.Optimizer, name: str, args: Sequence[Any], named: Mapping[str, Any]
-) -> bool:
-    """Return whether a call of a method works on each element by itself, and returns nothing.
-
-    Measured on a twin that made a step; the optimizer stays as it is. Local; equal on ranks that
-    pass equal arguments.
-    """
-    try:
-        with unnoticed() as draws:
-            twins = Twins(optimizer)
-            twin = twins.stepped(twins.samples((6, 4, 3), [(1.0, 1.0)]))
-            with observer.StepObserver() as seen, torch.no_grad():
-                result = getattr(twin, name)(*args, **named)
-            return result is None and not seen.mixing and not draws()
-    except Exception:  # it cannot run so, or calls collectives
-        return False

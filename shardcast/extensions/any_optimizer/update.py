@@ -151,7 +151,12 @@ class AnyOptimizerUpdate(Update):
     def own_method(self, name: str) -> OwnMethod | None:
         if not twins.has_own(self._optimizer, name):
             return None
-        fits = partial(twins.is_elementwise, self._optimizer, name)
+
+        def fits(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+            is_cut = any(shard.pack.layout.partition == "even" for shard in self._shards)
+            alone = probe.takes_parameters_alone
+            return not is_cut and alone(self._optimizer, name, args, named)
+
         return OwnMethod(fits, partial(self._call_own, name))
 
     def _call_own(

@@ -85,7 +85,7 @@ def test_what_cannot_be_sharded_is_refused_with_a_reason(
         shardcast.shard(model, build(model), **fields)
 
 
-@pytest.mark.parametrize("elementwise", [None, False])
+@pytest.mark.parametrize("elementwise", [None, True])
 def test_a_third_party_lion_equals_itself_unsharded(elementwise: bool | None):
     check(
         lambda model: lion_pytorch.Lion(model.parameters(), lr=1e-2, weight_decay=0.1),
@@ -94,7 +94,7 @@ def test_a_third_party_lion_equals_itself_unsharded(elementwise: bool | None):
     )
 
 
-@pytest.mark.parametrize("elementwise", [None, False])
+@pytest.mark.parametrize("elementwise", [None, True])
 def test_a_schedule_free_optimizer_equals_itself_in_both_modes(elementwise: bool | None):
     def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
         for _ in range(2):
@@ -297,8 +297,9 @@ class Sophia(torch.optim.Optimizer):
 
     def first_step(self) -> None:
         for group in self.param_groups:
+            norm = sum(param.grad.norm() for param in group["params"])
             for param in group["params"]:
-                param.data.add_(param.grad / param.grad.norm())
+                param.data.add_(param.grad / norm)
 
     def norms(self) -> list[Any]:
         return [param.grad for group in self.param_groups for param in group["params"]]
@@ -341,7 +342,7 @@ def test_a_method_that_a_class_adds_works_on_the_mean_gradients_as_on_one_rank()
             torch.testing.assert_close(value, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_a_method_that_lets_elements_meet_or_returns_something_is_refused_by_name_on_all_ranks():
+def test_a_method_that_lets_parameters_meet_or_returns_something_is_refused_on_all_ranks():
     def run(group: Any) -> None:
         model = mlp()
         optimizer = shardcast.shard(
@@ -350,6 +351,12 @@ def test_a_method_that_lets_elements_meet_or_returns_something_is_refused_by_nam
         for name in ("first_step", "norms"):
             with pytest.raises(AttributeError, match=f"{name}: Sophia has it"):
                 getattr(optimizer, name)()
+        cut = mlp()
+        optimizer = shardcast.shard(
+            cut, Sophia(cut.parameters()), process_group=group, elementwise=True
+        )
+        with pytest.raises(AttributeError, match=r"decay: Sophia has it.* partition 'whole'"):
+            optimizer.decay()
 
     ThreadedWorld(2).run(run)
 
@@ -373,7 +380,7 @@ def test_methods_of_the_original_and_those_that_no_class_has_are_errors_by_name(
     with pytest.raises(AttributeError, match="no attribute 'other'"):
         optimizer.other()
     optimizer.add_param_group({"params": [model[0].bias]})  # measures the class anew
-    assert [pack.partition for pack in optimizer.layout.packs] == ["even", "even"]
+    assert [pack.partition for pack in optimizer.layout.packs] == ["whole", "whole"]
     before = model[0].bias.detach().clone()
     model[0].bias.grad = torch.ones_like(model[0].bias)
     optimizer.step()
