@@ -5,7 +5,13 @@ from __future__ import annotations
 import configparser
 import email.message
 import re
+import shutil
 import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
 from pathlib import Path
 from unittest import mock
 
@@ -93,3 +99,59 @@ def test_what_may_be_installed_is_what_is_said_to_be_tested(package: str) -> Non
     oldest = str(allowed[name].specifier).removeprefix(">=")
     assert oldest_tested.startswith(oldest), f"setup.cfg allows {name}{allowed[name].specifier}"
     assert pinned[name] == newest_tested
+
+
+def tracked() -> list[str]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def build(kind: str, tree: Path, output: Path) -> Path:
+    """Build by the backend that pip would call, in this environment."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(output)!r}))"
+    command = [sys.executable, "-c", code]
+    built = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
+    return output / built.stdout.splitlines()[-1]
+
+
+def contents(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.slow
+def test_wheel_and_sdist_have_the_package_and_run_in_an_environment_of_their_own(tmp_path: Path):
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    tree, output, unpacked = (tmp_path / name for name in ("tree", "output", "unpacked"))
+    output.mkdir()
+    for name in tracked():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    sdist, wheel = build("sdist", tree, output), build("wheel", tree, output)
+    assert contents(wheel) == {name for name in tracked() if name.startswith("shardcast/")}
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    (again,) = unpacked.iterdir()
+    of_sdist = build("wheel", again, again)
+    assert of_sdist.name == wheel.name and contents(of_sdist) == contents(wheel)
+
+    venv.create(tmp_path / "empty")
+    python = tmp_path / "empty/bin/python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    install = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", str(wheel)]
+    subprocess.run([*pip, *install], check=True)
+    # torch is not installed again: a line of a path finds it, and not the checkout.
+    (place,) = (tmp_path / "empty/lib").glob("python*/site-packages")
+    (place / "torch.pth").write_text(sysconfig.get_path("purelib"))
+    printed = subprocess.check_output(
+        [str(tmp_path / "empty/bin/shardcast"), "env"], cwd=tmp_path, env={}, text=True
+    )
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    version = config["metadata"]["version"]
+    assert re.search(rf"^ *shardcast +{re.escape(version)}\b", printed, re.MULTILINE), printed
+    found = "import shardcast; print(shardcast.__file__)"
+    where = subprocess.check_output([python, "-c", found], cwd=tmp_path, env={}, text=True)
+    assert where.startswith(str(place))
