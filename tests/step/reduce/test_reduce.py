@@ -378,7 +378,9 @@ def random_sequence(draw: random.Random) -> list[Action]:
         if kind == "quiet":
             actions.append((Side.backward, (seed, uses, True)))
         elif kind in ("failed", "hook_fails"):
-            actions.append((getattr(Side, kind), (seed, uses[:1] * 4, draw.choice(sorted(uses[0])))))
+            actions.append(
+                (getattr(Side, kind), (seed, uses[:1] * 4, draw.choice(sorted(uses[0]))))
+            )
         elif kind == "clear":
             how = ["none", "zeros"] if clipped else ["none", "zeros", "model"]
             actions.append((Side.clear, (draw.choice(how),)))
