@@ -7,15 +7,17 @@ optimizer, and broadcasts the low-precision parameters on the compute stream. St
 
 import importlib
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardcast.config import ShardcastConfig
 from shardcast.launched import is_first_process
-from shardcast.memory.convert import convert_
-from shardcast.memory.pack_only import PackedParameters, pack_parameters
 from shardcast.messages import namesake
-from shardcast.optimizer.api import shard
-from shardcast.optimizer.sharded import ShardedOptimizer
+
+if TYPE_CHECKING:  # imported when they are used first: torch takes seconds
+    from shardcast.config import ShardcastConfig
+    from shardcast.memory.convert import convert_
+    from shardcast.memory.pack_only import PackedParameters, pack_parameters
+    from shardcast.optimizer.api import shard
+    from shardcast.optimizer.sharded import ShardedOptimizer
 
 __version__ = "0.2.0"
 
@@ -28,10 +30,18 @@ __all__ = [
     "shard",
 ]
 
-_LAZY = (
-    "accelerate", "checkpoint", "estimate", "lightning", "metrics", "publish", "testing",
-    "transformers",
+_MODULES = (
+    "accelerate", "checkpoint", "config", "estimate", "lightning", "metrics", "optimizer",
+    "publish", "testing", "transformers",
 )  # fmt: skip
+_MODULE_OF = {
+    "PackedParameters": "memory.pack_only",
+    "ShardcastConfig": "config",
+    "ShardedOptimizer": "optimizer.sharded",
+    "convert_": "memory.convert",
+    "pack_parameters": "memory.pack_only",
+    "shard": "optimizer.api",
+}
 
 
 if is_first_process() and (_namesake := namesake()):
@@ -39,7 +49,15 @@ if is_first_process() and (_namesake := namesake()):
 
 
 def __getattr__(name: str) -> Any:
-    """Modules of the public interface that are imported when they are used first."""
-    if name in _LAZY:
+    """Import what is used for the first time."""
+    if name in _MODULES:
         return importlib.import_module(f"shardcast.{name}")
+    if name in _MODULE_OF:
+        module = importlib.import_module(f"shardcast.{_MODULE_OF[name]}")
+        value = globals()[name] = getattr(module, name)
+        return value
     raise AttributeError(f"module 'shardcast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *__all__})

@@ -51,10 +51,12 @@ __all__ = ["ShardcastTrainer", "ShardcastTrainerMixin"]
 FOLDER = "shardcast"  # of a checkpoint directory
 SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"  # Trainer's own names
 NOTE = """The optimizer's state of this checkpoint is in {folder}/, which ShardcastTrainer loads.
-The stock Trainer does not look there, and would resume with a fresh optimizer. For it, first
+The stock Trainer does not look there, and raises an error. For it, first
 
     shardcast export {folder} exported && mv exported/{optimizer} .
 """
+# In place of the state: torch.load refuses it with this name, so that the stock Trainer raises.
+STAND_IN = b"\x80\x02cshardcast\nTHE_STATE_IS_IN_shardcast__SEE_optimizer_pt_txt\n."
 
 
 class ShowGradients(TrainerCallback):
@@ -255,10 +257,17 @@ class ShardcastTrainerMixin:
         if self.args.should_save:
             note = NOTE.format(folder=FOLDER, optimizer=OPTIMIZER)
             Path(output_dir, f"{OPTIMIZER}.txt").write_text(note)
+            Path(output_dir, OPTIMIZER).write_bytes(STAND_IN)
 
     def _load_optimizer_and_scheduler(self, directory: str | None) -> None:
         """Load from ``shardcast/``; what the stock Trainer saved is taken too."""
         if directory is None or not _shards(self) or not Path(directory, FOLDER).is_dir():
+            if directory and _is_stand_in(Path(directory, OPTIMIZER)):
+                raise FileNotFoundError(
+                    f"resume_from_checkpoint: {directory!r} lacks {FOLDER!r}, which has the "
+                    f"optimizer's state; restore it, or delete {OPTIMIZER!r} to begin with a "
+                    "fresh optimizer"
+                )
             if directory and _shards(self) and not Path(directory, OPTIMIZER).exists():
                 warn_first(
                     f"resume_from_checkpoint: {directory!r} has neither {FOLDER!r} nor "
@@ -312,6 +321,10 @@ def sharding(kind: type) -> type:
     if issubclass(kind, ShardcastTrainerMixin):
         return kind
     return type(f"Shardcast{kind.__name__}", (ShardcastTrainerMixin, kind), {})
+
+
+def _is_stand_in(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size == len(STAND_IN) and path.read_bytes() == STAND_IN
 
 
 def _pair(trainer: Any) -> tuple[nn.Module, ShardedOptimizer]:

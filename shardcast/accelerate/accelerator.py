@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.accelerate import guards, mesh, state
 from shardcast.accelerate.optimizer import ShardcastHandle, ShardcastOptimizer
+from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.api import shard
 from shardcast.optimizer.frameworks import (
@@ -43,6 +44,7 @@ from shardcast.optimizer.frameworks import (
 from shardcast.optimizer.model import is_marked
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stateful import packed_of
+from shardcast.plan.precision import MASTER_DTYPE
 
 ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 """What a configuration is taken from: an object, a mapping, a YAML file, or the environment."""
@@ -389,6 +391,29 @@ class ShardcastAccelerator(Accelerator):
         if prepared is None or not unwrap or not self.save_masters or mesh.is_cut(inner):
             return state
         return prepared.exact_state(state, inner, "get_state_dict")
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Save as ``Accelerator.save`` does; warn once of weights in low precision. Local.
+
+        ``unwrap_model(model).state_dict()`` has the weights in ``param_dtype``, not the masters.
+        """
+        if self.save_masters and isinstance(obj, Mapping):
+            low = {
+                param.data_ptr()
+                for model in self._owners
+                for param in model.parameters()
+                if param.dtype.itemsize < MASTER_DTYPE.itemsize
+            }
+            saved = [it for it in obj.values() if isinstance(it, Tensor) and it.data_ptr() in low]
+            if saved:
+                dtype = str(saved[0].dtype).removeprefix("torch.")
+                warn_first(
+                    f"accelerator.save: these weights are in {dtype}, as the forward uses them, "
+                    "which is enough to evaluate and not to train on; "
+                    "accelerator.get_state_dict(model), called on every rank, gives rank 0 the "
+                    "fp32 masters, and `shardcast export` writes them from what save_state() saved"
+                )
+        super().save(obj, f, safe_serialization)
 
     @contextmanager
     def seen_by_stock(self, *, models: bool = True, optimizers: bool = False) -> Iterator[None]:

@@ -201,26 +201,33 @@ def _algorithms(held: Estimate) -> list[Row]:
 
 
 def summary(rows: Sequence[Row], title: str) -> list[str]:
-    """A sentence per world size: what a rank holds and sends, and what others hold."""
-    lines = [f"{title}; {rows[0]['backend']}, {rows[0]['ranks_per_node']} ranks per node"]
-    for row in rows:
-        size = row["world_size"]
-        memory = ", ".join(f"{name} {gigabytes(n)}" for name, n in row["others"].items())
-        shared = f", sharded over {row['shard_ranks']:,} of them"
-        lines += [
-            f"{size:,} rank{'s' * (size > 1)}{shared if row['shard_ranks'] < size else ''}: "
-            f"{gigabytes(row['total'])} GB per rank, {row['collectives']} collectives and "
-            f"{gigabytes(row['sent'])} GB sent per step",
-            *_frozen(row["frozen"]),
-            f"    others hold {memory} GB",
-        ]
-    return [*lines, "Without activations. --details has all figures"]
+    """Return a table with a column per world size: what a rank holds and sends, and others hold."""
+    columns = [_short(row) for row in rows]
+    width = max(9, *(len(cell) + 2 for column in columns for cell in column.values()))
+    names = dict.fromkeys(name for column in columns for name in column)
+    margin = max(map(len, names))
+    return [
+        f"{title}; {rows[0]['backend']}, {rows[0]['ranks_per_node']} ranks per node",
+        *(
+            f"{name:<{margin}}" + "".join(f"{column.get(name, ''):>{width}}" for column in columns)
+            for name in names
+        ),
+        "without activations; --details has all figures, --json has them for scripts",
+    ]
 
 
-def _frozen(nbytes: int) -> list[str]:
-    """Return a line about a base that came in fp32, if there is one."""
-    text = "GB of it not trained and in fp32, as it came; convert_rest halves that"
-    return [f"    {gigabytes(nbytes)} {text}"] if nbytes else []
+def _short(row: Row) -> dict[str, str]:
+    """Return the figures of one world size that matter first, by name."""
+    is_shared = row["shard_ranks"] < row["world_size"]
+    return {
+        "ranks": f"{row['world_size']:,}",
+        **({"sharded over": f"{row['shard_ranks']:,}"} if is_shared else {}),
+        "GB per rank": gigabytes(row["total"]),
+        **({"  in fp32, see convert_rest": gigabytes(row["frozen"])} if row["frozen"] else {}),
+        "GB sent per step": gigabytes(row["sent"]),
+        "collectives per step": f"{row['collectives']:,}",
+        **{f"GB per rank, {name}": gigabytes(n) for name, n in row["others"].items()},
+    }
 
 
 def gigabytes(nbytes: float) -> str:

@@ -101,8 +101,10 @@ def _check_launch(parsed: Any, ours: Mapping[str, Any] | None, rest: Mapping[str
     several = int(processes) > 1 and (parsed.multi_gpu or kind == "MULTI_GPU")
     if int(processes) > 1 and (parsed.cpu or kind == "MULTI_CPU"):
         raise ValueError(
-            f"num_processes: {processes} asked for, but Accelerate starts one process with --cpu "
-            "or MULTI_CPU; use distributed_type: MULTI_GPU (or --multi_gpu) with use_cpu: true"
+            f"num_processes: expected 1 with --cpu or MULTI_CPU, with which Accelerate starts one "
+            f"process, got {processes}; run ACCELERATE_USE_CPU=true shardcast launch --multi_gpu "
+            f"--num_processes {processes} ..., or set distributed_type: MULTI_GPU and "
+            "use_cpu: true in the file"
         )
     if several and rest.get("use_cpu"):  # Accelerate's launcher forgets it for several processes
         os.environ["ACCELERATE_USE_CPU"] = "true"

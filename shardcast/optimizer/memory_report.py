@@ -50,12 +50,21 @@ def summary_of(packed: PackedOptimizer) -> str:
         numels[pack.dtype] += sum(slot.numel for slot in pack.slots)
     dtypes = ", ".join(f"{n:,} in {str(d).removeprefix('torch.')}" for d, n in numels.items())
     frozen = packed.precision.frozen_bytes(packed.outside.values())
+    trained = [shard for shard in packed.shards if shard.pack.layout.requires_grad]
+    owned = sum(shard.pack.own.numel for shard in trained)
+    total = sum(numels.values())
+    gradients = sum(shard.pack.own.numel * shard.pack.layout.dtype.itemsize for shard in trained)
+    report = report_of(packed)
+    held = report["parameters"] + report["masters"] + gradients
+    count = sum(slot.numel for shard in trained for slot in shard.pack.layout.slots)
+    ddp, share = MASTER_DTYPE.itemsize * (total + count), owned / max(1, count)
     beside = f"; beside it {_size(frozen)} of parameters that are not trained stay fp32, as they "
     beside += "came, which convert_rest=True halves"
     return (
         f"sharded {sum(len(pack.slots) for pack in packs)} parameters ({dtypes}) of "
         f"{packed.originals.name} in {len(packs)} packs over {comm.size} of {packed.comm.size} "
-        f"data-parallel ranks; {_size(report_of(packed).total)} per rank before the first step"
+        f"data-parallel ranks; weights, gradients and masters take {_size(held)} per rank "
+        f"(DDP: {_size(ddp)}), the optimizer's state {share:.0%} of DDP's"
         f"{beside * bool(frozen)}{_rounded(packed)}"
     )
 

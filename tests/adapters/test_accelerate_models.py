@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,22 @@ def test_each_model_has_its_fp32_state_on_rank_0(gloo: SpawnedWorld, name: str) 
                 assert torch.equal(exact[key].to(value.dtype), value)
             finer = any(exact[key].dtype == torch.float32 for key in exact)
             assert finer == (rank == 0)
+
+
+def test_weights_that_a_script_saves_in_low_precision_are_named(tmp_path: Path) -> None:
+    accelerator = accelerator_of("sharded", {"param_dtype": "bf16"})
+    model = net(1, 5, 4)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.save(accelerator.get_state_dict(model), tmp_path / "whole.pt")
+    assert torch.load(tmp_path / "whole.pt")["0.weight"].dtype == torch.float32
+    low = accelerator.unwrap_model(model).state_dict()
+    with pytest.warns(UserWarning, match=r"in bfloat16.*get_state_dict\(model\).*shardcast export"):
+        accelerator.save(low, tmp_path / "low.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.save({"step": 1, "loss": torch.zeros(3)}, tmp_path / "others.pt")
 
 
 def test_a_state_of_fewer_models_is_refused(tmp_path: Path) -> None:

@@ -422,7 +422,9 @@ def test_the_command_prints_a_table_and_json(command: Command):
     words = "estimate built:wide --world_size 1 1024".split()
     short, printed = command(*words), command(*words, "--details")
     assert "not trained" not in short
-    assert "1 rank: 14.4 GB per rank" in short and "1,024 ranks: 1.8 GB per rank" in short
+    rows = {line[:36].strip(): line[36:].split() for line in short.splitlines()[1:-1]}
+    assert rows["ranks"] == ["1", "1,024"] and rows["GB per rank"] == ["14.4", "1.8"]
+    assert len({len(line) for line in short.splitlines()[1:-1]}) == 1, "columns are aligned"
     assert short in printed
     figures = {line[:26].strip(): line[26:].split() for line in printed.splitlines()}
     assert figures["world_size"][:2] == ["1", "1,024"] and figures["masters"] == ["3.6", "0.0035"]

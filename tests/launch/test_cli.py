@@ -26,7 +26,7 @@ from commands import ROOT, python
 import shardcast
 from shardcast import checkpoint
 from shardcast.cli import commands as cli
-from shardcast.cli import main
+from shardcast.cli import main, self_test
 from shardcast.cli.launch import split_config
 from shardcast.config import ShardcastConfig
 from shardcast.testing import spawn_world
@@ -63,8 +63,35 @@ def script(folder: Path, text: str) -> str:
 
 def test_usage_lists_every_command_with_its_help(command: Command) -> None:
     assert (out := command()) == command("--help")
-    for name, call in cli.COMMANDS.items():
-        assert name in out and (call.__doc__ or "").splitlines()[0] in out
+    for name, (module, help_text) in cli.COMMANDS.items():
+        call = getattr(importlib.import_module(f"shardcast.cli.{module}"), name)
+        assert call.__doc__.splitlines()[0] == help_text
+        assert name in out and help_text in out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], ["lunch"]])
+def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; from shardcast.cli import main; "
+        f"main({arguments!r}); print('torch' in str(sys.modules['torch']))"
+    )
+    done = python("-c", program)
+    assert done.returncode == 0 and done.stdout.endswith("False\n"), done.stderr
+
+
+def test_the_self_test_speaks_before_it_imports_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; from shardcast.cli import main; main(['test'])"
+    )
+    assert python("-c", program).stdout.startswith("shardcast test: importing torch; then one pro")
+
+
+def test_the_public_names_are_those_that_all_lists() -> None:
+    assert {*shardcast.__all__} <= {*dir(shardcast)}
+    for name in shardcast.__all__:
+        assert getattr(shardcast, name).__module__.startswith("shardcast.")
+    with pytest.raises(AttributeError, match="no attribute 'shards'"):
+        shardcast.shards  # noqa: B018
 
 
 def test_it_is_also_a_module_and_tells_its_version(
@@ -137,11 +164,11 @@ def test_the_self_test_passes_here_and_shows_what_failed(
     def broken(*_args: object, **_options: object) -> None:
         raise RuntimeError("fp32 weights: expected those of plain torch.optim.AdamW")
 
-    monkeypatch.setattr(cli, "spawn", forked)  # processes that need not import torch
+    monkeypatch.setattr(self_test, "spawn", forked)  # processes that need not import torch
     printed = command("test")
     for line in ("ok     one process", "ok     two processes over gloo", "NCCL"):
         assert line in printed
-    monkeypatch.setattr(cli, "spawn", broken)
+    monkeypatch.setattr(self_test, "spawn", broken)
     printed = command("test", status=1)
     assert "FAILED one process: RuntimeError: fp32 weights" in printed
 
@@ -381,7 +408,9 @@ REFUSED = {
     "launch --config_file fsdp.yaml script.py": "expected MULTI_GPU or NO, got FSDP",
     "launch --config_file deepspeed.yaml script.py": "expected MULTI_GPU or NO, got DEEPSPEED",
     "launch --config_file both.yaml --use_fsdp script.py": "expected MULTI_GPU or NO, got FSDP",
-    "launch --config_file cpu.yaml script.py": "Accelerate starts one process with --cpu or",
+    "launch --config_file cpu.yaml script.py": (
+        "ACCELERATE_USE_CPU=true shardcast launch --multi_gpu --num_processes 2"
+    ),
     "launch --config_file gpus.yaml script.py": (
         "MULTI_GPU with 8 processes, but this machine has no GPU"
     ),

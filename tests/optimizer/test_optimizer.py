@@ -317,6 +317,22 @@ def test_shard_says_in_one_line_what_it_did_and_the_report_has_a_total(
     assert f"total {report.total / 1e6:.3f} MB" in str(report)
 
 
+@pytest.mark.parametrize(("param_dtype", "held"), [("bf16", 800 + 400 + 800), ("fp32", 2400)])
+def test_the_line_of_shard_has_the_memory_of_a_rank_beside_ddps(
+    param_dtype: str, held: int, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "shardcast")
+
+    def start(group: Any) -> None:
+        model = nn.Linear(20, 20, bias=False)
+        options = {"param_dtype": param_dtype, "alignment": 8, "process_group": group}
+        shardcast.shard(model, torch.optim.AdamW(model.parameters()), **options)
+
+    run_world(2, start)
+    assert f"masters take {held / 1e6:.3f} MB per rank (DDP: 0.003 MB)" in caplog.text
+    assert "the optimizer's state 50% of DDP's" in caplog.text
+
+
 @pytest.mark.parametrize("low", [False, True])
 def test_the_line_of_shard_says_which_masters_begin_rounded(
     low: bool, caplog: pytest.LogCaptureFixture

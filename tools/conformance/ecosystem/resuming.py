@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -161,7 +162,8 @@ def accelerate_state(variant: Variant) -> Report:
 @recipe(
     "a checkpoint of ShardcastTrainer, resumed by the stock Trainer",
     "transformers",
-    silent="it starts with a fresh optimizer; export the state first (docs/checkpoints.md)",
+    error=UnpicklingError,
+    match="THE_STATE_IS_IN_shardcast__SEE_optimizer_pt_txt",
 )
 def stock_trainer(variant: Variant) -> Report:
     from trainers import arguments, causal_rows, llama
