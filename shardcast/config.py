@@ -162,8 +162,8 @@ class ShardcastConfig(ValidatedOptions):
     replica_check: int = extension(0, "replica_check")
     offload: bool = extension(False, "offload")
     averages: Any = extension((), "averages")
-    published: Any = extension(None, "published_forms")
-    changes: bool = extension(False, "changes")
+    published: Any = extension(None, "serving.published")
+    changes: bool = extension(False, "serving.changes")
     reduce: str = option(
         "auto",
         "how gradients reach their owner; two_level: summed within each node first; auto: "

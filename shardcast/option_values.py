@@ -50,7 +50,8 @@ def option(default: Any, help: str = "", within: Range = ANY) -> Any:
 # hook made, with a first call. A hook that needs its option refuses by an AttributeError.
 CALLS = {
     "attempt": "on_error", "failures": "on_error", "published": "published", "digest": "digest",
-    "changes": "changes", "sleep": "sleep", "wake": "sleep", "asleep": "sleep",
+    "changes": "changes", "sleep": "serving.sleep", "wake": "serving.sleep",
+    "asleep": "serving.sleep",
 }  # fmt: skip
 
 
@@ -77,9 +78,8 @@ class Option(NamedTuple):
         beside_mesh: what to do beside ``mesh=``, with which it does not go; empty: it does.
         state_on_host: whether masters and state are in host memory.
         fused: whether it needs an update by a rule of :mod:`.rules`, not by a class itself.
-        casts: ``casts(config)`` gives :class:`.Casts`, how some masters become what is published.
-        record: ``record(shard, config)`` gives a :class:`.Record` of what is published; one
-            option has one.
+        publishing: ``publishing(config)`` gives :class:`.Publishing`, how masters become what is
+            published; that of the first option that has one serves all.
     """
 
     help: str
@@ -96,13 +96,15 @@ class Option(NamedTuple):
     beside_mesh: str = ""
     state_on_host: bool = False
     fused: bool = False
-    casts: Callable[[Any], Any] | None = None
-    record: Callable[[Any, Any], Any] | None = None
+    publishing: Callable[[Any], Any] | None = None
 
 
 def load_extension(name: str) -> Any:
-    """A module of :mod:`shardcast.extensions`, imported where something asks for it by ``name``."""
-    return import_module(f"shardcast.extensions.{name}")
+    """A module of :mod:`shardcast.extensions`, or of a folder that its ``name`` begins with.
+
+    It is imported where something asks for it.
+    """
+    return import_module(f"shardcast.{name}" if "." in name else f"shardcast.extensions.{name}")
 
 
 class Declared(Mapping[str, Any]):

@@ -34,8 +34,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"step"}),
     frozenset({"optimizer"}),
     frozenset({"extensions"}),
-    frozenset({"checkpoint", "estimate", "publish", "testing"}),
-    frozenset({"accelerate", "metrics", "transformers", "lightning", "run"}),
+    frozenset({"checkpoint", "estimate", "serving", "testing"}),
+    frozenset({"accelerate", "metrics", "publish", "transformers", "lightning", "run"}),
     frozenset({"cli", "__main__"}),
 )
 # torch's and other packages' private interfaces are used here only, so that a new release of
@@ -107,7 +107,7 @@ def crossings() -> list[str]:
         if name.split(".")[1:2] and name.split(".")[1] in CORE
         if name != ASSEMBLY
         for other in dict.fromkeys(imports(path, everywhere=True))
-        if other.startswith("shardcast.extensions")
+        if other.startswith(("shardcast.extensions", "shardcast.serving"))
     ]
 
 

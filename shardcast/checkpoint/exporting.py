@@ -21,6 +21,7 @@ from shardcast.checkpoint.directory import EXPORTING, chosen, locked, new_name, 
 from shardcast.checkpoint.region import KeyPath
 from shardcast.messages import note_speed
 from shardcast.optimizer.state_dict import plain_dict
+from shardcast.serving.published import Exported
 from shardcast.step.update.epilogues import AVERAGE
 
 Paths = dict[str, KeyPath]  # of what is stored, by names
@@ -71,8 +72,6 @@ def export(
     with fitting(reader.folder):
         head = reader.object(("shardcast",))
         if weights == "published":
-            from shardcast.extensions.published_forms.reading import Exported
-
             trained = (name for group in _groups(reader) for name in group["params"])
             convert = exported_forms = Exported(head.get("published"), trained)
         paths = _model_paths(reader, None if weights == "published" else weights)

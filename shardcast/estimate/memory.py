@@ -20,11 +20,11 @@ from shardcast.memory.pack import Pack
 from shardcast.memory.shard import FILL, shard_of
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Topology
-from shardcast.plan.casts import cast_of, wire_of
 from shardcast.plan.layout import GroupId, Layout, PackLayout, Slot, Span
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.packing import with_algorithms
 from shardcast.plan.precision import MASTER_DTYPE, exact_sums, grad_dtype, wire_dtype
+from shardcast.plan.publishing import publishing_of
 from shardcast.plan.traits import ELEMENTWISE
 from shardcast.plan.whole import ELEMENT
 from shardcast.step.update import updates_of
@@ -144,7 +144,7 @@ def estimate(
     accumulates = world_size > 1 and micro_batches > 1 and config.accumulate == "local"
     sums = exact_sums(micro_batches, config) if world_size == 1 else micro_batches > 1
     sums = sums and not accumulates
-    costs = dict[str, float]()
+    publishing, costs = publishing_of(config), dict[str, float]()
     masters, local, parcels = [0] * size, 0, 0
     shares: list[list[_Share]] = [[] for _ in range(size)]
     for pack in layout.packs:
@@ -158,7 +158,7 @@ def estimate(
             of_batches = MASTER_DTYPE if exact_sums(micro_batches, config) else grad
             local += sum(slot.numel for slot in pack.slots) * of_batches.itemsize
         share_of = cache(partial(_share, plan, copies, allocated, pack, grad))
-        wire = wire_of(config, pack)
+        wire = None if publishing is None else publishing.wire(pack)
         parcels += wire.size if wire is not None and pack.requires_grad and size > 1 else 0
         for owner, start, stop in pack.spans:
             values = (stop - start) * pack.dtype.itemsize if wire is None else wire.nbytes[owner]
@@ -229,10 +229,9 @@ def _allocated(
     """
     config, row = config.replace(offload=False), row_of(config, dtype)  # the host keeps as many
     slot, span = Slot("", (trained,), 0, trained), Span(0, 0, numel)
-    layout = PackLayout(0, "meta", dtype, True, group, "", numel, (slot,), (span,))
+    layout = PackLayout(0, "meta", dtype, True, group, "", numel, (slot,), (span,), cast=cast)
     pack = Pack(layout, [nn.Parameter(torch.empty(trained, device="meta"))], Comm(None))
     pack.fill(torch.empty(numel, dtype=dtype, device="meta"))
-    pack.cast = cast_of(config, cast)
     shard = shard_of(pack, config)
     # Not Shard.fill: it encodes values piece by piece.
     shard.master = Encoded(master_codec(config, dtype), numel, row, pack.data.device)

@@ -145,7 +145,7 @@ class Averages(StepHook):
                 shard.lend()
                 for number, fragment in enumerate(shard.fragments):
                     part = shard.local(fragment.start, fragment.stop)
-                    values = shard.rounded(fragment, self.values(shard, number, name))
+                    values = shard.rounded(fragment.slot, self.values(shard, number, name))
                     shard.published[part].copy_(values)
             optimizer.sync()
             self._note(shards, name)
@@ -182,7 +182,7 @@ class Averages(StepHook):
         """Return whether the own span publishes the average no more; waits for the device."""
         for number, fragment in enumerate(shard.fragments):
             published = shard.published[shard.local(fragment.start, fragment.stop)]
-            cast = shard.rounded(fragment, self.values(shard, number, name))
+            cast = shard.rounded(fragment.slot, self.values(shard, number, name))
             if not torch.equal(published.view(torch.uint8), cast.view(torch.uint8)):
                 return True
         return False

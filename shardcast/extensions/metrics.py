@@ -109,7 +109,7 @@ class Metrics(StepHook):
         for update in self._optimizer.updates:
             update.measured = self._is_due
         for shard in self._optimizer.shards if self._is_due else ():
-            if shard.pack.cast is not None and shard.grads is not None and shard.fragments:
+            if shard.in_blocks and shard.grads is not None and shard.fragments:
                 self._before[shard] = Before(shard)
 
     def after_update(self, decision: Decision) -> None:

@@ -18,11 +18,8 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.memory.local_param import LocalParam
-from shardcast.plan.casts import Cast, Wire
-from shardcast.plan.layout import PackLayout, Slot, Span
-from shardcast.plan.precision import MASTER_DTYPE
-
-ROUNDED = 1 << 20  # values that are cast in blocks at a time
+from shardcast.plan.layout import PackLayout, Span
+from shardcast.plan.publishing import Wire
 
 
 def as_packed(param: nn.Parameter) -> Any:
@@ -37,8 +34,6 @@ class Pack:
         layout: the slots.
         params: the model's parameters in slot order; they are moved in by :meth:`fill`.
         comm: the ranks that cut it.
-        cast: of masters, where it is not the usual one.
-        wire: how values travel, where that is not as they are.
 
     Attributes:
         in_model: the model's parameters.
@@ -46,14 +41,13 @@ class Pack:
         own: this rank's span.
         data: the storage, 1-d; padding is zero.
         own_data: the own span of it.
+        wire: how values travel, where that is not as they are.
     """
 
-    def __init__(
-        self, layout: PackLayout, params: list[nn.Parameter], comm: Comm,
-        cast: Cast | None = None, wire: Wire | None = None,
-    ) -> None:  # fmt: skip
-        self.layout = layout
-        self.comm, self.cast, self.wire = comm, cast, wire
+    wire: Wire | None = None
+
+    def __init__(self, layout: PackLayout, params: list[nn.Parameter], comm: Comm) -> None:
+        self.layout, self.comm = layout, comm
         self.in_model = params
         self.params: list[Any] = [as_packed(param) for param in params]
         self.own = layout.spans[comm.rank]
@@ -86,13 +80,8 @@ class Pack:
             source = self._only()
         if source is None:  # zeros, for padding takes part in collectives
             self.data = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
-        elif self.cast is None:
-            self.data = source.to(layout.dtype)
         else:
-            self.data = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
-            for slot in layout.slots:
-                part = slice(slot.offset, slot.end)
-                self.data[part] = self.rounded(slot, source[part])
+            self.data = source.to(layout.dtype)
         self.own_data = self.span(self.own)
         views = self.views(self.data)
         if source is None:
@@ -115,22 +104,6 @@ class Pack:
             flat.as_strided(shape, strides_of(shape), begin + offset)
             for _, shape, offset, _ in self.layout.slots
         ]
-
-    def rounded(self, slot: Slot, values: Tensor) -> Tensor:
-        """Return what is published of masters of a slot, or of its part on one rank.
-
-        Args:
-            values: 1-d, of any floating dtype.
-        """
-        if self.cast is None or not values.numel():
-            return values.to(self.layout.dtype)
-        published = torch.empty(values.shape, dtype=self.layout.dtype, device=values.device)
-        unit = self.cast.unit(slot.shape)
-        step = max(1, ROUNDED // unit) * unit
-        for start in range(0, values.numel(), step):
-            part = slice(start, start + step)
-            published[part] = self.cast(values[part].to(MASTER_DTYPE), slot.shape)
-        return published
 
     def span(self, span: Span) -> Tensor:
         """Return the elements of one span, 1-d."""

@@ -7,9 +7,9 @@ straight into it and nothing is cast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,9 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Encoded, master_codec, row_of, shown, take_shown_
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
-from shardcast.plan.casts import cast_of, wire_of
 from shardcast.plan.layout import Fragment, PackLayout, Slot
 from shardcast.plan.precision import MASTER_DTYPE
-
-if TYPE_CHECKING:
-    from shardcast.memory.record import Record
+from shardcast.plan.publishing import publishing_of
 
 FILL = 1 << 16  # masters that are encoded at a time
 PIECE = 1 << 22  # masters that are compared with what is published at a time
@@ -33,13 +30,19 @@ PIECE = 1 << 22  # masters that are compared with what is published at a time
 class Shard:
     """The part of one pack on this rank: masters, gradients and the parameters' parts.
 
+    A class of an option may publish masters in another way: by :meth:`publish`, with what it casts
+    (:meth:`rounded`), and with what it notes of it (:meth:`tell`).
+
     Attributes:
         master: the own span in full precision; it is the pack's own memory if that is fp32.
         fragments: the parameters' parts in the own span, in pack order.
         given_dtypes: of the parameters, as they were given to ``shard``.
-        record: what an option keeps of what is published of each element.
+        in_blocks: whether masters are cast behind the update, several together.
+        followed: what an epilogue that follows what is published has as its state, by name.
     """
 
+    in_blocks: ClassVar[bool] = False
+    followed: Mapping[str, Encoded] = {}
     master: Encoded
 
     def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
@@ -53,9 +56,6 @@ class Shard:
         self._codec = master_codec(config, pack.layout.dtype)
         self._row = row_of(config, pack.layout.dtype)
         self._on_host = config.state_on_host and not self.in_place
-        options = config.extensions().values()
-        asked = (it.record(self, config) for it in options if it.record is not None)
-        self.record: Record | None = next(asked, None)
 
     @property
     def in_place(self) -> bool:
@@ -96,7 +96,7 @@ class Shard:
         of_masters = 0 if self.in_place else self.master.nbytes
         for kept in self._before_load.values():
             of_masters += sum(tensor.nbytes for tensor in kept)
-        return of_masters + (0 if self.record is None else self.record.nbytes)
+        return of_masters
 
     @property
     def on_host(self) -> bool:
@@ -106,8 +106,6 @@ class Shard:
     def memory(self) -> Iterator[Tensor]:
         """Give the very tensors that are kept here, that of the pack among them."""
         yield from (self.pack.data, self.pack.own_data, *self.master.pieces)
-        if self.record is not None:
-            yield from self.record.memory()
 
     def fill(self, source: Tensor) -> None:
         """Take the own span of ``source``: 1-d, the whole pack, fp32."""
@@ -218,23 +216,22 @@ class Shard:
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters into the own span of the pack."""
-        if not self.casts:
-            return
-        if self.record is None:
-            self.published.copy_(self.master.read(slice(None)))
-            return
-        for start in range(0, self.published.numel(), PIECE):
+        for start in range(0, self.published.numel(), PIECE) if self.casts else ():
             piece = slice(start, start + PIECE)
             masters = self.master.read(piece)
             self.tell(piece, self.published[piece], masters)
             self.published[piece].copy_(masters)
 
     def settle(self) -> None:
-        """Cast what a script wrote, before a sync without an update; see :class:`.CastShard`."""
+        """Cast what a script wrote, before a sync without an update, if that casts in blocks."""
 
-    def rounded(self, fragment: Fragment, values: Tensor) -> Tensor:
-        """Return what is published of masters of a fragment, 1-d."""
-        return self.pack.rounded(fragment.slot, values)
+    def rounded(self, slot: Slot, values: Tensor) -> Tensor:
+        """Return what is published of masters of a slot, or of its part on one rank.
+
+        Args:
+            values: 1-d, of any floating dtype.
+        """
+        return values.to(self.pack.layout.dtype)
 
     def lend(self) -> None:
         """Free the own span of the pack for an average; readers see the training's weights."""
@@ -273,14 +270,11 @@ class Shard:
             self.master.write(part, masters)
 
     def tell(self, part: slice, before: Tensor, after: Tensor) -> None:
-        """Tell the record of published values of a part, or of masters whose casts they are."""
-        if self.record is not None:
-            dtype = self.published.dtype
-            self.record.note(part, before.reshape(-1).to(dtype), after.reshape(-1).to(dtype))
+        """Note published values of a part, or masters whose casts they are: nothing here."""
 
     @torch.no_grad()
     def note_written(self) -> bool:
-        """Tell the record of values that are not the cast of their masters: a script wrote them.
+        """Note values that are not the cast of their masters: a script wrote them.
 
         Returns whether there are any; waits for the device.
         """
@@ -335,11 +329,9 @@ def take_moved(shards: Sequence[Shard]) -> None:
 
 def shard_of(pack: Pack, config: ShardcastConfig) -> Shard:
     """Return the shard of a pack, which has no masters yet. Local."""
-    if pack.cast is None:
-        return Shard(pack, config)
-    from shardcast.memory.cast_shard import CastShard  # only with the option that has casts
-
-    return CastShard(pack, pack.cast, config)
+    publishing = publishing_of(config)
+    shard: Shard = Shard(pack, config) if publishing is None else publishing.shard(pack)
+    return shard
 
 
 def build_shard(
@@ -355,7 +347,9 @@ def build_shard(
     """
     pack_groups = layout.pack_groups
     comm = process_groups.comm(pack_groups.shard)
-    pack = Pack(layout, params, comm, cast_of(config, layout.cast), wire_of(config, layout))
+    pack = Pack(layout, params, comm)
+    if (publishing := publishing_of(config)) is not None:
+        pack.wire = publishing.wire(layout)
     shard = shard_of(pack, config)
     if process_groups.everyone.size == 1 and layout.dtype == MASTER_DTYPE:
         pack.fill()

@@ -87,7 +87,7 @@ def _restore_shard(shard: Shard, dtypes: Sequence[torch.dtype]) -> None:
     step, also by moving or converting them, keep their values.
     """
     pack, low = shard.pack, shard.pack.layout.dtype
-    if pack.cast is not None:  # the owner's copy decides
+    if shard.in_blocks:  # the owner's copy decides
         for view, param in zip(pack.views(pack.data), pack.params, strict=True):
             if param.dtype == low:
                 view.copy_(param.data)
@@ -104,9 +104,9 @@ def _restore_shard(shard: Shard, dtypes: Sequence[torch.dtype]) -> None:
     ):
         values, exact = param.data, view.to(param.device)
         if values.dtype == low and not shard.in_place:
-            values = shown(exact, values) if pack.cast is None else exact
+            values = exact if shard.in_blocks else shown(exact, values)
         elif not shard.in_place:  # it was converted since
-            published = pack.rounded(slot, exact.reshape(-1)).view(exact.shape)
+            published = shard.rounded(slot, exact.reshape(-1)).view(exact.shape)
             same = published.to(values.dtype) == values
             values = torch.where(same, exact, values.to(MASTER_DTYPE))
         param.data = values.to(dtype)

@@ -331,7 +331,7 @@ def before_load(
         for _, fragment, param in shard.owned():
             if param in loaded:
                 shard.load(fragment, loaded[param].reshape(-1)[slice(*fragment.param_range)])
-        if shard.pack.cast is not None:
+        if shard.in_blocks:
             _round(shard, module, state_dict, prefix, loaded)
 
 
@@ -363,7 +363,7 @@ def _round(
     names = {param: name for name, param in module.named_parameters(recurse=False)}
     for slot, param in zip(pack.layout.slots, pack.in_model, strict=True):
         if param in loaded:
-            values = pack.rounded(slot, loaded[param].detach().reshape(-1)).view(slot.shape)
+            values = shard.rounded(slot, loaded[param].detach().reshape(-1)).view(slot.shape)
             shard.note_loaded(slot, values)
             if _compat.is_dtensor(param):
                 whole: Any = param

@@ -25,7 +25,6 @@ from shardcast.memory.packed_param import note_of
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.option_values import load_extension
 from shardcast.plan import validate
-from shardcast.plan.casts import casts_of
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import OptimizerList
 from shardcast.plan.pack_groups import PLAIN, PackGroups
@@ -33,6 +32,7 @@ from shardcast.plan.packing import describe, plan_packs, with_algorithms
 from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.partition import partition_of
 from shardcast.plan.precision import Precision
+from shardcast.plan.publishing import publishing_of
 from shardcast.plan.traits import OptimizerTraits, known_traits
 
 EXPERT = "of an expert"  # whatever its number
@@ -133,10 +133,10 @@ def plan_for(
         number: partition_of(owner, elementwise[number.optimizer], config)
         for number, owner, _ in originals.numbered()
     }
-    casts = casts_of(config)
+    publishing = publishing_of(config)
     unmatched: tuple[str, ...] = ()
     if before is None:
-        of_casts = casts.unmatched(params) if casts else ()
+        of_casts = publishing.unmatched(params) if publishing else ()
         unmatched = (*precision.unmatched, *parallel_dims.unmatched(params), *of_casts)
     if not parallel_dims.in_pipeline:
         validate.check_matched(unmatched)

@@ -13,11 +13,11 @@ from torch import nn
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.algorithms import Algorithms, Topology, choose
-from shardcast.plan.casts import casts_of
 from shardcast.plan.layout import GroupId, Layout, PackKey, PackLayout, ParamInfo
 from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.plan.partition import plan_even, round_up
+from shardcast.plan.publishing import publishing_of
 from shardcast.plan.whole import assign_owners, plan_whole
 
 MIB = 1024 * 1024
@@ -46,7 +46,7 @@ def describe(
     """
     # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
     devices: dict[torch.device, str] = {}
-    infos, plain, casts = [], PackGroups(), casts_of(config)
+    infos, plain, publishing = [], PackGroups(), publishing_of(config)
     for name, param in named.items():
         device = devices.get(param.device)
         if device is None:
@@ -55,7 +55,7 @@ def describe(
             device = devices[param.device] = f"{kind} {count + 1}" if count else kind
         shape = tuple(_compat.local_tensor(param).shape)
         dtype = param.dtype if storage_dtype is None else storage_dtype(param)
-        cast = None if casts is None else casts.of(name, shape, dtype)
+        cast, unit = publishing.cast(name, shape, dtype) if publishing else ("", 1)
         infos.append(
             ParamInfo(
                 name,
@@ -67,8 +67,8 @@ def describe(
                 "" if config.group_fn is None else repr(config.group_fn(name, param)),
                 plain if pack_groups_by_name is None else pack_groups_by_name[name],
                 costs.get(name),
-                "" if cast is None else cast.name,
-                1 if cast is None else cast.unit(shape),
+                cast,
+                unit,
             )
         )
     return infos

@@ -15,7 +15,7 @@ from models import GPT
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shardcast.extensions.published_forms.forms import FORMS
+from shardcast.serving.forms import FORMS
 
 VOCABULARY, DIM = 64, 128
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from models import run_world, sharded
 from pairwise import SEED
+from spoiled import flip, master, spoil_after_sync
 from test_attempt_stories import (
     IN_ANOTHER_FORM,
     Failed,
@@ -31,7 +32,6 @@ from test_attempt_stories import (
     made,
     seed_of,
 )
-from test_replica_check import flip, master, spoil_after_sync
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -185,6 +185,7 @@ def imported() -> set[str]:
 
 
 def test_an_option_that_is_off_is_not_imported():
-    found = {name for name in imported() if name.startswith("shardcast.extensions.")}
+    optional = ("shardcast.extensions.", "shardcast.serving")
+    found = {name for name in imported() if name.startswith(optional)}
     lookout = ["", ".lookout", ".places"]  # no option asks for it: every process has one
     assert found == {f"shardcast.extensions.waiting{part}" for part in lookout}

@@ -10,7 +10,8 @@ import torch
 from bag import Bag
 from models import CASES, assert_same_bits, everything, job, run_world, sharded
 from pairwise import pairwise
-from torch import Tensor, nn
+from spoiled import Flip, buffer, master, received, spoil_after_sync
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardcast
@@ -20,52 +21,6 @@ from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(60)
-Flip = Callable[[Any, nn.Module], None]
-
-
-def flip(values: Tensor, place: int, bit: int = 0) -> None:
-    """Turn one bit of one element over."""
-    integers = values.detach().view(-1).view({2: torch.int16, 4: torch.int32}[values.itemsize])
-    integers[place] ^= 1 << bit
-
-
-def received(optimizer: Any, _model: nn.Module) -> None:
-    """A bit of the last pack that this rank has from another one."""
-    pack, span = [
-        (shard.pack, span)
-        for shard in packed_of(optimizer).shards
-        for span in shard.pack.layout.owned_spans
-        if span.owner != shard.pack.own.owner
-    ][-1]
-    flip(pack.data, span.start, 3)
-
-
-def buffer(_optimizer: Any, model: nn.Module) -> None:
-    flip(model.get_buffer("statistics"), 1)
-
-
-def master(optimizer: Any, _model: nn.Module) -> None:
-    """The lowest bit of a master, which no published value shows."""
-    for shard in packed_of(optimizer).shards:
-        for fragment in shard.fragments[:1]:
-            exact = shard.exact(fragment).clone()
-            flip(exact, 0)
-            shard.set_exact(fragment, exact)
-
-
-def spoil_after_sync(optimizer: Any, model: nn.Module, change: Flip, step: int) -> None:
-    """Have something change after the sync of a step, before anything looks at it."""
-    packed = packed_of(optimizer)
-    hook = packed.hook_of("replica_check")
-    look = hook.after_sync
-
-    def spoiled() -> None:
-        if packed.comm.steps + 1 == step:
-            packed.sync.wait()
-            change(optimizer, model)
-        look()
-
-    hook.after_sync = spoiled
 
 
 def first_error(optimizer: Any, backward: Callable[[], Any], steps: int) -> str:

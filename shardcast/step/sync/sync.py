@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from shardcast.comm import Comm, Work
 from shardcast.memory.pack import Pack
-from shardcast.plan.casts import Parcel
+from shardcast.plan.publishing import Parcel
 
 
 class Sync:
@@ -154,5 +154,5 @@ def _sent(pack: Pack, by_wire: bool) -> Pack | Parcel:
 
 
 def _delivered(work: Work, sent: Sequence[Pack | Parcel]) -> Work | Delivery:
-    parcels = [it for it in sent if isinstance(it, Parcel)]
+    parcels = [it for it in sent if not isinstance(it, Pack)]
     return Delivery(work, parcels) if parcels else work

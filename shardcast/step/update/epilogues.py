@@ -54,8 +54,8 @@ class Epilogue:
         compares: whether it sees more than the new master and state: all else of
             :class:`UpdateValues` is ``None`` where no epilogue does, for eagerly it takes passes.
         follows: whether it sees what is published, and what was, and no more: it keeps what it
-            follows in the :class:`.Record` of its option. That neither begins as the masters nor
-            is saved, and absent gradients need no pass for it.
+            follows in ``Shard.followed``. That neither begins as the masters nor is saved,
+            and absent gradients need no pass for it.
     """
 
     sums: ClassVar[tuple[str, ...]] = ()

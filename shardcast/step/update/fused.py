@@ -148,7 +148,7 @@ class FusedUpdate(Update):
             for shard in self._states:
                 shard.settle()
             return
-        behind = [shard for shard in self._states if shard.pack.cast is not None]
+        behind = [shard for shard in self._states if shard.in_blocks]
         for shard in behind:
             shard.absorb(publishes=True)
         taken = decision.taken

@@ -61,8 +61,7 @@ class ShardState:
         kept = [name for e in epilogues for name in e.state if not e.follows]
         # Fragments of which an epilogue has no values yet.
         self._unbegun = {name: {*range(len(shard.fragments))} for name in kept}
-        if shard.record is not None:
-            self.stored |= shard.record.state
+        self.stored |= shard.followed
         self._keys: Tensor | None = None
         row = self._longest_row() if any(e.sums for e in epilogues) else self._row
         self.sums = RowSums(torch.empty(0), torch.empty(0), row)
@@ -214,8 +213,8 @@ class ShardState:
     def nbytes(self, averages: bool) -> int:
         """Return the bytes of the averages, or of all else."""
         names = [name for name in self.stored if (name in self._codecs) == averages]
-        if self.shard.record is not None:  # its bytes are counted with the masters
-            names = [name for name in names if name not in self.shard.record.state]
+        # Bytes of what the shard itself has are counted with the masters.
+        names = [name for name in names if name not in self.shard.followed]
         nbytes = sum(self.stored[name].nbytes for name in names)
         if not averages:
             nbytes += self.sums.values.nbytes

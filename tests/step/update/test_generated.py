@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast import _compat
-from shardcast.extensions.published_forms.forms import FORMS, NAN_SCALE
+from shardcast.serving.forms import FORMS, NAN_SCALE
 from shardcast.step.update.fusion import Fusion
 
 pytest.importorskip("triton")
@@ -77,7 +77,7 @@ def test_the_update_of_adamw_reads_and_writes_each_operand_once_and_spills_no_re
 INTERPRETED = """
 import sys
 import torch
-from shardcast.extensions.published_forms import blocks
+from shardcast.serving import blocks
 values, rounded, codes, scales = torch.load(sys.argv[1])
 blocks.round_(values, [rounded, rounded.clone()])
 blocks.collapse_(values, codes, scales)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shardcast
 from shardcast import checkpoint
-from shardcast.extensions.published_forms.forms import FORMS
+from shardcast.serving.forms import FORMS
 
 mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")

@@ -13,8 +13,8 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast._compat import inductor
 from shardcast.config import ShardcastConfig
-from shardcast.extensions.published_forms.forms import FORMS, Form
 from shardcast.memory.codecs import shown, take_shown_
+from shardcast.serving.forms import FORMS, Form
 from shardcast.step.compiling import compiles, or_eager
 
 BITS = torch.int16  # what bf16 values are written as, see Form.dequantize_bits
@@ -55,7 +55,10 @@ class Kernels:
         self._run(_expand, given, [rows, rows, blocks], self._block)
 
     def take_written(self, masters: Tensor, published: Tensor, last: Tensor) -> bool:
-        """See :meth:`.Cast.take_written_`."""
+        """Have published values be masters where they are not the last ones; all are 1-d.
+
+        Bits decide. Returns whether there may be such values; waits for no device.
+        """
         if _compat.is_host(masters.device):
             word = torch.int16 if published.numel() % 4 else torch.int64
             if torch.equal(last.view(word), published.view(word)):
@@ -162,7 +165,7 @@ def _of_blocks(call: Kernel) -> Kernel | None:
     """The kernel of blocks of several rows that is written by hand, if there is one."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from shardcast.extensions.published_forms import blocks
+    from shardcast.serving import blocks
 
     if call is _round:
         return lambda masters, *outputs: blocks.round_(masters, outputs)

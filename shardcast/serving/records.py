@@ -15,7 +15,7 @@ values that were told last are kept, and compared when somebody asks.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,7 +26,6 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Codec, Encoded, Pieces, row_of
-from shardcast.memory.record import Record
 from shardcast.memory.shard import Shard
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
 
@@ -109,16 +108,40 @@ class Followed(Epilogue):
         return ()
 
 
-class Changed(Record):
+class Changed(ABC):
     """The changes in one own span since they were told last.
 
+    In the fused update :class:`Followed` sees what changes. Everywhere else, where a script's
+    values become masters, a state is loaded, or a class has updated by itself, it is told.
+
     Attributes:
+        state: what :class:`Followed` has as its state, by name.
         is_new: nothing was told yet.
     """
+
+    state: dict[str, Encoded]
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self.is_new = True
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The bytes that are held; they are counted with those of masters."""
+
+    @abstractmethod
+    def memory(self) -> Iterator[Tensor]:
+        """Give the very tensors that are held."""
+
+    @abstractmethod
+    def note(self, part: slice, before: Tensor, after: Tensor) -> None:
+        """Note values that are published, or are about to be. Local; waits for no device.
+
+        Args:
+            part: of the own span; begins with a row, and ends with one or with a parameter.
+            before, after: 1-d, in the dtype of the pack; most elements, or all, may be equal.
+        """
 
     @abstractmethod
     def since(self, start: int, stop: int) -> Tensor:
@@ -232,6 +255,6 @@ def _differing(told: Tensor, published: Tensor, start: int, stop: int) -> Tensor
 def record_of(shard: Shard, config: ShardcastConfig) -> Changed:
     """The record of one own span."""
     row = row_of(config, shard.pack.layout.dtype)
-    if shard.casts or shard.pack.cast is not None:
+    if shard.casts or shard.in_blocks:
         return MarkedChanges(shard, row, in_update=shard.casts)
     return ComparedChanges(shard, row)

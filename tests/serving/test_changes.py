@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Shard
 import shardcast
 from shardcast import checkpoint, publish
 from shardcast.estimate import estimate
-from shardcast.extensions.published_forms.forms import FORMS
-from shardcast.extensions.published_forms.reading import as_exported
 from shardcast.optimizer.stateful import packed_of
 from shardcast.publish import Changes
+from shardcast.serving.forms import FORMS
+from shardcast.serving.published import as_exported
 from shardcast.testing import ThreadedWorld
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]

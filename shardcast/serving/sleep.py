@@ -27,13 +27,13 @@ from torch import Tensor
 
 from shardcast._compat import own_storage, storages
 from shardcast.comm import warn_first
-from shardcast.extensions.sleep.memory import Memory, StandIn, expanded, over, stood_in
 from shardcast.hook import Hook
 from shardcast.memory.aliases import tie
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import SHOWN
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option
+from shardcast.serving.sleeping import Memory, StandIn, expanded, over, stood_in
 from shardcast.step.step_hook import StepHook
 
 KINDS = ("parameters", "masters", "state")  # what may stay

@@ -26,16 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.checkpoint import storage
-from shardcast.extensions.changes.patches import Changes, WeightPatch
-from shardcast.publish.applying import (
+from shardcast.serving.applying import (
     DamagedChangesError,
     IncompleteChangesError,
     WrongVersionError,
     apply,
     begin_of_run,
     check_sum,
+    joined,
 )
-from shardcast.publish.joining import joined
+from shardcast.serving.patches import Changes, WeightPatch
 
 NAME = re.compile(
     r"(?P<run>[0-9a-f]+)-(?P<number>\d+)-\d+\.(?P<kind>full|next)"

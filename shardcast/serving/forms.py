@@ -51,7 +51,10 @@ class Form(ABC):
     bits: ClassVar[int] = 8
 
     def unit(self, shape: tuple[int, ...]) -> int:
-        """See :meth:`.Cast.unit`: a row of blocks, or a block of elements that are in a row."""
+        """Return how many elements of a parameter, from its first one, have one owner together.
+
+        That is a row of blocks, or a block of elements that are in a row.
+        """
         columns = self.block_columns if self.block_rows == 1 else shape[-1]
         return self.block_rows * columns
 

@@ -1,21 +1,74 @@
-"""Codes and scales of what is published: of a model that is trained, and for a folder of others."""
+"""``published``: parameters that lie on the grid of a quantized form, decided once by their owner.
+
+The owner of a block rounds its new fp32 masters in every step, and nobody else has to: forward,
+recomputation, every micro-batch and whoever reads the weights see the same bf16 numbers, which are
+codes times powers of two (:mod:`.forms`). The gradient at them goes to the master.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
-from shardcast.extensions.published_forms.forms import FORMS, Form
-from shardcast.extensions.published_forms.option import FormCasts
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.option_values import Option, ValidatedOptions, one_of, option, read_mapping
+from shardcast.serving.forms import FORMS, Form
+from shardcast.serving.shards import Serving
 from shardcast.step.step_hook import StepHook
 
 SCALE = "_scale_inv"  # behind the name of a parameter, as transformers and vLLM read it
 BLOCK = (128, 128)
+
+
+@dataclass(frozen=True)
+class PublishedForms(ValidatedOptions):
+    """Patterns of names of parameters by the form that they have.
+
+    Attributes:
+        mxfp8, mxfp4, fp8_block128, mxfp8_rceil, mxfp4_rceil: glob patterns of names of parameters,
+            or of modules for the matrices that these hold themselves.
+        wire: what owners send, ``codes`` with their scales, or ``bf16`` values.
+    """
+
+    mxfp8: tuple[str, ...] = option(())
+    mxfp4: tuple[str, ...] = option(())
+    fp8_block128: tuple[str, ...] = option(())
+    mxfp8_rceil: tuple[str, ...] = option(())
+    mxfp4_rceil: tuple[str, ...] = option(())
+    wire: str = option("codes", within=one_of("codes", "bf16"))
+
+    def patterns(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the patterns by the name of their form, those that were given."""
+        return {name: patterns for name in FORMS if (patterns := getattr(self, name))}
+
+
+def _read(name: str, value: Any) -> PublishedForms:
+    if isinstance(value, PublishedForms):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name}: expected a mapping from forms to patterns, such as "
+            f"{{'mxfp8': ['*.mlp.*.weight']}}, got {value!r} ({type(value).__name__})"
+        )
+    return read_mapping(PublishedForms, value, name)
+
+
+def _check(config: ShardcastConfig) -> None:
+    if config.master != "fp32":
+        raise ValueError(
+            f"published: expected master 'fp32' beside it, got {config.master!r}: values of "
+            "blocks are cast behind the update, which does not see them"
+        )
+    if config.param_dtype != torch.bfloat16:
+        raise ValueError(
+            f"published: expected param_dtype bf16, which has every value of a form, got "
+            f"{config.param_dtype}"
+        )
 
 
 class Published(NamedTuple):
@@ -109,7 +162,7 @@ class Exported:
                 "weights: expected the name of an average, got 'published', and the checkpoint is "
                 "of a training without published forms"
             )
-        self._casts, self._trained = FormCasts(ShardcastConfig(published=options)), {*trained}
+        self._serving, self._trained = Serving(ShardcastConfig(published=options)), {*trained}
         self._bare: set[str] = set()  # modules whose matrices have no form
 
     def __call__(self, key: str, name: str, values: Tensor) -> Mapping[str, Tensor]:
@@ -120,12 +173,14 @@ class Exported:
             name: of the parameter.
         """
         shape = tuple(values.shape)
-        cast = self._casts.of(name, shape, torch.bfloat16) if name in self._trained else None
-        if cast is None:
+        cast = ""
+        if name in self._trained:
+            cast, _ = self._serving.cast(name, shape, torch.bfloat16)
+        if not cast:
             if values.dim() > 1:
                 self._bare.add(key.rpartition(".")[0])
             return {key: values}
-        codes, scales = as_exported(cast.form, *cast.form.quantize(values))
+        codes, scales = as_exported(FORMS[cast], *FORMS[cast].quantize(values))
         return {key: codes, key + SCALE: scales}
 
     def config(self) -> dict[str, Any]:
@@ -138,3 +193,16 @@ class Exported:
                 "modules_to_not_convert": sorted(self._bare),
             }
         }
+
+
+OPTION = Option(
+    help="forms of parameters that lie on the grid of quantized values, a mapping from mxfp8, "
+    "mxfp4, fp8_block128, mxfp8_rceil or mxfp4_rceil to patterns of names: "
+    "{mxfp8: ['*.mlp.*.weight']}; the rest is bf16; "
+    "wire: bf16 sends values in place of codes and scales",
+    within=("forms with patterns of names", lambda _: True),
+    read=_read,
+    publishing=Serving,
+    hook=PublishedReader,
+    check=_check,
+)

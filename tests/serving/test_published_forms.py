@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 import shardcast
 from shardcast import checkpoint
 from shardcast.estimate import estimate
-from shardcast.extensions.published_forms.forms import FORMS, Form
-from shardcast.extensions.published_forms.kernels import Kernels
 from shardcast.optimizer.stateful import packed_of
+from shardcast.serving.forms import FORMS, Form
+from shardcast.serving.kernels import Kernels
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(120)
@@ -572,11 +572,11 @@ def test_an_accelerator_expands_codes_in_the_same_way(form: str, monkeypatch: py
         train(model, optimizer, group.rank())
         optimizer.check_copies()
         masters = optimizer.full_parameters()  # on rank 0
-        packs = [shard.pack for shard in packed_of(optimizer).shards if masters]
+        shards = packed_of(optimizer).shards if masters else []
         expected = {
-            slot.name: pack.rounded(slot, masters[slot.name].reshape(-1)).view(slot.shape)
-            for pack in packs
-            for slot in pack.layout.slots
+            slot.name: shard.rounded(slot, masters[slot.name].reshape(-1)).view(slot.shape)
+            for shard in shards
+            for slot in shard.pack.layout.slots
         }
         return {name: param.detach().clone() for name, param in model.named_parameters()}, expected
 
@@ -640,7 +640,7 @@ def test_codes_on_the_wire_of_a_mesh_give_the_bits_of_bf16_on_it(form: str, wher
             published={form: matrices, "wire": wire}, **options,
             **({} if where == "shard_ranks" else {"mesh": mesh}),
         )  # fmt: skip
-        formed = [shard.pack for shard in packed_of(optimizer).shards if shard.pack.cast]
+        formed = [shard.pack for shard in packed_of(optimizer).shards if shard.in_blocks]
         assert all((pack.wire is None) == (wire == "bf16") for pack in formed) and formed
         seen = []
         for step in range(3):

@@ -8,20 +8,59 @@ all its blocks, then their scales, a byte each.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
-from shardcast.extensions.published_forms.cast import runs_of
-from shardcast.extensions.published_forms.forms import Form
-from shardcast.extensions.published_forms.kernels import Kernels
-from shardcast.plan.casts import Parcel, Run, Wire
 from shardcast.plan.layout import PackLayout, Slot, Span
+from shardcast.plan.publishing import Parcel, Wire
+from shardcast.serving.forms import Form
+from shardcast.serving.kernels import Kernels
 
 PARTS = 16  # bytes of which parts begin at multiples
+
+
+class Run(NamedTuple):
+    """Elements ``[start, stop)`` of a pack that are cast together.
+
+    Attributes:
+        width: of the rows that they are in, for casts in which rows meet.
+    """
+
+    start: int
+    stop: int
+    width: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def runs_of(form: Form, span: Span | None, fragments: Iterable[tuple[Slot, int, int]]) -> list[Run]:
+    """The fewest runs: of rows of one width, over padding of whole blocks too, which is zeros.
+
+    Args:
+        span: what is one run reaches to its ends, so that owners of equal spans are alike.
+        fragments: slots in an own span, each with its elements ``[start, stop)`` of the pack.
+    """
+    runs: list[Run] = []
+    for slot, start, stop in fragments:
+        unit = form.unit(slot.shape)
+        width = unit // form.block_rows
+        if runs and runs[-1].width == width and (start - runs[-1].stop) % unit == 0:
+            runs[-1] = Run(runs[-1].start, stop, width)
+        else:
+            runs.append(Run(start, stop, width))
+    if span is not None and len(runs) == 1:
+        start, stop, width = runs[0]
+        unit = form.block_rows * width
+        if (start - span.start) % unit == 0 and (span.stop - stop) % unit == 0:
+            runs = [Run(span.start, span.stop, width)]
+    return runs
 
 
 class FormWire(Wire):
@@ -47,7 +86,7 @@ class FormWire(Wire):
         # Owners whose parts are alike, of one run each, are unpacked in one launch.
         self.is_regular = len(ranges) == 1 and len(self.runs[0]) == 1
 
-    def parcel(self, data: Tensor, rank: int) -> Parcel:
+    def parcel(self, data: Tensor, rank: int) -> FormParcel:
         """See :meth:`.Wire.parcel`."""
         return FormParcel(self, data, rank)
 

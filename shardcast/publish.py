@@ -5,16 +5,15 @@ A reader has a model, or a dictionary of tensors, without an optimizer and witho
 through a directory. How they travel otherwise is up to a script: they are tensors with names.
 """
 
-from shardcast.extensions.changes.patches import Changes, WeightPatch, step_of
-
-from .applying import (
+from shardcast.serving.applying import (
     DamagedChangesError,
     IncompleteChangesError,
     WrongModelError,
     WrongVersionError,
     apply,
 )
-from .folder import FolderReader, FolderSender
+from shardcast.serving.folder import FolderReader, FolderSender
+from shardcast.serving.patches import Changes, WeightPatch, step_of
 
 __all__ = [
     "Changes",

@@ -1,4 +1,11 @@
-"""The changes of the own elements of all parameters, when a script asks."""
+"""``changes``: which published values have changed since somebody asked last.
+
+An inference engine that follows a training, or a copy of the model, needs the few values that a
+step at a small learning rate changes. Where the owner of an element casts its new value it sees
+whether that is another one; a bit per element is all that has to be kept (:mod:`.records`). When a
+script asks, they become values and indices of whole parameters (:mod:`.patches`), which
+:mod:`shardcast.publish` writes and applies.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +17,15 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.extensions.chance import global_index
-from shardcast.extensions.changes.patches import Changes, WeightPatch, in_32_bits
-from shardcast.extensions.changes.records import Changed
-from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.option_values import Option
 from shardcast.plan.layout import Fragment
 from shardcast.plan.pack_groups import PLAIN
+from shardcast.serving.forms import FORMS
+from shardcast.serving.patches import Changes, WeightPatch, in_32_bits
+from shardcast.serving.published import SCALE, as_exported
+from shardcast.serving.records import Followed
+from shardcast.serving.shards import FollowedShard, Serving
 from shardcast.step.step_hook import StepHook
 
 RECOMPUTED = "_checkpoint_wrapped_module."  # torch takes it out of the keys of state dicts
@@ -98,15 +108,16 @@ class ChangesOfRank(StepHook):
             raise RuntimeError("changes: the optimizer is closed; ask before optimizer.close()")
         optimizer.refuse_averaged("changes")
         optimizer.ready_to_read()
-        written = [shard.note_written() for shard in optimizer.shards]
+        shards = [shard for shard in optimizer.shards if isinstance(shard, FollowedShard)]
+        written = [shard.note_written() for shard in shards]
         base = since if since and since == self._last else None
         patches: list[WeightPatch] = []
-        for shard in optimizer.shards:
+        for shard in shards:
             if shard.pack.layout.pack_groups.is_primary:  # others may have copies
                 for _, fragment, param in shard.owned():
                     patches += _patches(shard, fragment, param, base is None, bool(weights))
-        for shard, is_written in zip(optimizer.shards, written, strict=True):
-            _record(shard).tell(is_written)
+        for shard, is_written in zip(shards, written, strict=True):
+            shard.record.tell(is_written)
         self._number += 1
         comm = optimizer.process_groups.everyone
         self._last = f"{self._run}-{self._number:08d}-{optimizer.comm.steps}"
@@ -126,9 +137,9 @@ class ChangesOfRank(StepHook):
 
 
 def _patches(
-    shard: Shard, fragment: Fragment, param: nn.Parameter, full: bool, as_codes: bool
+    shard: FollowedShard, fragment: Fragment, param: nn.Parameter, full: bool, as_codes: bool
 ) -> Iterator[WeightPatch]:
-    record, part = _record(shard), shard.local(fragment.start, fragment.stop)
+    record, part = shard.record, shard.local(fragment.start, fragment.stop)
     values, start = shard.published[part], fragment.param_range[0]
     if full or record.is_new:
         places = torch.arange(fragment.numel, device=values.device)
@@ -138,9 +149,7 @@ def _patches(
         return
     name, form = _key(fragment.slot.name), shard.pack.layout.cast
     if as_codes and form:
-        from shardcast.extensions.changes.coded import coded
-
-        yield from coded(name, values, param, start, places, form)
+        yield from _coded(name, values, param, start, places, form)
         return
     whole: Tensor = param  # of a DTensor the shape of all ranks' parts
     indices = in_32_bits(global_index(param, places + start), whole)
@@ -148,11 +157,48 @@ def _patches(
     yield WeightPatch(name, tuple(whole.shape), values.dtype, told, indices)
 
 
-def _record(shard: Shard) -> Changed:
-    record = shard.record
-    assert isinstance(record, Changed)
-    return record
-
-
 def _key(name: str) -> str:
     return name.replace(RECOMPUTED, "")
+
+
+def _coded(
+    name: str, values: Tensor, param: nn.Parameter, start: int, places: Tensor, form_name: str
+) -> Iterator[WeightPatch]:
+    """Return the codes, and scales, of the blocks in which something has changed.
+
+    A block is told whole: another scale changes all of its codes, and the values of few. They have
+    the names, dtypes and shapes that ``checkpoint.export(..., weights="published")`` writes.
+
+    Args:
+        values: what is published of a part of the parameter, 1-d, whole blocks.
+        start: of that part in the flat local tensor.
+        places: of what has changed in that part.
+    """
+    form = FORMS[form_name]
+    whole: Tensor = param  # of a DTensor the shape of all ranks' parts
+    rows, columns, width = form.block_rows, form.block_columns, whole.shape[-1]
+    local_width = _compat.local_tensor(param).shape[-1]
+    row, column = places // local_width // rows * rows, places % local_width // columns * columns
+    first = (row * local_width + column).unique()  # elements of blocks, in the part
+    down = torch.arange(rows, device=places.device)[:, None] * local_width
+    elements = first[:, None, None] + down + torch.arange(columns, device=places.device)
+    codes, scales = form.quantize(values[elements].view(-1, columns))
+    codes, scales = as_exported(form, codes.view(-1), scales.view(-1))
+    in_whole = global_index(param, elements.view(-1) + start)
+    per_code = elements.numel() // max(1, codes.numel()) or 1  # two in a byte, of neighbors
+    shape = (*whole.shape[:-1], width // per_code)
+    at = in_whole[::per_code] // per_code
+    yield WeightPatch(name, shape, codes.dtype, codes, in_32_bits(at, whole))
+    corner = in_whole.view(elements.shape)[:, 0, 0]
+    at = corner // width // rows * (width // columns) + corner % width // columns
+    shape = form.scale_shape(tuple(whole.shape))
+    yield WeightPatch(name + SCALE, shape, scales.dtype, scales, in_32_bits(at, whole))
+
+
+OPTION = Option(
+    help="note which published values change, for optimizer.changes(since=version): a bit for each "
+    "element that a rank owns; fp32 parameters and master split16: a copy of the value",
+    epilogues=lambda _config: (Followed(),),
+    publishing=Serving,
+    hook=ChangesOfRank,
+)

@@ -25,7 +25,7 @@ import shardcast
 from shardcast import publish
 from shardcast.checkpoint import storage
 from shardcast.publish import Changes, FolderReader, FolderSender, WeightPatch
-from shardcast.publish.folder import read_changes, write_changes
+from shardcast.serving.folder import read_changes, write_changes
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -624,7 +624,7 @@ def test_a_reader_that_keeps_up_reads_no_full_version_again(tmp_path: Path, monk
         read.append(path.name)
         return inner(path)
 
-    monkeypatch.setattr("shardcast.publish.folder.read_changes", noted)
+    monkeypatch.setattr("shardcast.serving.folder.read_changes", noted)
     model, optimizer = trainer()
     sender, reader = FolderSender(tmp_path, optimizer, full_every=3), FolderReader(tmp_path)
     target = reader_model()

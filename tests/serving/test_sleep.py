@@ -22,15 +22,15 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, adamw, assert_same_bits, everything, run_world, sharded, values
-from test_replica_check import received, spoil_after_sync
+from spoiled import received, spoil_after_sync
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardcast
 from shardcast import checkpoint
-from shardcast.extensions.sleep import memory as sleeping
 from shardcast.optimizer.stateful import packed_of
+from shardcast.serving import sleeping
 from shardcast.testing import SpawnedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(90)

@@ -1,0 +1,229 @@
+"""Shards that publish masters in another way than the cast of each element within the update.
+
+**In blocks.** Parameters that have a form are cast behind the update, by their owner. What was
+published last is kept, 2 bytes per owned element: an element that a script wrote cannot be told by
+its master alone, since with it its whole block would be cast in another way.
+
+**Followed.** With ``changes`` a shard has a record of what has changed in what is published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shardcast.config import ShardcastConfig
+from shardcast.memory.codecs import shown
+from shardcast.memory.pack import Pack
+from shardcast.memory.shard import PIECE, Shard
+from shardcast.plan.layout import Fragment, PackLayout, Slot
+from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.plan.publishing import Publishing, Wire
+from shardcast.serving.forms import FORMS
+from shardcast.serving.kernels import Kernels
+from shardcast.serving.records import record_of
+from shardcast.serving.wire import FormWire, runs_of
+
+ROUNDED = 1 << 20  # values that are cast in blocks at a time
+
+
+class BlockShard(Shard):
+    """A shard whose masters are published in a form."""
+
+    in_blocks: ClassVar[bool] = True
+
+    def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
+        super().__init__(pack, config)
+        self._form = FORMS[pack.layout.cast]
+        self._kernels = Kernels(self._form, config)
+        fragments = ((it.slot, it.start, it.stop) for it in self.fragments)
+        self._runs = runs_of(self._form, None, fragments)
+        self._last = torch.empty(
+            pack.own.numel, dtype=pack.layout.dtype, device=pack.params[0].device
+        )
+
+    @property
+    def casts(self) -> bool:
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._last.nbytes
+
+    def memory(self) -> Iterator[Tensor]:
+        yield from super().memory()
+        yield self._last
+
+    def fill(self, source: Tensor) -> None:
+        for slot in self.pack.layout.slots:
+            part = slice(slot.offset, slot.end)
+            self.pack.data[part] = self.rounded(slot, source[part])
+        self._last.copy_(self.published)
+        super().fill(source)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for run in self._runs:
+            part = self.local(run.start, run.stop)
+            # A record sees both what was published last and what is now.
+            both = (self.published[part], self._last[part])
+            outputs = both[:1] if self.followed else both
+            rows = [output.view(1, -1, run.width) for output in outputs]
+            self._kernels.round(self.master.read(part).view(1, -1, run.width), rows)
+        if self.followed:
+            self._note_published()
+
+    @torch.no_grad()
+    def edit(self, fragment: Fragment, changed: Tensor, values: Tensor) -> None:
+        """See :meth:`.Shard.edit`; values that meet an edited one in a block are cast anew with it.
+
+        What a script wrote in such a block becomes the master.
+        """
+        part = self.local(fragment.start, fragment.stop)
+        last, published = self._last[part], self.published[part]
+        before = shown(self.master.read(part), published, last)
+        after = torch.where(changed, values, before)
+        old, new = (self.rounded(fragment.slot, masters) for masters in (before, after))
+        anew = changed | (old.view(torch.int16) != new.view(torch.int16))
+        self.tell(part, last, torch.where(anew, new, last))
+        for kept in (published, last):
+            kept.copy_(torch.where(anew, new, kept))
+        self.master.edit(part, anew, after)
+        self._before_load.pop(fragment, None)
+
+    def settle(self) -> None:
+        """Cast what a script wrote, before a sync without an update; see :class:`.Wire`."""
+        self.absorb(publishes=True)
+        self.publish()
+
+    def rounded(self, slot: Slot, values: Tensor) -> Tensor:
+        published = torch.empty(values.shape, dtype=self.pack.layout.dtype, device=values.device)
+        unit = self._form.unit(slot.shape)
+        step = max(1, ROUNDED // unit) * unit
+        for start in range(0, values.numel(), step):
+            part = slice(start, start + step)
+            rows = values[part].to(MASTER_DTYPE).view(-1, unit // self._form.block_rows)
+            published[part] = self._form.round(rows).view(-1)
+        return published
+
+    def _note_published(self) -> None:
+        self.tell(slice(None), self._last, self.published)
+        self._last.copy_(self.published)
+
+    def _cast_of(self, part: slice, _masters: Tensor) -> Tensor:
+        return self._last[part]
+
+    @torch.no_grad()
+    def absorb(self, publishes: bool = False) -> None:
+        self.forget_before_load()
+        written = False
+        for start in range(0, self.published.numel(), PIECE):
+            part = slice(start, start + PIECE)
+            masters = self.master.read(part)
+            if self._kernels.take_written(masters, self.published[part], self._last[part]):
+                self.master.write(part, masters)
+                written = True
+        if written and (self.followed or not publishes):
+            self._note_published()
+
+    def note_loaded(self, slot: Slot, values: Tensor) -> None:
+        for fragment in self.fragments:
+            if fragment.slot == slot:
+                part = self.local(fragment.start, fragment.stop)
+                loaded = values.reshape(-1)[slice(*fragment.param_range)].to(self._last.device)
+                self.tell(part, self._last[part], loaded)
+                self._last[part].copy_(loaded)
+
+
+class FollowedShard(Shard):
+    """A shard with a record of what has changed in what it publishes."""
+
+    def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
+        super().__init__(pack, config)
+        self.record = record_of(self, config)
+        self.followed = self.record.state
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.record.nbytes
+
+    def memory(self) -> Iterator[Tensor]:
+        yield from super().memory()
+        yield from self.record.memory()
+
+    def tell(self, part: slice, before: Tensor, after: Tensor) -> None:
+        dtype = self.published.dtype
+        self.record.note(part, before.reshape(-1).to(dtype), after.reshape(-1).to(dtype))
+
+
+class FollowedBlockShard(FollowedShard, BlockShard):
+    """A followed shard whose masters are published in a form."""
+
+
+class Serving(Publishing):
+    """The forms and records of one configuration."""
+
+    def __init__(self, config: ShardcastConfig) -> None:
+        self._config = config
+        self._patterns = {} if config.published is None else config.published.patterns()
+
+    def cast(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, int]:
+        names = [form for form, patterns in self._patterns.items() if _matches(patterns, name)]
+        if not names:
+            return "", 1
+        if len(names) > 1:
+            raise ValueError(
+                f"published: {name!r} matches patterns of {' and '.join(names)}; give one"
+            )
+        form = FORMS[names[0]]
+        if len(shape) not in (2, 3):  # a stack of matrices is one of experts
+            if not any(fnmatchcase(name, pattern) for pattern in self._patterns[names[0]]):
+                return "", 1  # a vector of a module whose name matches
+            raise ValueError(
+                f"published: {name!r} has the shape {shape}, expected a matrix, or a stack of "
+                f"them, for {form.name}; let patterns end with .weight"
+            )
+        if dtype != torch.bfloat16:
+            raise ValueError(
+                f"published: {name!r} is kept in {dtype}, expected bf16 for {form.name}; leave it "
+                "out of keep_fp32, or of the patterns"
+            )
+        *_, rows, columns = shape
+        if rows % form.block_rows or columns % form.block_columns or not rows or not columns:
+            raise ValueError(
+                f"published: {name!r} has {rows} x {columns} elements on a rank, expected "
+                f"multiples of {form.block_rows} x {form.block_columns} for {form.name}; choose "
+                "other dimensions, or leave it out of the patterns"
+            )
+        return form.name, form.unit(shape)
+
+    def shard(self, pack: Pack) -> Shard:
+        kinds = {
+            (False, False): Shard, (True, False): BlockShard,
+            (False, True): FollowedShard, (True, True): FollowedBlockShard,
+        }  # fmt: skip
+        return kinds[bool(pack.layout.cast), self._config.changes](pack, self._config)
+
+    def wire(self, layout: PackLayout) -> Wire | None:
+        if not layout.cast or self._config.published.wire == "bf16":
+            return None
+        return FormWire(FORMS[layout.cast], layout, self._config)
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        params = [*names]
+        return [
+            f"published: the pattern {pattern!r} of {form} matches no parameter of the optimizer; "
+            "patterns are matched against names as in model.named_parameters()"
+            for form, patterns in self._patterns.items()
+            for pattern in patterns
+            if not any(_matches((pattern,), name) for name in params)
+        ]
+
+
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    module = name.rpartition(".")[0]
+    return any(fnmatchcase(name, each) or fnmatchcase(module, each) for each in patterns)
