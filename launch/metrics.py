@@ -61,11 +61,14 @@ def values_of(records: list[Record], kind: str) -> Record:
     return next((record for record in reversed(records) if record["kind"] == kind), {})
 
 
-def seconds_per_step(records: list[Record]) -> float:
-    """The median over the training records, which leaves pauses of the machine out."""
-    tokens = values_of(records, "run")["tokens_per_step"]
-    speeds = [record["tokens_per_second"] for record in records if record["kind"] == "train"]
-    return tokens / statistics.median(speeds)
+def processor_seconds(records: list[Record]) -> float:
+    """Return the processor time of a step on the first rank, the median over training records.
+
+    Two runs one after another on a busy machine differ in wall time for reasons of their own.
+    """
+    return statistics.median(
+        record["processor_seconds"] for record in records if record["kind"] == "train"
+    )
 
 
 @dataclass(frozen=True)

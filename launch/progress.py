@@ -28,7 +28,10 @@ class Progress:
         self._steps, self._made, self._warm = steps, 0, 0.0
         self._loss = torch.zeros((), device=processes.device)
         self._step = 0
-        self._started = time.perf_counter()
+        self._start()
+
+    def _start(self) -> None:
+        self._started, self._processor = time.perf_counter(), time.process_time()
 
     def resumed(self, step: int) -> None:
         """Begin after `step`, which an earlier process made."""
@@ -45,6 +48,7 @@ class Progress:
         steps = step - self._step
         loss = self._processes.sum(self._loss).item() / (steps * self._processes.world)
         norm = math.nan if grad_norm is None else grad_norm.item()
+        processor = (time.process_time() - self._processor) / steps
         speed = self._tokens_per_step * steps / (time.perf_counter() - self._started)
         self._metrics.write(
             "train",
@@ -54,6 +58,7 @@ class Progress:
             grad_norm=norm,
             skipped_steps=skipped_steps,
             tokens_per_second=speed,
+            processor_seconds=processor,
         )
         shown = (
             f"loss {loss:.3f}, {speed:,.0f} tokens/s, grad norm {norm:.2f}, skipped {skipped_steps}"
@@ -64,7 +69,7 @@ class Progress:
             self.say(f"step {step}: {shown}")
         self._loss.zero_()
         self._step = step
-        self._started = time.perf_counter()
+        self._start()
 
     def after(self, step: int) -> None:
         """Say once, from the first ten steps of this process, how long the rest takes."""
@@ -79,7 +84,7 @@ class Progress:
     def validation(self, step: int, loss: float) -> None:
         self._metrics.write("validation", step=step, loss=loss)
         self.say(f"step {step}: validation loss {loss:.4f} nats per byte")
-        self._started = time.perf_counter()
+        self._start()
 
     def say(self, text: str) -> None:
         """Print on the main process, above the bar."""
