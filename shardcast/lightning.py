@@ -356,7 +356,8 @@ class ShardcastStrategy(DDPStrategy):
         inner = _unwrapped(optimizer)
         if isinstance(inner, (ShardedOptimizer, OptimizerHandle)):
             return inner.full_state_dict()
-        return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """The inverse of :meth:`optimizer_state`, of all optimizers. Collective."""

@@ -55,7 +55,7 @@ def check_file(
     Raises:
         TypeError, ValueError: see above.
     """
-    declared = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
+    declared = {each.name: each for each in fields(kind)}
     for key, value in values.items():
         try:
             if key not in declared:
@@ -106,7 +106,7 @@ def read_environment(kind: type[ValidatedOptions], variables: Mapping[str, str])
         ValueError: a variable of no option, naming the nearest one, or something that is not YAML.
         TypeError, ValueError: a value that the option cannot have.
     """
-    declared = {ENV_PREFIX + each.name.upper(): each for each in fields(kind)}  # type: ignore[arg-type]
+    declared = {ENV_PREFIX + each.name.upper(): each for each in fields(kind)}
     values: dict[str, Any] = {}
     for variable, text in variables.items():
         if variable not in declared:

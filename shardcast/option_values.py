@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import Field, field, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
@@ -143,6 +143,7 @@ def extension(off: Any, module: str, default: Any = None, needs: Needs | None = 
     return field(default=off if default is None else default, metadata=metadata)
 
 
+@dataclass(frozen=True)
 class ValidatedOptions:
     """Base of frozen dataclasses whose fields are options.
 
@@ -152,7 +153,7 @@ class ValidatedOptions:
     """
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type]
+        for each in fields(self):
             object.__setattr__(self, each.name, read_option(each, getattr(self, each.name)))
 
 
@@ -192,12 +193,13 @@ def read_plain(name: str, annotation: str, value: Any) -> Any:
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:
-    dtype: Any = value
+    named = value
     if isinstance(value, str):  # also the name that torch has for it
-        dtype = DTYPES.get(value, getattr(torch, value, None))
-    if dtype not in DTYPES.values():
-        raise ValueError(f"{name}: expected bf16, fp16 or fp32, got {value!r}")
-    return dtype  # type: ignore[no-any-return]
+        named = DTYPES.get(value, getattr(torch, value, None))
+    for dtype in DTYPES.values():
+        if dtype == named:
+            return dtype
+    raise ValueError(f"{name}: expected bf16, fp16 or fp32, got {value!r}")
 
 
 def _function(result: str, name: str, value: Any) -> Any:
@@ -257,7 +259,7 @@ def check_names(kind: type[ValidatedOptions], values: Iterable[str], where: str)
     Args:
         where: they stand.
     """
-    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    names = [each.name for each in fields(kind)]
     for key in values:
         if key not in names:
             raise ValueError(f"{where}: {unknown(key, names)}")
@@ -281,7 +283,7 @@ def as_yaml(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return next(name for name, dtype in DTYPES.items() if dtype == value)
     if isinstance(value, ValidatedOptions):
-        options = {each.name: getattr(value, each.name) for each in fields(value)}  # type: ignore[arg-type]
+        options = {each.name: getattr(value, each.name) for each in fields(value)}
         return {key: as_yaml(item) for key, item in options.items() if item is not None}
     if isinstance(value, tuple) and any(isinstance(item, ValidatedOptions) for item in value):
         return {item.name: _without_name(as_yaml(item)) for item in value}

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,6 +45,11 @@ except ImportError as error:
         "shardcast.transformers needs transformers, which is not installed here: "
         "pip install 'shardcast-optim[transformers]'"
     ) from error
+
+if TYPE_CHECKING:  # the mixin stands before a Trainer class, whose methods it extends
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
 
 __all__ = ["ShardcastTrainer", "ShardcastTrainerMixin"]
 
@@ -84,7 +89,7 @@ class ShowGradients(TrainerCallback):
             sharded.gather_gradients()
 
 
-class ShardcastTrainerMixin:
+class ShardcastTrainerMixin(_Trainer):
     """Put before a Trainer class: it then shards its optimizer. Every rank calls ``train()``.
 
     Args:
@@ -132,14 +137,14 @@ class ShardcastTrainerMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do as Trainer does; its accelerator then shards what it prepares."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         enable(self.accelerator, self._shardcast_config)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Do as Trainer does, with the metrics of parameters that ``log_metrics`` names."""
         if self._log_metrics is not None and "loss" in logs and _shards(self):
             logs = {**logs, **flat(_pair(self)[1].metrics(self._log_metrics))}
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     def compute_loss_context_manager(self) -> ExitStack:
         """Do as Trainer does; where the loss counts tokens, they alone are the divisor."""
@@ -150,7 +155,7 @@ class ShardcastTrainerMixin:
 
         stack = ExitStack()
         stack.callback(undivided)
-        stack.enter_context(super().compute_loss_context_manager())  # type: ignore[misc]
+        stack.enter_context(super().compute_loss_context_manager())
         return stack
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +163,7 @@ class ShardcastTrainerMixin:
         with ExitStack() as stack:
             if self._evaluate_average is not None and _shards(self):
                 stack.enter_context(_pair(self)[1].averaged(self._evaluate_average))
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            return super().evaluation_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Do as Trainer does; weights of the loss, as sentence-transformers has, are sharded too.
@@ -171,7 +176,7 @@ class ShardcastTrainerMixin:
         """
         if isinstance(self.accelerator, ShardcastAccelerator):
             self._check_config(self.accelerator.shardcast_config)
-        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        optimizer = super().create_optimizer(*args, **kwargs)
         loss, accelerator = getattr(self, "loss", None), self.accelerator
         model_params = set(self.model.parameters())
         for module in loss.values() if isinstance(loss, Mapping) else [loss]:
@@ -206,17 +211,17 @@ class ShardcastTrainerMixin:
         if isinstance(self.optimizer, (list, tuple)):  # Trainer 5.0 prepares them after this
             _, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             optimizer = self.optimizer
-        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if not is_cut(self.model):  # whose values come with the masters
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_best_model(self) -> None:
         if is_cut(self.model):
             checkpoint.load(Path(self.state.best_model_checkpoint, FOLDER), *_pair(self))
         else:
-            super()._load_best_model()  # type: ignore[misc]
+            super()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as Trainer does, in fp32; every rank must call it, as Trainer does itself.
@@ -227,7 +232,7 @@ class ShardcastTrainerMixin:
         if _shards(self) and not is_cut(self.model):  # gathered by all, for _save on rank 0
             self._exact_state = self.accelerator.get_state_dict(self.model)
         try:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            super().save_model(output_dir, _internal_call)
         finally:
             self._exact_state = None
 
@@ -235,7 +240,7 @@ class ShardcastTrainerMixin:
         exact = self._exact_state if state_dict is None else None
         dtypes = {} if exact is None else {name: value.dtype for name, value in exact.items()}
         # which empties it
-        super()._save(output_dir, state_dict if exact is None else exact)  # type: ignore[misc]
+        super()._save(output_dir, state_dict if exact is None else exact)
         folder = Path(output_dir or self.args.output_dir)
         differ = any(dtypes.get(n, p.dtype) != p.dtype for n, p in self.model.named_parameters())
         if differ and self.args.should_save and (folder / "config.json").exists():
@@ -245,7 +250,7 @@ class ShardcastTrainerMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Every rank writes its shard, committed as a whole; rank 0 the scheduler."""
         if not _shards(self):
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            super()._save_optimizer_and_scheduler(output_dir)
             return
         folder = Path(output_dir, FOLDER)
         if self.args.should_save:
@@ -273,7 +278,7 @@ class ShardcastTrainerMixin:
                     f"resume_from_checkpoint: {directory!r} has neither {FOLDER!r} nor "
                     f"{OPTIMIZER!r}: the optimizer begins with fresh state"
                 )
-            super()._load_optimizer_and_scheduler(directory)  # type: ignore[misc]
+            super()._load_optimizer_and_scheduler(directory)
             return
         checkpoint.load(Path(directory, FOLDER), *_pair(self))
         state = torch.load(Path(directory, SCHEDULER), weights_only=True)

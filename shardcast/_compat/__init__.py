@@ -77,7 +77,8 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def local_tensor(tensor: Any) -> Tensor:
     """The memory of a DTensor on this rank, the very tensor; a plain one itself."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
+    local: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
+    return local
 
 
 def without_torch_function() -> AbstractContextManager[Any]:

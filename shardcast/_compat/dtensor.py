@@ -90,7 +90,8 @@ def mesh_group(mesh: Any, dims: Sequence[str]) -> dist.ProcessGroup:
     wrong values for ``full_tensor()`` of unevenly cut DTensors over a mesh that was.
     """
     if len(dims) == 1:
-        return mesh.get_group(dims[0])  # type: ignore[no-any-return]
+        group: dist.ProcessGroup = mesh.get_group(dims[0])
+        return group
     names = list(mesh.mesh_dim_names)
     along = [position for position, name in enumerate(names) if name in dims]
     size = math.prod(mesh.mesh.shape[position] for position in along)

@@ -24,13 +24,13 @@ def group_of(ranks: Sequence[int], name: str, backend: Any = None) -> dist.Proce
     """
     made = _groups.setdefault(dist.group.WORLD, {})  # ranks that are threads have one each
     key = tuple(ranks), str(backend)
-    group = made[key]() if key in made else None
+    group: dist.ProcessGroup | None = made[key]() if key in made else None
     if group is None:
         group = dist.new_group(
             list(ranks), backend=backend, use_local_synchronization=True, group_desc=name
         )
         made[key] = weak_group(group)
-    return group  # type: ignore[no-any-return]
+    return group
 
 
 def default_store() -> Any:

@@ -10,7 +10,8 @@ import torch
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """Return ``optimizer.step`` without the hooks and profiler range that torch puts around it."""
-    step = type(optimizer).step
+    step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # torch's mark of its wrapper
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return step.__get__(optimizer)  # type: ignore[no-any-return]
+        step = step.__wrapped__
+    bound: Callable[[], Any] = step.__get__(optimizer)
+    return bound

@@ -118,10 +118,10 @@ def _agreed(accelerator: Any, find: Callable[[], T]) -> T:
             outcome = [find()]
         except (checkpoint.DamagedCheckpointError, ValueError) as error:
             outcome = [error]
-    value = broadcast_object_list(outcome)[0]
+    value: T | Exception = broadcast_object_list(outcome)[0]
     if isinstance(value, Exception):
         raise value
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _folders(root: Path, names: re.Pattern[str] = FOLDER) -> dict[int, Path]:

@@ -85,7 +85,8 @@ class LocalParam:
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        return self.param.grad_dtype  # type: ignore[no-any-return]
+        dtype: torch.dtype | None = self.param.grad_dtype
+        return dtype
 
     @grad_dtype.setter
     def grad_dtype(self, value: torch.dtype) -> None:

@@ -112,7 +112,7 @@ class RecordedGroup(dist.ProcessGroup):
     def __init__(self, rank: int, world_size: int, backend: str) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
-        super().__init__(rank, world_size)  # type: ignore[call-arg, unused-ignore]
+        super().__init__(rank, world_size)
         self._backend_name = backend
         self._group_name = ""
         self._coalescing: int | None = None  # seq of the first collective of the present launch
@@ -154,21 +154,21 @@ class RecordedGroup(dist.ProcessGroup):
     # The methods below are what torch.distributed calls, aliases included: those are the names
     # in torch 2.11. Options are optional because ``group.barrier()`` and the like are in use too.
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self._call("all_reduce", tensors, tensors, opts or dist.AllreduceOptions())
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.ReduceOptions()
         outputs = tensors if opts.rootRank == self.rank() else []
         return self._call("reduce", tensors, outputs, opts, dest=opts.rootRank)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.BroadcastOptions()
         sends = opts.rootRank == self.rank()
         inputs, outputs = (tensors, []) if sends else ([], tensors)
         return self._call("broadcast", inputs, outputs, opts, source=opts.rootRank)
 
-    def allgather(  # type: ignore[override]
+    def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         return self._call("all_gather", inputs, outputs[0], opts)
@@ -179,20 +179,20 @@ class RecordedGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def gather(  # type: ignore[override]
+    def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         opts = opts or dist.GatherOptions()
         return self._call("gather", inputs, outputs[0] if outputs else [], opts, dest=opts.rootRank)
 
-    def scatter(  # type: ignore[override]
+    def scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
         opts = opts or dist.ScatterOptions()
         details = {"source": opts.rootRank, "shape": tuple(outputs[0].shape)}
         return self._call("scatter", inputs[0] if inputs else [], outputs, opts, **details)
 
-    def reduce_scatter(  # type: ignore[override]
+    def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
@@ -205,7 +205,7 @@ class RecordedGroup(dist.ProcessGroup):
         shape = tuple(output.shape)
         return self._call("reduce_scatter_single", inputs, [output], opts, shape=shape)
 
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         return self._call(
@@ -237,7 +237,7 @@ class RecordedGroup(dist.ProcessGroup):
             output_splits=tuple(chunk.size(0) for chunk in outputs),
         )
 
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._call("barrier", [], [], opts)
@@ -268,7 +268,7 @@ class RecordedGroup(dist.ProcessGroup):
         launches = [partial(self.all_gather_single, *pair, opts) for pair in pairs]
         return self._together("all_gather_single", outputs, launches)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -277,7 +277,7 @@ class RecordedGroup(dist.ProcessGroup):
         launches = [partial(self.reduce_scatter_single, *pair, opts) for pair in pairs]
         return self._together("reduce_scatter_single", outputs, launches)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _together(
         self, op: str, tensors: Sequence[Tensor], launches: Sequence[Callable[[], dist.Work]]
