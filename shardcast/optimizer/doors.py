@@ -7,19 +7,21 @@ written at the end of the block, cast, noted, and sent to all ranks; no other el
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast._compat import dtensor
 from shardcast.comm import Comm
-from shardcast.memory.hashing import bits_of
+from shardcast.memory.hashing import bits_of, hash_of
 from shardcast.memory.pack import Pack
-from shardcast.memory.shard import Shard
+from shardcast.memory.shard import PIECE, Shard
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_view import is_elementwise
 from shardcast.plan.layout import Fragment
@@ -50,7 +52,7 @@ class Values:
 
     Args:
         states: names of the state.
-        read: returns what to copy of a kind; 1-d fp32.
+        read: returns a copy of the values of a kind; 1-d fp32.
         shaped: gives a 1-d tensor the shape of the parameter.
 
     Attributes:
@@ -89,8 +91,7 @@ class Values:
         if kind not in self._given:
             if (values := self._read(kind)) is None:
                 return None
-            kept = values.clone()
-            self._given[kind] = kept, self._shaped(kept.clone())
+            self._given[kind] = values, self._shaped(values.clone())
         return self._given[kind][1]
 
     def set(self, kind: str, values: Any) -> None:
@@ -221,6 +222,11 @@ class Fragments:
         """Return whether some rank has a gradient of a slot."""
         return pack in self._present and self._present[pack][position]
 
+    def copied(self, shard: Shard, number: int, kind: str) -> Tensor | None:
+        """Return a copy of what :meth:`read` gives."""
+        values = self.read(shard, number, kind)
+        return None if values is None else values.clone()
+
     @torch.no_grad()
     def read(self, shard: Shard, number: int, kind: str) -> Tensor | None:
         """Return values of a kind, 1-d fp32; they may be the memory itself."""
@@ -264,10 +270,11 @@ def owned(packed: PackedOptimizer, land: Land) -> Iterator[list[Part]]:
     Args:
         land: see :data:`Land`.
     """
-    fragments = Fragments(packed, _entered(packed, "owned", land))
+    packed.together(partial(_check, packed, "owned"), "owned")
+    fragments = Fragments(packed, _landed(packed, "owned", land))
     by_fragment = {
         (shard, number): Part(
-            fragment, fragments.states(shard, number), partial(fragments.read, shard, number)
+            fragment, fragments.states(shard, number), partial(fragments.copied, shard, number)
         )
         for shard in packed.shards
         for number, fragment, _ in shard.owned()
@@ -286,6 +293,215 @@ def owned(packed: PackedOptimizer, land: Land) -> Iterator[list[Part]]:
     _take_first(packed, fragments, edits)
     changed = _changed_anywhere(packed, edits)
     _write(packed, fragments, edits, changed, is_grad=GRAD in found)
+
+
+@contextmanager
+def whole(
+    packed: PackedOptimizer, wanted: Sequence[str | nn.Parameter], land: Land
+) -> Iterator[dict[str, Values]]:
+    """See :meth:`shardcast.ShardedOptimizer.whole`. Collective.
+
+    Args:
+        land: see :data:`Land`.
+    """
+    chosen = _chosen(packed, wanted)
+    fragments = Fragments(packed, _landed(packed, "whole", land))
+    values = _gathered(packed, fragments, chosen)
+    ends = _Ends(packed, "whole", [*values.values()])
+    with ends:
+        yield values
+    of_slots = dict(zip(chosen, ends.edits, strict=True))
+    _refuse_differences(packed, of_slots)
+    found = _found_anywhere(packed, {edit.kind for edits in ends.edits for edit in edits})
+    edits: Written = {}
+    changed = {shard.pack: [False] * len(shard.pack.layout.slots) for shard, _ in chosen}
+    for (shard, position), of_slot in of_slots.items():
+        changed[shard.pack][position] = any(edit.kind == MASTER for edit in of_slot)
+        for number, fragment in enumerate(shard.fragments):
+            if fragment.slot is shard.pack.layout.slots[position] and of_slot:
+                part = slice(*fragment.param_range)
+                edits[shard, number] = {
+                    edit.kind: Edit(edit.kind, edit.changed[part], edit.values[part])
+                    for edit in of_slot
+                }
+    if found:
+        _write(packed, fragments, edits, changed, is_grad=GRAD in found)
+
+
+Place = tuple[Shard, int]  # of a parameter: a shard, and the position of a slot
+
+
+def _chosen(packed: PackedOptimizer, wanted: Sequence[str | nn.Parameter]) -> list[Place]:
+    """Return the places of parameters in the order of packs. Collective.
+
+    Raises:
+        TypeError, ValueError: on every rank: something else, a pattern that matches no parameter on
+            any rank, or other parameters on some ranks than on others.
+        RuntimeError: see :func:`_check`.
+    """
+    every = {
+        slot.name: (shard, position)
+        for shard in packed.shards
+        for position, slot in enumerate(shard.pack.layout.slots)
+    }
+
+    def find() -> tuple[set[str], list[str]]:
+        _check(packed, "whole")
+        return _matched(packed, wanted)
+
+    names, unmatched = packed.together(find, "whole")
+    everyone = packed.process_groups.everyone
+    by_rank = everyone.exchange((sorted(names), unmatched), packed.device)
+    others = {name for asked, _ in by_rank for name in asked}
+    for tie in packed.process_groups.parallel_dims.ties:  # its other holder has another name
+        if not others.isdisjoint(tie):
+            names.update(name for name in tie if name in every)
+            others.update(tie)
+
+    def compare() -> None:
+        if missing := sorted((others & every.keys()) - names):
+            raise ValueError(
+                f"whole: expected the same parameters on every rank, got {missing[0]!r} on other "
+                f"ranks than rank {everyone.rank}"
+            )
+        if nowhere := [p for p in unmatched if all(p in theirs for _, theirs in by_rank)]:
+            raise ValueError(
+                f"whole: the pattern {nowhere[0]!r} matches no parameter of the optimizer; give "
+                "names as in model.named_parameters(), with * for any characters"
+            )
+
+    packed.together(compare, "whole")
+    return [place for name, place in every.items() if name in names]
+
+
+def _matched(
+    packed: PackedOptimizer, wanted: Sequence[str | nn.Parameter]
+) -> tuple[set[str], list[str]]:
+    """Return names of slots that are wanted, and patterns that match none here. Local."""
+    slots = {
+        param: slot.name
+        for shard in packed.shards
+        for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
+    }
+    every = packed.model.named_parameters(remove_duplicate=False)
+    known = [(name, slots[param]) for name, param in every if param in slots]
+    names: set[str] = set()
+    unmatched = []
+    if not wanted:
+        raise TypeError("whole: expected patterns of names, or parameters, got none")
+    for one in wanted:
+        if isinstance(one, str):
+            found = {slot for name, slot in known if fnmatch.fnmatchcase(name, one)}
+            unmatched += [one] if not found else []
+            names |= found
+        elif isinstance(one, nn.Parameter) and one in slots:
+            names.add(slots[one])
+        elif isinstance(one, nn.Parameter):
+            raise ValueError(
+                f"whole: the optimizer does not hold the parameter of shape {tuple(one.shape)} "
+                "that was given; give parameters of the model that was sharded, or their names"
+            )
+        else:
+            raise TypeError(
+                f"whole: expected patterns of names, or parameters, got {type(one).__name__}"
+            )
+    return names, unmatched
+
+
+@torch.no_grad()
+def _gathered(
+    packed: PackedOptimizer, fragments: Fragments, chosen: Sequence[Place]
+) -> dict[str, Values]:
+    """Gather whole parameters from their owners. Collective."""
+    own = {
+        (shard, shard.pack.layout.slots.index(fragment.slot)): number
+        for shard in packed.shards
+        for number, fragment in enumerate(shard.fragments)
+    }
+    states = {
+        shard.pack.layout.slots[position].name: fragments.states(shard, own[shard, position])
+        for shard, position in chosen
+        if (shard, position) in own
+    }
+    by_rank = packed.process_groups.dp.exchange(states, packed.device)
+    values: dict[str, Values] = {}
+    for shard, position in chosen:
+        pack, slot = shard.pack, shard.pack.layout.slots[position]
+        names = max((theirs.get(slot.name, []) for theirs in by_rank), key=len)
+        kinds = [MASTER, *(STATE + name for name in names)]
+        kinds += [GRAD] * fragments.has_grad(pack, position)
+        full: dict[str, Tensor] = {}
+        pieces = []
+        for kind in kinds:
+            full[kind] = torch.zeros(slot.numel, dtype=MASTER_DTYPE, device=packed.device)
+            if (shard, position) in own:
+                number = own[shard, position]
+                part = fragments.read(shard, number, kind)
+                assert part is not None
+                full[kind][slice(*shard.fragments[number].param_range)] = part
+            for owner, begin, end in pack.layout.spans:
+                start, stop = max(begin, slot.offset), min(end, slot.end)
+                if start < stop:
+                    pieces.append((owner, full[kind][start - slot.offset : stop - slot.offset]))
+        if pieces and pack.comm.size > 1:
+            pack.comm.broadcast_all(pieces, pack.layout)
+        shaped = partial(_shaped, pack.in_model[position], slot.shape)
+        values[slot.name] = Values(slot.name, names, full.get, shaped)
+    return values
+
+
+def _shaped(param: Any, shape: tuple[int, ...], flat: Tensor) -> Any:
+    """Return values as a parameter has them: of a DTensor as one."""
+    values = flat.view(shape)
+    if _compat.is_dtensor(param):
+        return dtensor.wrap_local(values, param, param.placements)
+    return values
+
+
+@torch.no_grad()
+def _refuse_differences(packed: PackedOptimizer, of_slots: Mapping[Place, list[Edit]]) -> None:
+    """Raise RuntimeError on every rank if holders of a parameter edit it in different ways."""
+    # Two stages have a tied weight under two names.
+    names = {tie.second: tie.first for tie in packed.process_groups.parallel_dims.ties}
+    edits = [
+        (shard, f"{edit.kind} of {names.get(name, name)!r}", edit.values)
+        for (shard, position), of_slot in of_slots.items()
+        for edit in of_slot
+        if (name := shard.pack.layout.slots[position].name)
+    ]
+    hashes = torch.stack([_hash(v) for _, _, v in edits]).tolist() if edits else []
+    kinds: dict[PackGroups, dict[str, int]] = {}
+    for shard, _ in of_slots:
+        kinds.setdefault(shard.pack.layout.pack_groups._replace(is_primary=True), {})
+    for (shard, name, _), value in zip(edits, hashes, strict=True):
+        kinds[shard.pack.layout.pack_groups._replace(is_primary=True)][name] = value
+    differing: list[str] = []
+    for groups, own in kinds.items():
+        replicas = packed.process_groups.comms(groups.replicate)
+        for comm in (packed.process_groups.data_parallel(groups), *replicas):
+            if not comm.agree(repr(own), packed.device, "whole()"):
+                first, *rest = comm.exchange(own, packed.device)
+                every = {name for each in (first, *rest) for name in each}
+                differing += [n for n in every if any(each.get(n) != first.get(n) for each in rest)]
+
+    def refuse() -> None:
+        if differing:
+            raise RuntimeError(
+                f"whole: the ranks leave it with different values of {min(differing)}, and nothing "
+                "is written: compute the same on every rank, random numbers by a generator of one "
+                "seed, or let each rank edit its own part in owned()"
+            )
+
+    packed.together(refuse, "the end of whole()")
+
+
+def _hash(values: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, values.numel(), PIECE):
+        part = values[start : start + PIECE]
+        places = torch.arange(start, start + part.numel(), device=values.device)
+        total += hash_of(part, places, 0)
+    return total
 
 
 class _Ends:
@@ -330,15 +546,12 @@ class _Ends:
         return edits
 
 
-def _entered(
-    packed: PackedOptimizer, call: str, land: Land
-) -> Mapping[Pack, Sequence[bool]]:  # fmt: skip
-    """Enter a block: return per trained pack and slot whether some rank has a gradient. Collective.
+def _landed(packed: PackedOptimizer, call: str, land: Land) -> Mapping[Pack, Sequence[bool]]:
+    """Have means in the own spans, where there are gradients. Collective.
 
-    Raises:
-        RuntimeError: on every rank: asleep, closed, inside another block.
+    Returns:
+        per trained pack and slot, whether some rank has a gradient.
     """
-    packed.together(partial(_check, packed, call), call)
     reduce = packed.reduce
     facts = {"has": reduce.has_gradients, "brings": reduce.brings}
     found = _found_anywhere(packed, {fact for fact, holds in facts.items() if holds})
@@ -351,6 +564,7 @@ def _entered(
 
 
 def _check(packed: PackedOptimizer, call: str) -> None:
+    """Raise RuntimeError asleep, closed, or in another block; wait for parameters. Local."""
     if packed.is_closed:
         raise RuntimeError(f"{call}: the optimizer is closed; call it before optimizer.close()")
     packed.refuse_averaged(call)

@@ -408,6 +408,31 @@ class ShardedOptimizer(StatefulOptimizer):
         return doors.owned(self._packed, self._land)
 
     @_compat.uncompiled
+    def whole(
+        self, *wanted: str | torch.nn.Parameter
+    ) -> AbstractContextManager[dict[str, doors.Values]]:
+        """Edit whole parameters: ``with optimizer.whole("*.attn.weight") as params:``.
+
+        Every rank must enter and leave it, and make the same edits. By name there are ``master``,
+        ``grad`` and ``state`` of each parameter as in :meth:`owned`, in its shape, and a DTensor
+        for a DTensor; state of another shape is left out. What has changed when the block ends is
+        written at its owners, cast and sent to all ranks; no other element changes a bit.
+
+        Each rank holds master, gradient and state of these parameters in fp32 meanwhile, and once
+        more what it asks for. The rest is as in :meth:`owned`.
+
+        Args:
+            wanted: patterns of names, as in a shell, or parameters of the model.
+
+        Raises:
+            TypeError, ValueError: on every rank: something else; a pattern that matches nothing;
+                other parameters on some ranks.
+            RuntimeError: on every rank, as of :meth:`owned`; at the end if ranks have made
+                different edits, of which nothing is written.
+        """
+        return doors.whole(self._packed, wanted, self._land)
+
+    @_compat.uncompiled
     def clip_grad_norm_(
         self,
         parameters: Parameters | float | None = None,

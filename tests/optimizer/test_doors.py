@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bag import Bag
 from models import assert_same_bits, everything, parts, values
 from oracle import BATCH, adamw, check, mlp, on_ranks, set_grads, sgd, steps
 from torch import Tensor, nn
@@ -274,11 +275,246 @@ def test_replicas_and_copies_take_the_edits_of_the_first_holder():
         assert_same_bits({key: first[0][key] for key in first[2]}, first[2])
 
 
+# -- whole parameters --------------------------------------------------------------------------
+
+
+def normalize(step: int, model: nn.Module, optimizer: Any) -> None:
+    """Rows to norm 1, and the moments of a unit to zero, as under plain torch."""
+    if step < AFTER:
+        return
+    if isinstance(optimizer, shardcast.ShardedOptimizer):
+        with optimizer.whole("*.weight") as params:
+            assert list(params) == ["0.weight", "2.weight", "4.weight"]
+            for it in params.values():
+                it.master = nn.functional.normalize(it.master, dim=1)
+                for moment in it.state.values():
+                    moment[:, 1] = 0
+        return
+    for name, param in model.named_parameters():
+        if name.endswith("weight"):
+            param.data = nn.functional.normalize(param.data, dim=1)
+            for moment in optimizer.state[param].values():
+                if moment is not None and moment.dim():
+                    moment[:, 1] = 0
+
+
+@pytest.mark.parametrize("build", [adamw, sgd, lambda m: sgd(m, momentum=0.9)])
+def test_edits_of_whole_parameters_are_those_of_plain_torch(build: Any):
+    check(build, steps(6, normalize))
+
+
+def test_whole_gradients_are_shown_as_gathered_and_edits_of_them_count():
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
+        for step in range(4):
+            model(batch).square().mean().backward()
+            if step == 1 and sharded:
+                optimizer.clip_grad_norm_(1e-3)
+            elif step == 1:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            if sharded:
+                with optimizer.whole(model[2].weight, "4.bias") as params:
+                    params["2.weight"].grad -= params["2.weight"].grad.mean(1, keepdim=True)
+                    params["4.bias"].grad[0] = 0
+            else:
+                model[2].weight.grad -= model[2].weight.grad.mean(1, keepdim=True)
+                model[4].bias.grad[0] = 0
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(lambda model: sgd(model, lr=1.0), script, tol=1e-6)
+
+
+def test_a_tied_parameter_is_found_by_each_of_its_names():
+    def run(group: Any) -> None:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+        model["head"].weight = model["embed"].weight
+        optimizer = shardcast.shard(model, adamw(model), process_group=group)
+        for name in ("embed.weight", "head.*"):
+            before = model["head"].weight.detach().clone()
+            with optimizer.whole(name) as params:
+                assert list(params) == ["embed.weight"]
+                params["embed.weight"].master.mul_(2)
+            assert torch.equal(model["embed"].weight, 2 * before)
+
+    ThreadedWorld(2).run(run)
+
+
+@pytest.mark.parametrize("door", ["owned", "whole"])
+def test_a_weight_that_two_stages_hold_is_edited_on_both(door: str):
+    def run(mesh: Any) -> None:
+        stage = mesh.get_local_rank("pp")
+        name, own = ("embed", "early") if stage == 0 else ("head", "late")
+        model = Bag(**{name: (5, 8), own: (7, 3)})
+        for param in model.parameters():
+            nn.init.normal_(param)
+        optimizer = shardcast.shard(
+            [model], adamw(model), mesh=mesh, tied=[("embed", "head")], param_dtype="bf16"
+        )
+        before = values(model)
+        if door == "owned":
+            with optimizer.owned() as owned:
+                for part in owned:
+                    part.master.fill_(1 + stage if part.name == name else 3)
+        else:
+            with optimizer.whole("embed", "late") as params:
+                assert list(params) == ([name] if stage == 0 else [name, own])
+                for one in params.values():
+                    one.master.fill_(1 if one.name == name else 3)
+        assert (getattr(model, name) == 1).all(), "the first holder's"
+        edited = door == "owned" or own == "late"
+        assert torch.equal(getattr(model, own), torch.full((7, 3), 3.0) if edited else before[own])
+        optimizer.check_copies()
+
+    threaded_world({"pp": 2, "dp": 2}, run)
+
+
+@pytest.mark.parametrize("how", ["master", "state", "grad", "more"])
+@pytest.mark.parametrize("fields", [{}, {"shard_ranks": 2}])
+def test_leaving_with_different_values_is_an_error_on_all_ranks(how: str, fields: Any):
+    def run(mesh: Any) -> str:
+        model = mlp()
+        optimizer = shardcast.shard(model, adamw(model), pack_params=2, **fields)
+        set_grads(model, 0)
+        optimizer.step()
+        model(BATCH).float().square().mean().backward()
+        optimizer.gather_gradients()
+        before = everything(model, optimizer)
+        with pytest.raises(RuntimeError) as caught, optimizer.whole("2.*") as params:
+            one = params["2.weight"]
+            one.master.mul_(2)
+            tensor = {"master": one.master, "state": one.state["exp_avg"], "grad": one.grad}
+            if how != "more":
+                tensor[how][-1, -1] = 1 if mesh.get_rank() == 2 else 2
+            elif mesh.get_rank() == 2:
+                params["2.bias"].master.mul_(2)
+        assert_same_bits(everything(model, optimizer), before)
+        return str(caught.value)
+
+    for told in threaded_world({"runs": 2, "within": 2}, run):
+        kind = {"state": "state.exp_avg", "more": "master"}.get(how, how)
+        name = "2.bias" if how == "more" else "2.weight"
+        assert f"different values of {kind} of '{name}'" in told
+        assert "generator of one seed" in told and "owned()" in told
+
+
+ASKED: dict[str, tuple[type[Exception], str, Callable[[int, nn.Module], tuple[Any, ...]]]] = {
+    "nothing": (TypeError, "expected patterns of names, or parameters, got none", lambda r, m: ()),
+    "a number": (TypeError, "patterns of names, or parameters, got int", lambda r, m: (1,)),
+    "no such name": (ValueError, "pattern 'x.*' matches no parameter", lambda r, m: ("x.*", "0.*")),
+    "another model's": (ValueError, r"does not hold .* of shape \(2,\)", lambda r, m: (
+        nn.Parameter(torch.zeros(2)),
+    )),
+    "others on one rank": (ValueError, "got '2.bias' on other ranks than rank 0", lambda r, m: (
+        "0.bias", *(["2.bias"] * r)
+    )),
+    "wrong on one rank": (TypeError, "got int", lambda r, m: (1 if r else "0.bias",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*ASKED])
+def test_parameters_that_are_not_there_are_named_on_all_ranks(case: str):
+    kind, message, asked = ASKED[case]
+
+    def run(group: Any) -> None:
+        model = mlp()
+        optimizer = shardcast.shard(model, adamw(model), process_group=group)
+        with pytest.raises(kind, match=message):
+            optimizer.whole(*asked(group.rank(), model)).__enter__()
+        with optimizer.whole("*"):
+            pass
+
+    ThreadedWorld(2).run(run)
+
+
+def test_state_of_another_shape_is_left_out():
+    def run(group: Any) -> None:
+        model = mlp()
+        build = torch.optim.Adafactor(model.parameters())
+        optimizer = shardcast.shard(model, build, process_group=group)
+        set_grads(model, 0)
+        optimizer.step()
+        with optimizer.whole("*") as params:
+            assert [*params["0.weight"].state] == []  # it has a row and a column
+            assert [*params["0.bias"].state] == ["variance"]
+
+    ThreadedWorld(2).run(run)
+
+
+# -- beside DDP --------------------------------------------------------------------------------
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(32, 64, bias=False), nn.Linear(64, 8, bias=False)
+        for layer in (self.a, self.b):
+            layer.weight.data = nn.functional.normalize(layer.weight.data, dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * self.b(self.a(x).tanh())
+
+
+def written_each_step(kind: str, lr: float, act: str, group: Any = None) -> dict[str, Tensor]:
+    """Weights after steps in which a script edits all of them, by 0 or by 2 ranks."""
+    model = Rows()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    if group is not None:
+        optimizer = shardcast.shard(model, optimizer, process_group=group, param_dtype="bf16")
+    for step in range(200):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
+        x = x if group is None else x.chunk(2)[group.rank()]
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            out = model(x)
+        nn.functional.mse_loss(out.float(), x[:, :8].sin()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if group is None:
+            for param in model.parameters():
+                rows = nn.functional.normalize(param.data, dim=1)
+                param.data = rows if act == "rows" else param.data * (1 - 1e-4)
+        elif act == "rows":
+            with optimizer.whole("*") as params:
+                for one in params.values():
+                    one.master = nn.functional.normalize(one.master, dim=1)
+        else:
+            with optimizer.owned() as owned:
+                for part in owned:
+                    part.master *= 1 - 1e-4
+    if group is None:
+        return values(model)
+    return optimizer.full_parameters()
+
+
+@pytest.mark.parametrize("lr", [1e-3, 1e-4])
+@pytest.mark.parametrize("act", ["rows", "decay"])
+def test_weights_that_are_edited_each_step_are_as_near_to_fp32_as_autocast_is(act: str, lr: float):
+    wanted = written_each_step("fp32", lr, act)
+    beside = written_each_step("autocast", lr, act)
+    ours, _ = ThreadedWorld(2).run(lambda group: written_each_step("", lr, act, group))
+    start = values(Rows())
+
+    def astray(found: dict[str, Tensor]) -> float:
+        off = sum((found[name] - value).square().sum() for name, value in wanted.items())
+        way = sum((start[name] - value).square().sum() for name, value in wanted.items())
+        return float((off / way).sqrt())
+
+    assert astray(ours) < 1.5 * astray(beside) + 0.005
+
+
 # -- what may go wrong ------------------------------------------------------------------------
 
 
+def seen_by(optimizer: Any, door: str) -> Any:
+    return optimizer.owned() if door == "owned" else optimizer.whole("*")
+
+
+@pytest.mark.parametrize("door", ["owned", "whole"])
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
-def test_an_exception_inside_writes_nothing_and_is_raised_on_all_ranks(ranks: tuple[int, ...]):
+def test_an_exception_inside_writes_nothing_and_is_raised_on_all_ranks(
+    ranks: tuple[int, ...], door: str
+):
     def run(group: Any) -> str:
         model = mlp()
         optimizer = shardcast.shard(model, adamw(model), process_group=group)
@@ -287,10 +523,10 @@ def test_an_exception_inside_writes_nothing_and_is_raised_on_all_ranks(ranks: tu
         before = everything(model, optimizer)
         told = ""
         try:
-            with optimizer.owned() as owned:
-                for part in owned:
-                    part.master.zero_()
-                    part.state["exp_avg"].zero_()
+            with seen_by(optimizer, door) as seen:
+                for one in seen if door == "owned" else seen.values():
+                    one.master.zero_()
+                    one.state["exp_avg"].zero_()
                 if group.rank() in ranks:
                     raise LookupError("no such layer")
         except Exception as error:
