@@ -100,7 +100,15 @@ class ShardcastConfig(ValidatedOptions):
         "declare whether the optimizer's update is elementwise; null: known of torch's classes, of "
         "any other it is not",
     )
-    shard_ranks: str | int = extension("all", "shard_ranks")
+    shard_ranks: str | int = option(
+        "all",
+        "over how many ranks masters and state are sharded: all, or so many neighbors, each run "
+        "of which has a copy: more memory, but updated parameters travel within a run",
+        (
+            "all or a number of ranks >= 1",
+            lambda value: value == "all" if isinstance(value, str) else value >= 1,
+        ),
+    )
     pack_mb: float | None = option(
         None,
         "upper bound of a pack's storage, in MiB (a single bigger parameter has a pack of its "

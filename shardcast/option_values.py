@@ -72,10 +72,8 @@ class Option(NamedTuple):
         codec: ``codec(config, name)`` gives the :class:`.Codec` of masters, or of the state tensor
             that ``torch.optim`` calls ``name``.
         check: ``check(config)`` raises ValueError for other options that it does not go with.
-        fits: ``fits(config, parallel_dims)`` raises ValueError for ranks that it does not go with.
-        groups: ``groups(config, process_groups)`` gives the :class:`.ProcessGroups` of a job
-            without a mesh, in place of those; every rank calls it.
-        beside_mesh: what to do beside ``mesh=``, with which it does not go; empty: it does.
+        fits: ``fits(plan, parallel_dims)`` raises ValueError for ranks, or parameters of a
+            :class:`.Plan`, that it does not go with.
         state_on_host: whether masters and state are in host memory.
         fused: whether it needs an update by a rule of :mod:`.rules`, not by a class itself.
         publishing: ``publishing(config)`` gives :class:`.Publishing`, how masters become what is
@@ -92,8 +90,6 @@ class Option(NamedTuple):
     codec: Callable[[Any, str], Any] | None = None
     check: Callable[[Any], None] | None = None
     fits: Callable[[Any, Any], None] | None = None
-    groups: Callable[[Any, Any], Any] | None = None
-    beside_mesh: str = ""
     state_on_host: bool = False
     fused: bool = False
     publishing: Callable[[Any], Any] | None = None

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.comm import Comm
+from shardcast.comm.fewer_ranks import ranks_of_shards
 from shardcast.config import ShardcastConfig
 from shardcast.estimate.counts import by_owner
-from shardcast.extensions.shard_ranks import ranks_of_shards
 from shardcast.memory.codecs import Encoded, master_codec, row_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import FILL, shard_of

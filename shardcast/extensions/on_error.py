@@ -26,6 +26,7 @@ from shardcast.comm import ProcessGroups, warn_once_for
 from shardcast.config import ShardcastConfig
 from shardcast.messages import by_rank
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.optimizer.setup import Plan
 from shardcast.option_values import COUNT, Option, ValidatedOptions, one_of, option, read_mapping
 from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.step.decide.decision import Decision
@@ -349,10 +350,10 @@ def _check(config: ShardcastConfig) -> None:
     )
 
 
-def _fits(config: ShardcastConfig, dims: ParallelDims) -> None:
+def _fits(plan: Plan, dims: ParallelDims) -> None:
     """Refuse ranks that wait for one another inside a forward or backward."""
     _refuse(
-        config,
+        plan.config,
         {
             "a pipeline, whose stages wait for one another": dims.in_pipeline,
             "a model-parallel mesh, whose ranks meet in each forward": bool(dims.model),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat, launched
 from shardcast.comm import Comm, ProcessGroups
+from shardcast.comm.fewer_ranks import over_fewer_ranks
 from shardcast.config import ShardcastConfig
 from shardcast.extensions.waiting import look_after
 from shardcast.keywords import Keywords
@@ -152,9 +153,7 @@ def shard(
     with torch.no_grad(), setup.without_collector(), look_after(process_groups):
         plan = setup.agreed(planned, process_groups, device, "shard")
         if mesh is None and process_groups.dp.size > 1:
-            for option in given().config.extensions().values():
-                if option.groups is not None:
-                    process_groups = option.groups(given().config, process_groups)
+            process_groups = over_fewer_ranks(given().config, process_groups)
             if not process_groups.is_data_parallel:
                 plan = setup.agreed(planned, process_groups, device, "shard")
         _, stages, _, restores = given()
@@ -244,14 +243,11 @@ def _check_mesh(
                 raise ValueError(f"{option}: expected a mesh beside it; pass mesh=")
     elif process_group is not None:
         raise ValueError("process_group: expected None beside mesh=, which names the groups")
-    else:
-        for name, asked in config.extensions().items():
-            if asked.beside_mesh:
-                default = getattr(ShardcastConfig(), name)
-                raise ValueError(
-                    f"{name}: expected {default!r} beside mesh=, got {getattr(config, name)!r}; "
-                    f"{asked.beside_mesh}"
-                )
+    elif config.shard_ranks != "all":
+        raise ValueError(
+            f"shard_ranks: expected 'all' beside mesh=, got {config.shard_ranks!r}; give the mesh "
+            "a dimension for copies, and dp=(copies, shards)"
+        )
 
 
 def _device(stages: Sequence[nn.Module]) -> torch.device:

@@ -126,7 +126,7 @@ def plan_for(
     validate.check_kinds(params)
     optimized = (param for group in originals.groups for param in group["params"])
     precision = Precision(inner, config, {param for param in optimized if param.requires_grad})
-    traits = _traits(originals, config, parallel_dims)
+    traits = _traits(originals, parallel_dims)
     declared = config.elementwise
     elementwise = [each.elementwise if declared is None else declared for each in traits]
     partitions = {
@@ -158,10 +158,14 @@ def plan_for(
         layout = dataclasses.replace(before, packs=old + new)
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
     options += parallel_dims.options() + validate.describe_groups(originals, added)
-    return Plan(
+    plan = Plan(
         inner, tuple(stages) or (inner,), originals, config, precision, layout, new, params,
         outside, pack_groups_by_name, costs, tuple(begun), tuple(options), unmatched,
     )  # fmt: skip
+    for option in config.extensions().values():
+        if option.fits is not None:
+            option.fits(plan, parallel_dims)
+    return plan
 
 
 def _check_free(params: Mapping[str, nn.Parameter]) -> None:
@@ -183,14 +187,11 @@ def _is_held(param: nn.Parameter) -> bool:
     return note is not None and note.is_held and note.restore is None
 
 
-def _traits(
-    originals: OptimizerList, config: ShardcastConfig, parallel_dims: ParallelDims
-) -> list[OptimizerTraits]:
+def _traits(originals: OptimizerList, parallel_dims: ParallelDims) -> list[OptimizerTraits]:
     """Return what each optimizer needs.
 
     Raises:
         TypeError: one cannot be sharded.
-        ValueError: an option does not go with the optimizers, or with the ranks.
     """
     traits = [
         known_traits(optimizer) or load_extension("any_optimizer").traits_of(optimizer)
@@ -200,9 +201,6 @@ def _traits(
     for trait in traits:
         if trait.entangled and ranks > 1:
             raise TypeError(trait.entangled)
-    for option in config.extensions().values():
-        if option.fits is not None:
-            option.fits(config, parallel_dims)
     return traits
 
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.extensions.chance import global_index
 from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.optimizer.setup import Plan
 from shardcast.option_values import Option
 from shardcast.plan.layout import Fragment
-from shardcast.plan.pack_groups import PLAIN
+from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.serving.forms import FORMS
 from shardcast.serving.patches import Changes, WeightPatch, in_32_bits
 from shardcast.serving.published import SCALE, as_exported
@@ -46,25 +47,6 @@ class ChangesOfRank(StepHook):
         self._run = comm.exchange(os.urandom(4).hex(), optimizer.device)[0]  # one for each run
         self._number = 0
         self._last = ""  # version that was told last
-
-    def attach(self) -> None:
-        """Refuse what has no place in a whole parameter.
-
-        Raises:
-            ValueError: names a parameter that is no DTensor, though other ranks have other experts
-                under its name.
-        """
-        dims = self._optimizer.process_groups.parallel_dims
-        for shard in self._optimizer.shards:
-            groups = shard.pack.layout.pack_groups
-            if groups.shard == PLAIN or dims.expert_blocks(groups)[0] == 1:
-                continue
-            for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True):
-                if not _compat.is_dtensor(param):
-                    raise ValueError(
-                        f"changes: other ranks have other experts under the name {slot.name!r}, so "
-                        "that its elements have no place in one parameter; make it a DTensor"
-                    )
 
     @torch.no_grad()
     def changes(self, since: str | None = None, weights: str | None = None) -> Changes:
@@ -195,10 +177,23 @@ def _coded(
     yield WeightPatch(name + SCALE, shape, scales.dtype, scales, in_32_bits(at, whole))
 
 
+def _fits(plan: Plan, dims: ParallelDims) -> None:
+    """Refuse a parameter whose elements have no place in a whole one."""
+    for pack in plan.new:
+        if dims.expert_blocks(pack.pack_groups)[0] > 1:
+            for slot in pack.slots:
+                if not _compat.is_dtensor(plan.params[slot.name]):
+                    raise ValueError(
+                        f"changes: other ranks have other experts under the name {slot.name!r}, so "
+                        "that its elements have no place in one parameter; make it a DTensor"
+                    )
+
+
 OPTION = Option(
     help="note which published values change, for optimizer.changes(since=version): a bit for each "
     "element that a rank owns; fp32 parameters and master split16: a copy of the value",
     epilogues=lambda _config: (Followed(),),
+    fits=_fits,
     publishing=Serving,
     hook=ChangesOfRank,
 )

@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from shardcast._compat.groups import group_of
-from shardcast.comm import Comm, ProcessGroups
+from shardcast.comm.objects import Comm
+from shardcast.comm.process_groups import ProcessGroups
 from shardcast.config import ShardcastConfig
-from shardcast.option_values import Option
 from shardcast.plan.parallel_dims import ParallelDims
 
 REPLICAS, SHARDS = "dp_replicate", "dp_shard"  # torchtitan's names of such dimensions
@@ -81,15 +81,3 @@ def _among(comm: Comm, ranks: Sequence[int], name: str) -> Comm:
         ) from None
     backend = dist.get_backend_config(group)
     return Comm(group_of([members[rank] for rank in ranks], name, backend))
-
-
-OPTION = Option(
-    help="over how many ranks masters and state are sharded: all, or so many neighbors, each run "
-    "of which has a copy: more memory, but updated parameters travel within a run",
-    within=(
-        "all or a number of ranks >= 1",
-        lambda value: value == "all" if isinstance(value, str) else value >= 1,
-    ),
-    groups=over_fewer_ranks,
-    beside_mesh="give the mesh a dimension for copies, and dp=(copies, shards)",
-)
