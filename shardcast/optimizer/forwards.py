@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.plan.kept import NORMS
 from shardcast.plan.precision import (
     MASTER_DTYPE,
+    NORMS,
     TABLES,
     Precision,
     is_called,

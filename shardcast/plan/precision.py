@@ -10,8 +10,10 @@ came, unless ``convert_rest`` or ``autocast: false`` asks for them.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +21,18 @@ from torch.nn.utils import parametrize
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
-from shardcast.plan.kept import NORMS, kept_modules, named_modules
+from shardcast.option_values import KeepRule
 
 MASTER_DTYPE = torch.float32
 SHORT_SUM = 8  # gradients that are added up in their own dtype
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+NORMS: tuple[type[nn.Module], ...] = (
+    *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.SyncBatchNorm),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 def sum_dtype(wire: torch.dtype) -> torch.dtype:
@@ -160,9 +169,6 @@ def _parametrized(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-TABLES = (nn.Embedding, nn.EmbeddingBag)
-
-
 def _not_multiplied(model: nn.Module) -> Iterator[nn.Parameter]:
     """Return what no matrix product takes: vectors, and tables of a model without other matrices.
 
@@ -210,3 +216,68 @@ def is_layer(module: nn.Module) -> bool:
 def is_called(module: nn.Module) -> bool:
     """Lists and the like are not."""
     return type(module).forward is not nn.Module.forward
+
+
+def kept_modules(
+    model: nn.Module, rules: tuple[KeepRule, ...], unmatched: list[str]
+) -> dict[nn.Module, None]:
+    """Find modules kept in fp32, as an ordered set: those of rules, and who shares parameters.
+
+    Appends patterns that match nothing to ``unmatched``, as messages.
+    """
+    kept_modules: dict[nn.Module, None] = {}
+    for rule in rules:
+        matching = _matching(model, rule)
+        if not matching and isinstance(rule, str) and rule != "norms":
+            unmatched.append(
+                f"keep_fp32: the pattern {rule!r} matches no parameter of the model; patterns "
+                "are matched against names as in model.named_parameters()"
+            )
+        kept_modules.update(dict.fromkeys(matching))
+    while True:
+        shared = _params_of(kept_modules)
+        tied = [
+            module
+            for module in model.modules()
+            if module not in kept_modules and not shared.isdisjoint(_params_of([module]))
+        ]
+        if not tied:
+            return kept_modules
+        kept_modules.update(dict.fromkeys(tied))
+
+
+def _matching(model: nn.Module, rule: KeepRule) -> list[nn.Module]:
+    """Find modules of a class with all inside, or owners of a parameter that a rule names."""
+    if rule == "norms":
+        return [module for module in model.modules() if isinstance(module, NORMS)]
+    if isinstance(rule, type):
+        outer = (module for module in model.modules() if isinstance(module, rule))
+        return [inside for module in outer for inside in module.modules()]
+    test = partial(_is_named, rule) if isinstance(rule, str) else rule
+    return [
+        module
+        for prefix, module in model.named_modules()
+        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        if test(name, param)
+    ]
+
+
+def _is_named(pattern: str, name: str, _param: nn.Parameter) -> bool:
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def named_modules(
+    model: nn.Module, patterns: tuple[str, ...], unmatched: list[str]
+) -> set[nn.Module]:
+    """Find modules whose names match a pattern; what matches nothing goes to ``unmatched``."""
+    modules: set[nn.Module] = set()
+    for pattern in patterns:
+        named = model.named_modules()
+        matching = {module for name, module in named if fnmatch.fnmatchcase(name, pattern)}
+        if not matching:
+            unmatched.append(
+                f"fp32_outputs: the pattern {pattern!r} matches no module of the model; patterns "
+                "are matched against names as in model.named_modules(), '' is the model itself"
+            )
+        modules |= matching
+    return modules

@@ -17,15 +17,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast.comm import ProcessGroups
+from shardcast.comm import Comm, ProcessGroups, warn_first
+from shardcast.messages import by_rank
 from shardcast.plan.validate import ON_DEVICE, plain
-from shardcast.step.decide import option_differences
-from shardcast.step.decide.signal import Signal, to_device
+from shardcast.step.decide.signal import COUNT, LEFT, Signal, known, to_device
+from shardcast.step.history import HISTORY, SUMMED
 
 BITS = 16  # fewer in a world of more than 1,448 ranks: (ranks * d)**2 is an exact double
 DIGESTS = 3  # one of requires_grad, where a difference is no error, and two of options
 ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, which are then spread over the product
 Groups = Sequence[Mapping[str, Any]]
+
+REMEDY = (
+    "Every owner would update its part of the model in its own way: give all ranks the same value, "
+    "for example average what a scheduler such as ReduceLROnPlateau is given over the ranks first."
+)
+LEFT_REMEDY = (
+    "A layer was replaced after shardcast.shard, and what is in its place is not trained there: "
+    "replace layers before shardcast.shard, on every rank"
+)
+COUNT_REMEDY = "call it on every rank, in each micro-batch; count(0) where a rank has no batch"
+HISTORY_REMEDY = (
+    "Some ranks would train other gradients than the others: call backward, zero_grad() and step() "
+    "on all ranks alike, and decide what is to be skipped from numbers that are equal on all ranks"
+)
+SUMMED_REMEDY = (
+    "What is assigned may be a part of that sum, or all of it: assign after the last backward of a "
+    "step, or call optimizer.gather_gradients() and edit .grad in place"
+)
+UNTRAINED = (
+    "The gradient of a parameter is zero on the ranks that do not train it; freeze and unfreeze on "
+    "all ranks alike"
+)
+# By what differs; where several facts do, of the first one here.
+REMEDIES = {
+    SUMMED: SUMMED_REMEDY,
+    **dict.fromkeys(HISTORY, HISTORY_REMEDY),
+    COUNT: COUNT_REMEDY,
+    LEFT: LEFT_REMEDY,
+}
 
 
 class OptionCheck(Signal):
@@ -140,7 +170,7 @@ class OptionCheck(Signal):
             for name in self._names
         }
         values.update({name: repr(plain(value)) for name, value in self._arguments.items()})
-        return option_differences.error_of(values, self._process_groups.everyone, self._device)
+        return error_of(values, self._process_groups.everyone, self._device)
 
     def _warn_of_training(self, groups: Groups) -> None:
         """Warn once of parameters that some ranks do not train; on a CPU all ranks call it."""
@@ -153,7 +183,7 @@ class OptionCheck(Signal):
             for param in group["params"]
             if not param.requires_grad
         }
-        option_differences.warn_of_training(untrained, self._process_groups.dp, self._device)
+        warn_of_training(untrained, self._process_groups.dp, self._device)
 
 
 def _on_device(value: Any) -> Iterator[Tensor]:
@@ -170,3 +200,33 @@ def is_constant(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(is_constant, value))
     return not isinstance(value, (Tensor, list))
+
+
+def error_of(values: Mapping[str, str], comm: Comm, device: torch.device) -> RuntimeError:
+    """Return the error for options that differ, with groups, ranks and values.
+
+    All ranks of ``comm`` call it on a CPU, and tell each other their ``values``, by name.
+    """
+    text = _differences(known(values, comm, device), "None")
+    if not text:  # they are known of this rank alone
+        shown = ", ".join(f"{name} {value}" for name, value in values.items())
+        text = f"the ranks differ in options; rank {comm.rank} has {shown}"
+    remedies = (remedy for fact, remedy in REMEDIES.items() if fact in text)
+    remedy = next(remedies, REMEDY)
+    return RuntimeError(f"step: {text}. {remedy}")
+
+
+def warn_of_training(untrained: Mapping[str, str], comm: Comm, device: torch.device) -> None:
+    """Warn of parameters that some ranks train and others do not; called as :func:`error_of`."""
+    text = _differences(known(untrained, comm, device), "True")
+    warn_first(f"step: {text or 'the ranks train different parameters'}. {UNTRAINED}", UNTRAINED)
+
+
+def _differences(values_by_rank: Mapping[int, Mapping[str, str]], usual: str) -> str:
+    """List names whose values differ, with these by rank; ``usual`` where one has none."""
+    texts = []
+    for name in dict.fromkeys(name for values in values_by_rank.values() for name in values):
+        facts = [(rank, values.get(name, usual)) for rank, values in values_by_rank.items()]
+        if len({value for _, value in facts}) > 1:
+            texts.append(f"{name} differs ({by_rank(facts)})")
+    return "; ".join(texts)

@@ -12,8 +12,8 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.comm import ProcessGroups, warn_first
 from shardcast.messages import by_rank
-from shardcast.step.decide import option_differences
 from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.options import error_of
 from shardcast.step.decide.signal import COUNT, Signal, known
 from shardcast.step.reduce.mean import Divisor
 
@@ -125,7 +125,7 @@ class Tokens(Signal):
         everyone = self._process_groups.everyone
         if mistakes[1]:
             facts = {COUNT: repr(self.counted)}
-            return option_differences.error_of(facts, everyone, self._device)
+            return error_of(facts, everyone, self._device)
         counts = known(repr(self), everyone, self._device)
         return RuntimeError(
             "optimizer.count: expected more than 0 tokens in a step, and one number on all "
