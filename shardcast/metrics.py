@@ -14,7 +14,10 @@ Metrics = Mapping[str, Mapping[str, Tensor]]
 
 
 def flat(metrics: Metrics) -> dict[str, float]:
-    """Flatten to ``{"update_norm/layer.weight": 0.01, ...}`` for a logger; waits for the device."""
+    """Flatten to ``{"update_norm/layer.weight": 0.01, ...}`` for a logger.
+
+    Local; waits for the device.
+    """
     tensors = {
         f"{metric}/{name}": value
         for name, numbers in metrics.items()
@@ -25,7 +28,9 @@ def flat(metrics: Metrics) -> dict[str, float]:
 
 
 def worst(metrics: Metrics, by: str = "update_to_weight", count: int = 10) -> str:
-    """A table of the ``count`` parameters whose metric ``by`` is largest; waits for the device.
+    """Return a table of the ``count`` parameters whose metric ``by`` is largest.
+
+    Local; waits for the device.
 
     Raises:
         ValueError: there is no such metric.

@@ -45,14 +45,20 @@ def save_async(
 ) -> Saving:
     """Save in the background: return once the state is copied to the host.
 
-    Every rank of the optimizer's group must call it, between steps. Host memory for this rank's
-    part is needed. A ``save_async`` that still runs is waited for first. One that fails is logged
-    on rank 0 as soon as that is known, raised by its ``wait()``, and costs no other checkpoint. A
-    process that ends waits for its part; if a rank is killed, the checkpoint is lost and rank 0
-    logs it after ``timeout`` seconds. Other arguments are those of ``save``.
+    Call it between steps; it takes host memory for this rank's part, and first waits for an
+    earlier ``save_async``. A save that fails is logged on rank 0, raised by its ``wait()``, and
+    costs no other checkpoint. A process that ends waits for its part.
+
+    Collective: every rank of the optimizer's group, with the same arguments.
+
+    Args:
+        directory, model, optimizer, step, extra, per_rank, keep, digest, overwrite: as of
+            :func:`save`.
+        timeout: seconds after which rank 0 gives up, and logs that the checkpoint is lost, if a
+            rank was killed.
 
     Returns:
-        The save under way; its ``wait()`` is collective.
+        The save in progress; its ``wait()`` is collective.
 
     Raises:
         ValueError, RuntimeError, OSError: as ``save``.
@@ -109,7 +115,7 @@ class Saving:
         self._thread.start()
 
     def done(self) -> bool:
-        """Return whether this rank's part is over, well or not. Local."""
+        """Return whether this rank's part has ended, successfully or not. Local."""
         return not self._thread.is_alive()
 
     def end(self, call: str) -> list[str | None]:
@@ -123,7 +129,9 @@ class Saving:
         return self._comm.collect(outcome, self._device, call)
 
     def wait(self) -> Path:
-        """Wait for the commit. Every rank must call it.
+        """Wait for the commit, and return the checkpoint's directory.
+
+        Collective: every rank.
 
         Raises:
             RuntimeError: this checkpoint is lost; on all ranks alike.

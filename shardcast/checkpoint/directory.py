@@ -367,10 +367,15 @@ def newest_sound(
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The newest checkpoint whose files have their checksums; ``None`` if there is none at all.
+    """Return the newest checkpoint whose checksums hold; ``None`` if there is no checkpoint.
 
-    Local: any process may call it; it reads all files of the checkpoint. Where the newest one is
-    damaged it warns, says why, and looks at the one before.
+    Reads all files of the checkpoint. If the newest one is damaged, it warns and tries the one
+    before.
+
+    Local: any process may call it.
+
+    Args:
+        directory: directory of a run, or one checkpoint in it.
 
     Raises:
         DamagedCheckpointError: there are checkpoints, and none is sound.
@@ -394,12 +399,15 @@ def chosen(directory: str | os.PathLike[str]) -> Path:
 
 
 def inspect(directory: str | os.PathLike[str]) -> Manifest:
-    """Verify the newest checkpoint of a directory, or the one that is named; return facts of it.
+    """Verify a checkpoint, or the newest one of a directory, and return its description.
 
     Local: any process may call it.
 
+    Args:
+        directory: directory of a run, or one checkpoint in it.
+
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no checkpoint.
         DamagedCheckpointError: none is sound.
     """
     return manifest_of(chosen(directory))

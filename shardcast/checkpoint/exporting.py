@@ -37,23 +37,26 @@ def export(
     weights: str | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[Path]:
-    """Write the newest checkpoint, or the one that is named, for programs without shardcast.
+    """Write a checkpoint, or the newest one of a directory, for programs without shardcast.
 
-    One process, no process group. The model becomes ``model.safetensors``, or numbered files with
-    an index where it is larger than ``max_shard_mb``: trained parameters in fp32, under every name
-    that ``model.state_dict()`` has. One of them is in memory at a time. The optimizer becomes
-    ``optimizer.pt``, which loads into the plain torch optimizer with ``weights_only=True``; its
-    state is in memory as a whole while it is written. Several that were sharded together become
-    ``optimizer-0.pt`` and so on, in the order in which they were given.
+    The model becomes ``model.safetensors``, or numbered files with an index: trained parameters in
+    fp32, under every name that ``model.state_dict()`` has. One parameter is in memory at a time.
+    The optimizer becomes ``optimizer.pt``, which the plain torch optimizer loads with
+    ``weights_only=True``; its whole state is in memory while it is written. Several optimizers
+    become ``optimizer-0.pt`` and so on, in the order given to ``shard()``.
+
+    Local: one process, without a process group.
 
     Args:
-        out: a directory that is new or empty. It is there with all files, or not at all.
+        directory: directory of a run, or one checkpoint in it.
+        out: new or empty directory. It is created with all files, or not at all.
+        max_shard_mb: largest size of a file of weights, in MB.
         optimizer: ``False`` writes the model alone.
-        weights: the name of an average (``averages``), which is written as the model; or
+        weights: name of an average (``averages``) to write as the model; or
             ``published``: of parameters that have a form (``published``) their codes, and scales
             as ``..._scale_inv``, as transformers reads them with what is written to
             ``quantization_config.json`` in the model's ``config.json``.
-        progress: called after each tensor with the bytes that are done, and those of all.
+        progress: called after each tensor with the bytes that are done, and the total.
 
     Returns:
         The files written.

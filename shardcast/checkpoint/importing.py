@@ -36,16 +36,20 @@ def load_plain(
 ) -> None:
     """Load a plain torch model, and the state of the plain optimizer, into a sharded pair.
 
-    Every rank of the optimizer's group must call it, with the same files or values. Everything is
-    compared before anything in memory changes. Weights of any floating dtype become fp32 masters.
+    Everything is compared before anything in memory changes. Weights of any floating dtype become
+    fp32 masters.
+
+    Collective: every rank of the optimizer's group, with the same files or values.
 
     Args:
-        weights: ``model.state_dict()``, or where it is: a ``torch.save`` or safetensors file, or a
+        model: model that was passed to :func:`shardcast.shard`.
+        optimizer: what :func:`shardcast.shard` returned.
+        weights: ``model.state_dict()``, or its path: a ``torch.save`` or safetensors file, or a
             directory with ``model.safetensors`` or an index as the Hub has it. All files of
             ``torch.save`` are read with ``weights_only=True``.
-        state: the unsharded optimizer's ``state_dict()``, or its file; a list of them, where
-            several optimizers were sharded together; ``None`` keeps the options of the groups and
-            begins with fresh state.
+        state: the unsharded optimizer's ``state_dict()``, or its file; a list of them if several
+            optimizers were sharded together. ``None`` keeps the options of the groups and starts
+            with fresh state. If the state has ``param_names``, they are compared.
 
     Raises:
         ValueError: another model or other groups; names the parameter. Nothing was changed.
@@ -198,13 +202,17 @@ def import_dcp(
 ) -> None:
     """Load what ``torch.distributed.checkpoint.save`` wrote, such as the state of FSDP2.
 
-    Every rank of the optimizer's group must call it. Expected is what
-    ``dcp.save({"model": ..., "optim": ...})`` makes of the two results of ``get_state_dict``.
+    Expects what ``dcp.save({"model": ..., "optim": ...})`` writes of the two results of
+    ``get_state_dict``.
+
+    Collective: every rank of the optimizer's group.
 
     Args:
-        directory: with a file ``.metadata``.
-        model_key, optimizer_key: the names under which the two were saved; without an
-            ``optimizer_key`` the optimizer begins with fresh state.
+        directory: directory with a file ``.metadata``.
+        model: model that was passed to :func:`shardcast.shard`.
+        optimizer: what :func:`shardcast.shard` returned.
+        model_key, optimizer_key: names under which the two were saved; with
+            ``optimizer_key=None`` the optimizer starts with fresh state.
 
     Raises:
         ValueError: another model or other groups; names the parameter. Nothing was changed.

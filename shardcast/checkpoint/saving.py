@@ -57,25 +57,29 @@ def save(
 ) -> Path:
     """Save a checkpoint that is either committed whole or not there at all.
 
-    Every rank of the optimizer's group must call it with the same arguments, between steps; it
-    returns on all of them, or raises on all of them. Each rank writes what it owns, once, in fp32
-    however it is kept; extra memory is one chunk of one parameter, on the host, and for what is
-    not kept in fp32 on the device the state of one parameter there.
+    Call it between steps. Each rank writes its own elements once, in fp32. Extra memory is one
+    chunk of one parameter on the host; masters and moments that are not kept in fp32 also take
+    the state of one parameter on the device.
+
+    Collective: every rank of the optimizer's group, with the same arguments; it returns on all
+    ranks, or raises on all.
 
     Args:
-        directory: holds the checkpoints of one run, on a file system that all ranks share; made
-            if need be. One job at a time may save into it.
-        model: what was given to :func:`shardcast.shard`; of a pipeline, this rank's stages.
-        step: names the checkpoint. A sound one of the same step is not overwritten by default.
-            Saving identical contents again changes nothing, and neither does saving the
+        directory: directory of one run's checkpoints, on a file system that all ranks share;
+            created if it is missing. One job at a time may save into it.
+        model: model that was passed to :func:`shardcast.shard`; the stages of a pipeline rank.
+        optimizer: what :func:`shardcast.shard` returned.
+        step: number that names the checkpoint. A sound one of the same step is not overwritten
+            by default. Saving identical contents again changes nothing, and neither does saving the
             checkpoint that was just loaded, on any number of ranks and whatever ``extra`` is; the
             latter logs one line at INFO.
-        extra: what else the run needs, rank 0's counts: tensors, containers and plain values, as
-            ``torch.load(weights_only=True)`` reads them (schedulers, position in the data).
-        per_rank: the same for values that differ, such as the state of random generators.
-        keep: delete older checkpoints but the newest ``keep`` sound ones, this one included.
-        digest: store ``optimizer.digest()``, which ``load`` compares: bits that memory or a copy
-            lost are seen, for a pass over the own state here and there.
+        extra: anything else that the run needs (schedulers, position in the data), of rank 0:
+            tensors, containers and plain values that ``torch.load(weights_only=True)`` reads.
+        per_rank: the same for values that differ between ranks (random generators).
+        keep: number of newest sound checkpoints to keep, this one included; older ones are
+            deleted. ``None`` keeps all.
+        digest: store ``optimizer.digest()``, which ``load`` compares, to find bits that memory or
+            a copy lost; costs a pass over the own state.
         overwrite: replace a checkpoint of the same step once the new one is complete. A process
             that is killed between the two renames leaves neither; older checkpoints stay.
 

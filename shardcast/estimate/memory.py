@@ -106,9 +106,10 @@ def estimate(
     """Return what :func:`shardcast.shard` would hold on ``world_size`` ranks. Local, any process.
 
     Args:
-        model: usually built on ``meta``.
+        model: model, usually built on ``meta``.
         optimizer: an elementwise one of torch over its parameters, or Muon, or a list of them;
             unchanged.
+        world_size: number of data-parallel ranks.
         config: a config or a mapping; ``None`` reads the environment.
         backend: of the process group; it decides by which collectives packs travel. With gloo
             the model is on a CPU, where marks of gradients keep what they hide.
@@ -197,8 +198,11 @@ def estimate(
 def state_tensors(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
     """Count the tensors that a :data:`KNOWN` optimizer keeps of a parameter, 0-dim ones aside.
 
+    Local.
+
     Args:
-        group: its options.
+        optimizer: optimizer of one of these classes.
+        group: options of one of its groups.
     """
     single = nn.Parameter(torch.zeros(1, 1, dtype=MASTER_DTYPE))  # as the masters it will run on
     single.grad = torch.zeros_like(single)

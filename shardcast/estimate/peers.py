@@ -7,6 +7,12 @@ def peers(numel: int, moments: float, world_size: int) -> dict[str, float]:
     """Return the bytes per rank that others hold for ``numel`` parameters in mixed precision.
 
     Persistent tensors after a backward; activations, buckets in flight and temporary casts aside.
+    Local.
+
+    Args:
+        numel: number of parameters.
+        moments: state tensors of the optimizer for each parameter, 2 for Adam.
+        world_size: number of data-parallel ranks.
     """
     exact = 4.0 * (1 + moments)  # fp32 weights and moments
     return {

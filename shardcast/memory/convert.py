@@ -36,6 +36,7 @@ def convert_(
     Integer, boolean and complex tensors keep their dtype and follow to ``device``.
 
     Args:
+        module: module to convert.
         dtype: bf16, fp16 or fp32.
         device: where to; ``None`` leaves each tensor on its own device.
         keep_fp32: modules that stay in fp32, as the option of :class:`ShardcastConfig`.

@@ -56,9 +56,9 @@ def shard(
 
     Converts ``model`` in place: its parameters become views of packs in ``param_dtype``, equal on
     all ranks (rank 0's values), and this rank keeps fp32 masters of its spans. Use neither DDP
-    nor autocast with it. Every rank of the group must call it, with the same model and options.
+    nor autocast with it. Peak memory: the fp32 model, one pack and this rank's shard.
 
-    Peak memory: the fp32 model, one pack and this rank's shard.
+    Collective: every rank of the group, with the same model and options.
 
     Args:
         model: on its device, materialized; usually fp32. Several models that one optimizer trains

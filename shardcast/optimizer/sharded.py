@@ -82,27 +82,29 @@ class ShardedOptimizer(StatefulOptimizer):
         loss: float | Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """One optimizer step: unscale, clip, update, cast, broadcast. Every rank must call it.
+        """Make one optimizer step: unscale, clip, update, cast and sync.
 
-        Waits for no device; a step with a non-finite gradient on any rank changes nothing. On
-        several accelerators ``clip_grad_norm_`` makes the decision: what a script writes into
-        gradients after it is trained as it is, finite or not.
+        Does not wait for the device. A step with a non-finite gradient on any rank changes nothing.
+        On several accelerators ``clip_grad_norm_`` makes this decision: gradients that a script
+        writes after it are trained as they are, finite or not.
+
+        Collective: every rank.
 
         Args:
             closure: reevaluates the model, runs backward and returns the loss.
-            loss: of this rank, unscaled, for a ``guard`` that looks at it: every rank must give
-                one; a number, or 0-dim on the device. Without it that of the closure.
+            loss: unscaled loss of this rank, for a ``guard`` that uses it; a number, or 0-dim on
+                the device. Every rank must give one. By default that of the closure.
 
         Returns:
             What ``closure`` returned, else ``None``.
 
         Raises:
-            TypeError: on all ranks: one gave ``options``, or a loss that no guard takes.
+            TypeError: on all ranks, if one gave ``options``, or a loss that no guard takes.
             RuntimeError: inside :meth:`no_sync`; after ``max_skipped_steps`` skips in a row. On all
                 ranks, if one did not scale its loss though a scale is in use, edited gradients
-                after a clip or loaded other weights, or if they differ in options of the groups.
-                On an accelerator what all ranks raise comes a step or two later. These steps are
-                skipped, but for the first one if it came after a clip, which had decided already.
+                after a clip, loaded other weights, or has other options in its groups. On an
+                accelerator these come a step or two later; until then such steps are skipped,
+                except one that was already decided by ``clip_grad_norm_``.
         """
         packed = self._packed
         if self._handles:
@@ -237,7 +239,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     @_compat.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as ``torch.optim.Optimizer.zero_grad``. Local."""
+        """Clear the gradients, as ``torch.optim.Optimizer.zero_grad`` does. Local."""
         self._note_clip(None)
         self._drop_tokens()
         self._packed.in_no_sync = False
@@ -246,11 +248,13 @@ class ShardedOptimizer(StatefulOptimizer):
         super().zero_grad(set_to_none)  # of a stand-in zeroes the mean, and not its own element
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """For all micro-batches but a step's last, on every rank: gradients stay here.
+        """Accumulate gradients on this rank, for all micro-batches of a step except the last.
 
-        With ``accumulate="sharded"`` they are reduced all the same. A step averages gradients over
-        the ranks, also those of which no backward was synchronized. Under DDP each rank would step
-        by its own ones then (local SGD): it warns of that once.
+        ``with optimizer.no_sync(): loss.backward()``. With ``accumulate="sharded"`` gradients are
+        reduced all the same. ``step()`` averages over all ranks even if no backward was
+        synchronized, which DDP would not do; it warns of that once.
+
+        Collective: every rank must enter it.
         """
         self._packed.in_no_sync = True
         return self._packed.reduce.no_sync(self.config.accumulate == "sharded")
@@ -307,24 +311,30 @@ class ShardedOptimizer(StatefulOptimizer):
 
     @_compat.uncompiled
     def count(self, tokens: float | Tensor) -> None:
-        """Have the coming step train the mean over all tokens of all ranks and micro-batches.
+        """Count the tokens of a micro-batch: the step then trains the mean over all tokens.
 
-        Every rank must call it, in each micro-batch before its backward, with 0 where it has no
-        batch; the loss is then a sum over tokens. The total travels with the norm, so that there is
-        no further collective but in ``clip_grad_value_``, and norm, clipping and loss scale see the
-        mean. ``gather_gradients`` shows the sum over :attr:`divisor`. Local; waits for no device.
+        Call it before the backward of every micro-batch, with 0 on a rank without one; the loss is
+        then a sum over tokens. The total travels with the norm, without a further collective except
+        in ``clip_grad_value_``. ``gather_gradients`` shows the sum divided by :attr:`divisor`.
+
+        Local, but every rank must call it. Does not wait for the device.
 
         Args:
-            tokens: of this micro-batch on this rank, or of what else the loss is a sum; a number,
-                or a 0-dim tensor (on the device, in a CUDA graph). Tensor-parallel ranks and
-                pipeline stages give the same; context-parallel ranks, which are data-parallel
-                here, each its own.
+            tokens: number of tokens (or of whatever the loss is a sum of) of this micro-batch on
+                this rank; a number, or a 0-dim tensor (on the device, in a CUDA graph).
+                Tensor-parallel ranks and pipeline stages give the same number; context-parallel
+                ranks are data-parallel here, and each gives its own.
 
         Raises:
             ValueError: in :meth:`step`, on all ranks: a negative number, or no number.
             RuntimeError: in :meth:`step`, on all ranks: called after a backward of this step that
-                was not counted, or after ``clip_grad_norm_``; some ranks did not call it, or there
+                was not counted, or after ``clip_grad_norm_``; some ranks did not call it; or there
                 are no tokens at all.
+
+        Example::
+
+            optimizer.count(mask.sum())
+            (per_token_loss * mask).sum().backward()
         """
         with self._packed.decider.refusal.held():
             self._count(tokens)
@@ -363,13 +373,15 @@ class ShardedOptimizer(StatefulOptimizer):
     @_compat.uncompiled
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Have the mean over ranks in every ``.grad``; every rank must call it.
+        """Gather the mean gradient over all ranks into every ``.grad``.
 
-        Without it ``.grad`` is the mean only where this rank owns the elements: it can be edited,
-        each element by itself, and to read it raises. Call it after the last backward of a step,
-        before you read gradients (SAM, PCGrad, a norm by hand); edits count as under DDP then, if
-        all ranks make the same. In fp16 ``.grad`` is multiplied by :attr:`loss_scale`. With model
-        parallelism it is the data-parallel mean of what is here.
+        Without it a rank holds only its own elements of the mean: ``.grad`` can be edited element
+        by element, and reading it raises. Call it after the last backward of a step, before you
+        read gradients (SAM, PCGrad, a norm by hand). Edits count as under DDP if all ranks make the
+        same. In fp16 ``.grad`` includes :attr:`loss_scale`. With model parallelism it is the
+        data-parallel mean of this rank's part.
+
+        Collective: every rank.
 
         Raises:
             RuntimeError: inside :meth:`no_sync`.
@@ -441,21 +453,23 @@ class ShardedOptimizer(StatefulOptimizer):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Clip the global gradient norm in the coming step; every rank must call it.
+        """Clip the global gradient norm in the coming step.
 
-        Finishes the reduction now; the clipping itself is folded into the update. It wins over
-        ``max_grad_norm`` for this step. Called again it clips what is clipped already.
+        Finishes the reduction now; the clipping itself is part of the update. It replaces
+        ``max_grad_norm`` for this step. A second call clips gradients that are clipped already.
+
+        Collective: every rank.
 
         Args:
             parameters: all trained parameters, as for ``torch.nn.utils.clip_grad_norm_``, or
                 ``max_norm`` alone: ``clip_grad_norm_(1.0)``.
             max_norm: bound of the norm, above 0.
-            norm_type: that of the configuration, or left out.
-            error_if_nonfinite: must be False; steps with such gradients are skipped.
+            norm_type: must be that of the configuration if given.
+            error_if_nonfinite: must be ``False``; steps with such gradients are skipped.
             foreach: has no effect.
 
         Returns:
-            The global norm before clipping, 0-dim, loss scale removed; equal on all ranks.
+            The global norm before clipping, 0-dim, without the loss scale; equal on all ranks.
 
         Raises:
             TypeError, ValueError: on all ranks: ``max_norm``, or a group's ``max_grad_norm``, is
@@ -480,10 +494,19 @@ class ShardedOptimizer(StatefulOptimizer):
         clip_value: float | Tensor | None = None,
         foreach: bool | None = None,
     ) -> None:
-        """Clamp every element of the averaged gradients; every rank must call it.
+        """Clamp every element of the averaged gradients.
 
-        Args and errors are those of :meth:`clip_grad_norm_`, with ``clip_value`` for ``max_norm``;
-        of several ranks the errors come in :meth:`step`. Non-finite gradients still skip the step.
+        Non-finite gradients still skip the step. :meth:`step` raises errors of several ranks.
+
+        Collective: every rank.
+
+        Args:
+            parameters: as for :meth:`clip_grad_norm_`, or ``clip_value`` alone.
+            clip_value: bound of the absolute value, above 0.
+            foreach: has no effect.
+
+        Raises:
+            TypeError, ValueError: as of :meth:`clip_grad_norm_`.
         """
         call, packed, bound = "clip_grad_value_", self._packed, math.inf
         with packed.decider.refusal.held():
@@ -496,10 +519,10 @@ class ShardedOptimizer(StatefulOptimizer):
 
     @property
     def divisor(self) -> float | Tensor:
-        """The number that divides the sum of gradients over data-parallel ranks; by default theirs.
+        """Divisor of the sum of gradients over data-parallel ranks; by default their number.
 
-        Assign another one, or a 0-dim tensor on the device, such as the tokens of all ranks, before
-        the first synchronized backward of a step, on every rank; ``None`` for the usual.
+        Assign a number, or a 0-dim tensor on the device (the tokens of all ranks), before the first
+        synchronized backward of a step, on every rank; ``None`` restores the default.
         """
         return self._packed.reduce.divisor.value
 
@@ -516,27 +539,32 @@ class ShardedOptimizer(StatefulOptimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm of the last step, before clipping; 0-dim, ``None`` before any."""
+        """Global gradient norm of the last step before clipping, 0-dim; ``None`` before it."""
         return None if self._last_norm is None else self._last_norm.float()
 
     def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:
-        """Return norms of the last step that ``metrics`` measured and that was not skipped. Local.
+        """Return norms of the last step that was measured and not skipped. Local.
 
         Args:
-            patterns: of parameter names, as in a shell: ``"*.attn.*"``; or from labels to such
-                patterns: all parameters that one matches are measured as one tensor.
+            patterns: glob pattern of parameter names, ``"*.attn.*"``; or a mapping from labels to
+                patterns, which measures all parameters of a pattern as one tensor.
 
         Returns:
-            By parameter or label, 0-dim fp32 on the device, of the whole parameter and equal on
-            all ranks that hold it: ``grad_norm`` (as the update has it: unscaled and clipped),
-            ``weight_norm`` (of the new fp32 masters), ``update_norm`` (their change),
-            ``update_to_weight`` (its ratio to the weight), ``swallowed`` (share of elements whose
-            master changed and whose published value did not). Empty before a first measured step;
-            zeros, and ratios NaN, as long as all of them were skipped.
+            By parameter or label, 0-dim fp32 on the device, of the whole parameter and equal on all
+            ranks that hold it: ``grad_norm`` (unscaled and clipped), ``weight_norm`` (of the new
+            masters), ``update_norm`` (of their change), ``update_to_weight`` (ratio of the two),
+            ``swallowed`` (share of elements whose master changed and whose low-precision value did
+            not). Empty before a first measured step; zeros, and ratios NaN, as long as all measured
+            steps were skipped.
 
         Raises:
             RuntimeError: without the option ``metrics``.
             ValueError: a label's pattern matches no parameter.
+
+        Example::
+
+            norms = optimizer.metrics({"attention": "*.attn.*"})
+            writer.add_scalar("attention/grad", norms["attention"]["grad_norm"], step)
         """
         measured = self._packed.hook_of("metrics")
         if measured is None:
@@ -548,30 +576,36 @@ class ShardedOptimizer(StatefulOptimizer):
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """0-dim; ``None`` where none is in use."""
+        """Present loss scale, 0-dim; ``None`` if there is none."""
         scale = self._packed.decider.loss_scale
         return None if scale is None else scale.value
 
     @property
     def skipped_steps(self) -> int:
-        """The steps that were skipped, for any reason. Reading it waits for the device."""
+        """Number of steps skipped, for any reason. Waits for the device."""
         return self._packed.decider.skips.skipped_steps
 
     @property
     def guarded_steps(self) -> int:
-        """The spikes that the ``guard`` skipped or clipped. Reading it waits for the device."""
+        """Number of spikes that the ``guard`` skipped or clipped. Waits for the device."""
         guard = self._packed.decider.signal_of("guard")
         return 0 if guard is None else int(guard.numbers[0])
 
     @property
     def last_step_skipped(self) -> Tensor | None:
-        """0-dim bool, equal on all ranks; ``None`` before any step."""
+        """Flag of the last step: 0-dim bool, equal on all ranks; ``None`` before any step."""
         return self._last_skip
 
     # -- the rest ---------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> None:
-        """Switch optimizers that have modes (schedule-free ones); every rank must call it."""
+        """Switch optimizers that have modes (schedule-free ones).
+
+        Collective: every rank.
+
+        Args:
+            mode: ``True`` for training.
+        """
         to = "train" if mode else "eval"
         self._packed.need_masters(to)
         self.wait_sync()
@@ -581,7 +615,10 @@ class ShardedOptimizer(StatefulOptimizer):
             self._packed.sync()
 
     def eval(self) -> None:
-        """The evaluation mode of :meth:`train`."""
+        """Switch schedule-free optimizers to evaluation, as :meth:`train` with ``False``.
+
+        Collective: every rank.
+        """
         self.train(False)
 
     def __getattr__(self, name: str) -> Any:

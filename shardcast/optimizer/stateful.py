@@ -55,21 +55,20 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @property
     def config(self) -> ShardcastConfig:
-        """The options that hold."""
+        """Options in effect. Local."""
         return self._packed.config
 
     @property
     def layout(self) -> Layout:
-        """All packs, slots and spans, equal on all ranks; ``print`` it."""
+        """All packs, slots and spans, equal on all ranks; ``print`` it. Local."""
         return self._packed.layout
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the original optimizers, whose own lists hold them.
+        """Groups of the original optimizers, whose own lists hold them.
 
-        What is assigned goes there: other options for the same parameters, and further groups,
-        which are added; every rank must then assign the same. A group that is removed, or that has
-        got other parameters, is an error of the next step.
+        Assign to change options of the same parameters, or to add groups; every rank must then
+        assign the same. Removing a group or its parameters is an error of the next step.
         """
         return self._packed.originals.groups
 
@@ -80,7 +79,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of model parameters, in packs of its own; every rank must add the same one.
+        """Add a group of model parameters, in packs of its own.
+
+        Collective: every rank, with the same group.
+
+        Args:
+            param_group: as for ``torch.optim.Optimizer.add_param_group``.
 
         Raises:
             TypeError, ValueError, RuntimeError: on every rank, as of ``shard()``; nothing is added.
@@ -98,29 +102,36 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def memory_report(self) -> MemoryReport:
         """Count the bytes of this rank by kind: parameters, gradients, masters, state, averages.
 
-        A dictionary; ``print(optimizer.memory_report())`` shows a table, ``.total`` is the sum.
+        Local. Returns a dictionary; ``print`` shows one line, ``.total`` is the sum.
         """
         return report_of(self._packed)
 
     def close(self, restore: bool = True) -> None:
-        """End the training: give the model back as it was given, in fp32 from the masters.
+        """End the training: return the model as it was given, in fp32 from the masters.
 
-        Every rank must call it. Use this optimizer no more; the model may be trained without it,
-        or sharded anew. Parameters that no optimizer held, and buffers, keep their rounding.
+        Do not use this optimizer afterwards; the model can be trained without it, or sharded again.
+        Parameters that no optimizer held, and buffers, keep their rounding.
+
+        Collective: every rank, unless ``restore=False``.
 
         Args:
-            restore: without it nothing is gathered, and no other rank is waited for: the model
-                stays in low precision, and a ``shard()`` of it goes on from the fp32 masters, which
-                this rank keeps until then. So it is, whatever is said, while an exception is
-                handled, as in a ``finally:`` after it.
+            restore: ``False`` gathers nothing and waits for no other rank: the model stays in
+                low precision, and a later ``shard()`` of it continues from the fp32 masters,
+                which this rank keeps until then. This also happens while an exception is
+                handled, as in a ``finally:``, whatever the argument says.
         """
         close(self._packed, restore)
 
     def check_copies(self) -> None:
-        """Raise a RuntimeError on every rank, which must call it, if copies differ in a bit.
+        """Compare all replicas bit by bit, for debugging.
 
-        To find out why a run went wrong: it reads all parameters to the host. Copies over
-        tensor-parallel ranks and of tied weights are compared, too.
+        Reads all parameters to the host. Replicas over tensor-parallel ranks and of tied weights
+        are compared too.
+
+        Collective: every rank.
+
+        Raises:
+            RuntimeError: on every rank, if replicas differ; names the parameter.
         """
         self._full.check_copies()
 
@@ -145,14 +156,16 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def as_plain(self) -> Iterator[None]:
-        """Look like the plain optimizer to ``torch.distributed.checkpoint``; all ranks must enter.
+        """Present all ranks' state as a plain optimizer's to ``torch.distributed.checkpoint``.
 
         ``with optimizer.as_plain(): state = get_optimizer_state_dict(model, optimizer)``, likewise
         around ``set_optimizer_state_dict``, ``dcp.save`` and ``dcp.load``. Inside,
-        :meth:`state_dict` gives the full state on every rank, in host memory of each, with
-        masters where parameters are less exact. Before a first step it is a state as of a step with
-        zero gradients, with which DCP begins a plain optimizer too; it is forgotten at the end
-        unless one was loaded.
+        :meth:`state_dict` returns the full state on every rank, in host memory, with masters for
+        parameters of lower precision. Before the first step it is the state after a step with zero
+        gradients, which is how DCP initializes a plain optimizer; it is discarded at the end unless
+        a state was loaded.
+
+        Collective: every rank must enter and leave it.
 
         Raises:
             RuntimeError: on every rank, with model parallelism, or inside :meth:`averaged`; of
@@ -163,14 +176,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard: local, without collectives, tensors and plain scalars only.
+        """Return this rank's shard: tensors and plain scalars, without collectives.
 
-        Per parameter of which this rank owns a part, torch's state of that part and its ``master``
-        (1-d fp32). Load it on the same rank of an equal layout; else there are checkpoints. On
-        several ranks a script is warned once that saves it, or takes the state out of it: a file of
-        it has no other rank's part.
+        For each parameter of which this rank owns a part: torch's state of that part, and its
+        ``master`` (1-d, fp32). Load it on the same rank of an equal layout; use
+        :mod:`shardcast.checkpoint` for anything else. On several ranks a script that saves it is
+        warned once, since the file lacks the other ranks' parts.
 
-        Inside :meth:`as_plain` the full state of all ranks; every rank must then call it.
+        Local; inside :meth:`as_plain` it is collective, and returns the full state.
 
         Raises:
             RuntimeError: ``torch.distributed.checkpoint`` calls it outside of :meth:`as_plain`.
@@ -194,11 +207,16 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's :meth:`state_dict`, or a plain state of the unsharded optimizer.
 
-        Every rank must call it: its own part, or the same plain state; of several optimizers a
-        list, as :meth:`full_state_dicts` gives. Without masters in it the present ones stay.
+        Without masters in the state the present ones stay.
+
+        Collective: every rank.
+
+        Args:
+            state_dict: this rank's own part, or the same plain state on all ranks; for several
+                optimizers a list, as :meth:`full_state_dicts` returns.
 
         Raises:
-            ValueError: on every rank, if one cannot load its state; nothing is changed then.
+            ValueError: on every rank, if one cannot load its state; nothing is changed.
         """
         self._packed.refuse_averaged("load_state_dict")
         self.wait_sync()
@@ -216,28 +234,34 @@ class StatefulOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def full_parameters(self, average: str | None = None) -> dict[str, Tensor]:
-        """The fp32 parameters by name, tied ones under each, on rank 0's host; empty elsewhere.
+        """Return the fp32 parameters by name on rank 0, on the host; elsewhere an empty dict.
 
-        Every rank must call it.
+        Tied parameters are listed under each of their names.
+
+        Collective: every rank.
 
         Args:
-            average: the name of an average, which is given in place of the parameters.
+            average: name of an average to return in place of the parameters.
 
         Raises:
-            ValueError: on every rank, for the name of no average.
+            ValueError: on every rank, if there is no average of this name.
         """
         return self._full.masters(average)
 
     def averaged(self, name: str) -> AbstractContextManager[None]:
-        """Have an average in the model: ``with optimizer.averaged("ema"): evaluate(model)``.
+        """Put an average into the model: ``with optimizer.averaged("ema"): evaluate(model)``.
 
-        Every rank must enter and leave it. One sync publishes the average, cast as parameters are;
-        another one restores the very same bits. Inside, :meth:`step` and what loads or changes
-        weights are refused; state dicts and checkpoints hold the training's weights as ever.
-        Needs room for the own span once more.
+        One sync publishes the average, cast as parameters are; another one restores the weights
+        bit for bit. Inside, :meth:`step` and everything that loads or changes weights raise; state
+        dicts and checkpoints still hold the training's weights. Takes memory for the own span.
+
+        Collective: every rank must enter and leave it.
+
+        Args:
+            name: an average of the option ``averages``.
 
         Raises:
-            ValueError: on every rank, for the name of no average.
+            ValueError: on every rank, if there is no average of this name.
             RuntimeError: on every rank, if an average is in the model already.
         """
         averages = self._packed.averages_of("averaged", name)
@@ -245,43 +269,49 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return switched
 
     def load_average(self, name: str, weights: Mapping[str, Tensor], steps: int = 0) -> None:
-        """Go on from an existing average; every rank must call it.
+        """Continue an existing average.
+
+        Collective: every rank, with equal arguments.
 
         Args:
-            name: of an average of the configuration.
+            name: an average of the option ``averages``.
             weights: full tensors by parameter name, such as ``AveragedModel.module.state_dict()``;
-                what is no trained parameter is left out.
-            steps: how many it has averaged, for its warm-up; one number on all ranks.
+                names that are no trained parameter are ignored.
+            steps: number of steps that it has averaged, for its warm-up.
 
         Raises:
-            ValueError: on every rank, for another name, a wrong number of steps, and a parameter
-                that is missing or has another shape; nothing is changed then.
+            ValueError: on every rank, for an unknown name, a wrong number of steps, or a parameter
+                that is missing or has another shape; nothing is changed.
         """
         self._packed.averages_of("load_average", name).load(name, weights, steps)
 
     def full_state_dict(self, place: int | None = None) -> dict[str, Any]:
-        """The unsharded optimizer's ``state_dict``, on rank 0; empty elsewhere. All must call it.
+        """Return the unsharded optimizer's ``state_dict`` on rank 0; elsewhere an empty dict.
 
-        Averages of weights are among the state.
+        Averages of weights are part of the state.
+
+        Collective: every rank.
 
         Args:
-            place: of one of several optimizers, in the order in which they were given; without it
-                groups of all are numbered through.
+            place: index of one optimizer, in the order given to ``shard()``; by default the groups
+                of all optimizers are numbered consecutively.
         """
         return self._full.gather(place)
 
     def full_state_dicts(self) -> list[dict[str, Any]]:
-        """:meth:`full_state_dict` of each of the optimizers that were given; empty off rank 0."""
+        """Return :meth:`full_state_dict` of each optimizer on rank 0; elsewhere empty dicts.
+
+        Collective: every rank.
+        """
         places = range(len(self._packed.originals.optimizers))
         return [state for state in map(self._full.gather, places) if state]
 
     def wait_sync(self) -> None:
-        """With ``overlap_sync``: have the updated parameters here. Local.
+        """Wait for the updated parameters, if ``overlap_sync`` still sends them. Local.
 
-        Call it before you read or write parameters by hand, outside of a forward (an EMA, weight
-        norms). Forwards, state dicts, ``copy.deepcopy``, and everything of this optimizer and of
-        checkpoints wait by themselves. On a GPU it is the current stream that waits: call it before
-        forwards on other streams branch off.
+        Call it before you read or write parameters outside of a forward (an EMA, weight norms).
+        Forwards, state dicts, ``copy.deepcopy`` and all methods of this optimizer wait by
+        themselves. On a GPU the current stream waits: call it before other streams branch off.
         """
         self._packed.sync.wait()
 

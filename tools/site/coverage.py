@@ -18,6 +18,23 @@ NAME = re.compile(r"\bshardcast(?:\.[A-Za-z_]\w*)+")
 COMMANDS = {"shardcast.run", "shardcast.__version__", "shardcast.json"}
 
 
+def public(package: griffe.Object) -> list[str]:
+    """Every option of ``shard()`` and every method and property of what it returns."""
+    options = package["config.ShardcastConfig"].members
+    kind = package["optimizer.sharded.ShardedOptimizer"]
+    methods = {**package["optimizer.stateful.StatefulOptimizer"].members, **kind.members}
+    inherited = {"supports_capture"}
+    return [
+        *(f"shardcast.ShardcastConfig.{n}" for n, it in options.items() if it.is_attribute),
+        *(
+            f"shardcast.ShardedOptimizer.{name}"
+            for name, member in methods.items()
+            if not name.startswith("_") and member.is_function | ("property" in member.labels)
+            if name not in inherited
+        ),
+    ]
+
+
 def on_post_build(config: MkDocsConfig) -> None:
     shown = {*config.plugins["mkdocstrings"].handlers.inventory, *COMMANDS}
     # A function has the name of its module: the page asks for it by its whole path.
@@ -29,6 +46,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     for module in (package[m[10:]] for m in modules if m != "shardcast.shardcast"):
         names = [f"{module.path}.{name}" for name in module.exports or ()]
         problems += [f"{name}: no docstring" for name in names if name not in shown]
+    problems += [f"{name}: not in the API" for name in public(package) if name not in shown]
     for page in pages:
         for code in CODE.findall(page.read_text(encoding="utf-8")):
             missing = sorted({*NAME.findall(code)} - shown)

@@ -1,14 +1,19 @@
 """Docstrings of the library as Markdown, for Griffe: roles, literal blocks and tables of RST."""
 
-import ast
 import itertools
 import re
 import textwrap
+from pathlib import Path
 
 import griffe
 
 ROLE = re.compile(r":(?:class|func|meth|attr|mod|data):`~?([^`]+)`")
 LITERAL = re.compile(r"(?<!`)``([^`]+)``(?!`)")
+OPTIONS = {
+    cells[1]: cells[2:5]
+    for line in (Path(__file__).parents[2] / "docs" / "options.md").read_text().splitlines()
+    if line.startswith("| `") and (cells := [c.strip(" `") for c in re.split(r"(?<!\\)\|", line)])
+}
 RULE = re.compile(r"^\s*=+(\s+=+)+\s*$")
 
 
@@ -30,12 +35,17 @@ class Docstrings(griffe.Extension):
 
 
 def as_option(field: griffe.Attribute) -> None:
-    """A field of the configuration: its default, and its help as a docstring."""
-    call = ast.parse(str(field.value), mode="eval").body
-    if isinstance(call, ast.Call) and ast.unparse(call.func) == "option":
-        field.value = ast.unparse(call.args[0])
-        text = ast.literal_eval(call.args[1])
-        field.docstring = griffe.Docstring(text[0].upper() + text[1:] + ".", parent=field)
+    """A field of the configuration: its default, what it may be and its help as a docstring.
+
+    From the table of options, which a test compares with the configuration: the help of most
+    options is in modules of their own.
+    """
+    if field.name not in OPTIONS:
+        return
+    values, default, text = OPTIONS[field.name]
+    field.value = default.strip("`")
+    text = f"{text[0].upper()}{text[1:]}. Values: {values}. All ranks must give the same."
+    field.docstring = griffe.Docstring(text, parent=field)
 
 
 def markdown(text: str, thing: griffe.Object) -> str:
