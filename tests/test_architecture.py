@@ -46,10 +46,6 @@ ALLOWED = {"_compat"}
 ASSEMBLY = "shardcast.optimizer.api"
 CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
 BY_NAME = {"any_optimizer"}
-# A docstring begins with a verb in the imperative, or a noun with its article: these are neither.
-NO_SUBJECTS = frozenset(
-    "What Whether Of As Those That Where How Which Who Whose When Its It Their None Also So".split()
-)
 # Methods of the optimizer whose options the core asks for, by name still.
 ASKED = {"averages", "metrics", "guard"}
 
@@ -223,28 +219,6 @@ def test_private_members_are_read_in_their_own_module_only():
     assert found == {}
 
 
-def without_subject(source: str) -> list[str]:
-    """Docstrings that begin as a clause of another sentence, each with its line."""
-    documented = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module
-    nodes = [node for node in ast.walk(parsed(source)) if isinstance(node, documented)]
-    texts = [(getattr(node, "lineno", 1), ast.get_docstring(node) or "") for node in nodes]
-    return [
-        f"line {line}: {text.splitlines()[0]}"
-        for line, text in texts
-        if text and re.split(r"\W", text, maxsplit=1)[0] in NO_SUBJECTS
-    ]
-
-
-def test_a_docstring_begins_with_a_verb_or_a_noun():
-    """``Return whether ...``, ``The codec of ...``; not ``Whether ...``, ``How ... is stored``."""
-    wrong = {
-        str(path.relative_to(PACKAGE)): lines
-        for path in PACKAGE.rglob("*.py")
-        if (lines := without_subject(path.read_text()))
-    }
-    assert wrong == {}
-
-
 def test_the_checks_see_what_they_are_for(monkeypatch: pytest.MonkeyPatch):
     """Negative controls: an arrow upwards, a cycle, a private member of another object."""
     monkeypatch.setattr("test_architecture.FLOORS", FLOORS[::-1])
@@ -253,7 +227,6 @@ def test_the_checks_see_what_they_are_for(monkeypatch: pytest.MonkeyPatch):
     assert "shardcast.extensions.digest imports shardcast.extensions.chance" in crossings()
     assert options_read("def f(self):\n    return self._config.offload") != []
     assert options_read("def f(config):\n    return config.pack_mb") == []
-    assert without_subject('def f():\n    """Whether it is."""') == ["line 1: Whether it is."]
     assert private_reads("def f(x):\n    return x._secret") == ["line 2: x._secret"]
     assert private_reads("class A:\n    def f(self, o):\n        self._a = o._a") == []
     arrows = {"a": ["b"], "b": ["a"]}

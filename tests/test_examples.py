@@ -163,11 +163,6 @@ def test_the_fragments_of_a_page_are_those_of_its_examples(page: str):
         assert fragments and all(fragment in source for fragment in fragments), name
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_fits_on_a_page(name: str):
-    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 80
-
-
 def test_the_page_of_options_is_what_the_configuration_says():
     import options  # tools/options.py
 

@@ -333,8 +333,14 @@ def test_models_that_are_not_trained_are_let_through() -> None:
     model, optimizer = ready[1:]
     judge = accelerator.prepare_model(judge, evaluation_mode=True)
     x = torch.randn(4, 7)
+    before = [[param.clone() for param in one.parameters()] for one in (model, teacher, judge)]
     accelerator.backward((model(x) - teacher(x)).square().mean() + 0 * judge(x).mean())
     optimizer.step()
+    moved = [
+        any(not torch.equal(old, new) for old, new in zip(values, one.parameters(), strict=True))
+        for values, one in zip(before, (model, teacher, judge), strict=True)
+    ]
+    assert moved == [True, False, False]
 
 
 def test_a_model_of_another_accelerator_is_refused_until_that_one_lets_go() -> None:

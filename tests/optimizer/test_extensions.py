@@ -187,5 +187,5 @@ def imported() -> set[str]:
 def test_an_option_that_is_off_is_not_imported():
     optional = ("shardcast.extensions.", "shardcast.serving")
     found = {name for name in imported() if name.startswith(optional)}
-    lookout = ["", ".lookout", ".places"]  # no option asks for it: every process has one
-    assert found == {f"shardcast.extensions.waiting{part}" for part in lookout}
+    # No option asks for this one: every process of several ranks looks out for the others.
+    assert not {name for name in found if not name.startswith("shardcast.extensions.waiting")}
