@@ -133,8 +133,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         if called_by_dcp("state"):
             raise outside_as_plain("state")
         self._packed.need_masters("state")
-        shards = [s for s in self._packed.shards if s.pack.layout.group.optimizer == self._place]
-        return StateView(shards, self._packed.update_of)
+        return StateView(self._packed, self._place)
 
     @state.setter
     def state(self, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""``optimizer.state`` as a mapping: this rank's part of torch's state, to be read.
+"""``optimizer.state`` as a mapping: numbers of torch's state, and errors for what is spread.
 
 And who reads it: torch's own checkpoints take the optimizer for a plain one.
 """
@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from shardcast.comm import warn_first
 from shardcast.memory.shard import Shard
+from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.plan.layout import Fragment
-from shardcast.step.update import Update
+from shardcast.step.update.epilogues import STEPS
 
 DCP = "torch.distributed.checkpoint"
 
@@ -55,55 +57,119 @@ def outside_as_plain(call: str) -> RuntimeError:
 def refuse_write(*_args: Any, **_named: Any) -> NoReturn:
     """Raise TypeError for a write to ``optimizer.state``."""
     raise TypeError(
-        "state: optimizer.state is read-only, each rank having its own part of it; to replace or "
-        "forget state on every rank: state = optimizer.state_dict(), edit state['state'], "
+        "state: optimizer.state is read-only, each rank having its own part of it; edit tensors in "
+        "`with optimizer.whole(...) as params:` or `with optimizer.owned() as parts:`; to replace "
+        "or forget state on every rank: state = optimizer.state_dict(), edit state['state'], "
         "optimizer.load_state_dict(state)"
     )
 
 
-class ReadOnly(dict[str, Any]):
-    """A dictionary that refuses to be changed; copies of it are plain ones."""
+class StateView(Mapping[Any, "StateOfParameter"]):
+    """torch's state by model parameter: numbers can be read, tensors raise on every rank alike.
 
-    __setitem__ = __delitem__ = __ior__ = refuse_write
-    clear = pop = popitem = setdefault = update = refuse_write
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-class StateView(Mapping[Any, ReadOnly]):
-    """torch's state by model parameter, of this rank's fragments; read when it is asked for.
-
-    A parameter of which this rank owns no part has an empty state.
+    Args:
+        place: of the optimizer whose parameters it has; of all without it.
     """
 
     __setitem__ = __delitem__ = __ior__ = refuse_write
     clear = pop = popitem = setdefault = update = refuse_write
 
-    def __init__(self, shards: Sequence[Shard], update_of: Callable[[Shard], Update]) -> None:
-        self._fragments = {
-            param: (shard, number) for shard in shards for number, _, param in shard.owned()
+    def __init__(self, packed: PackedOptimizer, place: int | None = None) -> None:
+        self._packed = packed
+        self._shards = {
+            param: (shard, slot.name)
+            for shard in packed.shards
+            if shard.grads is not None and place in (None, shard.pack.layout.group.optimizer)
+            for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
         }
-        self._update_of = update_of
+        self._numbers = {
+            param: number for shard in packed.shards for number, _, param in shard.owned()
+        }
 
-    def __getitem__(self, param: Any) -> ReadOnly:
-        return ReadOnly(self._state_of(param) if param in self._fragments else {})
+    def __getitem__(self, param: Any) -> StateOfParameter:
+        shard, name = self._shards.get(param, (None, ""))
+        if shard is None:
+            return StateOfParameter(name, {})
+        if param in self._numbers:
+            return StateOfParameter(name, self._own(shard, self._numbers[param]))
+        return StateOfParameter(name, dict.fromkeys(self._others(shard)), is_here=False)
 
-    def _state_of(self, param: Any, decode: bool = True) -> Mapping[str, Any]:
-        shard, number = self._fragments[param]
-        return self._update_of(shard).fragment_state(shard, number, decode)
+    def _own(self, shard: Shard, number: int) -> dict[str, Any]:
+        return self._packed.update_of(shard).fragment_state(shard, number, decode=False)
+
+    def _others(self, shard: Shard) -> Collection[str]:
+        """Return the names of the state of a parameter of which this rank owns nothing."""
+        update = self._packed.update_of(shard)
+        for other in self._packed.shards:
+            if other.grads is not None and self._packed.update_of(other) is update:
+                for number in range(len(other.fragments)):
+                    if names := self._own(other, number).keys():
+                        return names
+        return update.state_names if self._packed.comm.steps else ()
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([param for param in self._fragments if param in self])
+        return iter([param for param in self._shards if param in self])
 
     def __contains__(self, param: Any) -> bool:
-        return param in self._fragments and bool(self._state_of(param, decode=False))
+        return param in self._shards and bool(self[param])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return defaultdict, (dict, {param: dict(values) for param, values in self.items()})
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "state: optimizer.state of a sharded optimizer cannot be copied or pickled, as each "
+            "rank has a part of it; use optimizer.state_dict() for this rank's part, and "
+            "optimizer.full_state_dict() on every rank for all of it"
+        )
+
+
+class StateOfParameter(Mapping[str, Any]):
+    """torch's state of one parameter; see :class:`StateView`.
+
+    Args:
+        state: by name.
+        is_here: whether this rank owns a part; else names alone are known.
+    """
+
+    __setitem__ = __delitem__ = __ior__ = refuse_write
+    clear = pop = popitem = setdefault = update = refuse_write
+
+    def __init__(self, param: str, state: Mapping[str, Any], is_here: bool = True) -> None:
+        self._param, self._state, self._is_here = param, state, is_here
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        value = self._state[name]
+        if not self._is_here and (name == "step" or name.endswith(STEPS)):
+            raise RuntimeError(
+                f"state: {name!r} of {self._param!r} is at its owners, and this rank owns nothing "
+                "of it: read it there, or from optimizer.full_state_dict() on every rank"
+            )
+        if not self._is_here or (isinstance(value, Tensor) and value.dim()):
+            raise RuntimeError(
+                f"state: {name!r} of {self._param!r} is spread over the ranks, each of which has a "
+                f"part: read and edit all of it inside `with optimizer.whole({self._param!r}) as "
+                f"params:` on every rank, params[{self._param!r}].state[{name!r}], or each rank "
+                "its own part inside `with optimizer.owned() as parts:`"
+            )
+        if isinstance(value, Tensor):
+            with torch.inference_mode():  # torch refuses to edit it, which would change nothing
+                return value.clone()
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._state
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __repr__(self) -> str:
+        return f"state of {self._param!r}: {', '.join(self._state)}"
 
 
 def is_elementwise(value: Any, fragment: Fragment, flat: bool) -> bool:

@@ -137,17 +137,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """This rank's part of torch's state, by model parameter: 1-d tensors, 0-dim ``step``.
+        """torch's state by model parameter, read-only: its numbers, such as ``step``.
 
-        Read-only; :meth:`load_state_dict` replaces. Edits of a tensor in place, on every rank,
-        count where moments are kept in fp32 on the device, and are refused elsewhere.
+        Tensors are spread over the ranks, and raise by name: read and edit them in ``whole()``, or
+        each rank its part in ``owned()``. A number is known where this rank owns a part of the
+        parameter. :meth:`load_state_dict` replaces the state.
         """
         if self._packed.plain_names is not None:
             return self._packed.plain_names
         if called_by_dcp("state"):
             raise outside_as_plain("state")
         self._packed.need_masters("state")
-        return StateView(self._packed.shards, self._packed.update_of)
+        return StateView(self._packed)
 
     @state.setter
     def state(self, value: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_same_bits, run_world, sharded
+from models import assert_same_bits, own_state, run_world, sharded
 from pairwise import seeds
 from torch import Tensor, nn
 
@@ -95,8 +95,8 @@ class Plain:
         names = {param: name for name, param in self.model.named_parameters()}
         return {
             f"{names[param]}/{key}": value
-            for param, state in self.optimizer.state.items()
-            for key, value in state.items()
+            for param in self.model.parameters()
+            for key, value in own_state(self.optimizer, param).items()
         }
 
 

@@ -224,14 +224,26 @@ def values(model: nn.Module) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
+def own_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Mapping[str, Any]:
+    """The state of the part of a parameter that this rank owns; empty where it owns none."""
+    if not isinstance(optimizer, shardcast.ShardedOptimizer):
+        return optimizer.state.get(param, {})
+    packed = packed_of(optimizer)
+    for shard in packed.shards:
+        for number, _, owned in shard.owned():
+            if owned is param:
+                return packed.update_of(shard).fragment_state(shard, number)
+    return {}
+
+
 def parts(optimizer: shardcast.ShardedOptimizer) -> dict[tuple[str, int, int, str], Tensor]:
     """Copies of what this rank owns: masters, moments and steps by name and element range."""
-    found, held = {}, optimizer.state
+    found = {}
     for shard in packed_of(optimizer).shards:
         for _, fragment, param in shard.owned():
             key = (fragment.slot.name, *fragment.param_range)
             found[(*key, "master")] = shard.exact(fragment).detach().clone()
-            for name, value in held[param].items():
+            for name, value in own_state(optimizer, param).items():
                 found[(*key, name)] = torch.as_tensor(value).detach().clone()
     return found
 

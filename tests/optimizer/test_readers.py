@@ -78,7 +78,7 @@ def model_state_dict(model: nn.Module, _optimizer: Any, _folder: Path) -> None:
 
 @reader
 def state(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
-    {param: dict(of) for param, of in optimizer.state.items()}
+    [[*state] for state in optimizer.state.values()]
 
 
 @reader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import parts
 from oracle import check, mlp, set_grads, steps
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
@@ -144,33 +146,60 @@ def test_a_script_may_forget_and_replace_state_by_a_state_dict(act: Any, kind: A
     check(lambda model: kind(model.parameters(), lr=0.01), steps(6, edit))
 
 
-def test_moments_on_the_device_may_be_edited_in_place():
-    def reset(step: int, model: Any, optimizer: Any) -> None:
-        if step == 3:
-            for param in model[2].parameters():
-                for name in {"exp_avg", "exp_avg_sq"} & optimizer.state[param].keys():
-                    optimizer.state[param][name].zero_()
-
-    check(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01), steps(6, reset))
-
-
-@pytest.mark.parametrize("fields", [{"moments": "int8"}, {"moments": "bf16"}, {"offload": True}])
-def test_moments_that_are_kept_otherwise_refuse_edits_in_place(fields: dict[str, Any]):
+def after_a_step(group: Any = None, **fields: Any) -> tuple[nn.Module, Any]:
     model = mlp()
-    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), **fields)
+    optimizer = shardcast.shard(
+        model, torch.optim.AdamW(model.parameters()), process_group=group, **fields
+    )
     set_grads(model, 0)
     optimizer.step()
-    values = optimizer.state[model[0].weight]
-    for name in ("exp_avg", "exp_avg_sq", "step"):
-        with pytest.raises(RuntimeError, match=r"[Ii]nplace update to inference tensor"):
-            values[name].zero_()
+    return model, optimizer
+
+
+FORMS: list[dict[str, Any]] = [{}, {"moments": "int8"}, {"moments": "bf16"}, {"offload": True}]
+
+
+@pytest.mark.parametrize("fields", FORMS, ids=str)
+def test_tensors_of_the_state_raise_by_name_on_every_rank_and_numbers_are_read(fields: Any):
+    def run(group: Any) -> None:
+        model, optimizer = after_a_step(group, **fields)
+        own = {key[0] for key in parts(optimizer)}
+        assert len(optimizer.state) == len(list(model.parameters()))
+        for name, param in model.named_parameters():
+            state = optimizer.state[param]
+            assert param in optimizer.state and [*state] == ["step", "exp_avg", "exp_avg_sq"]
+            for kind in ("exp_avg", "exp_avg_sq"):
+                with pytest.raises(RuntimeError, match="is spread over the ranks") as caught:
+                    state[kind][1:] = 0
+                for words in (repr(kind), repr(name), "optimizer.whole(", "optimizer.owned()"):
+                    assert words in str(caught.value)
+            if name in own:
+                assert state["step"] == 1 and state.get("step") == 1
+                with pytest.raises(RuntimeError, match=r"[Ii]nplace update to inference tensor"):
+                    state["step"].zero_()
+            else:
+                with pytest.raises(RuntimeError, match=rf"'step' of '{name}' is at its owners"):
+                    state["step"]
+            with pytest.raises(KeyError):
+                state["momentum_buffer"]
+        with pytest.raises(RuntimeError, match=r"spread over the ranks|at its owners"):
+            {param: dict(state) for param, state in optimizer.state.items()}
+
+    for size in (1, 2, 8):
+        ThreadedWorld(size).run(run)
+
+
+def test_there_is_no_state_before_a_first_step():
+    model = mlp()
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
+    assert dict(optimizer.state) == {} and model[0].weight not in optimizer.state
+    with pytest.raises(KeyError):
+        optimizer.state[model[0].weight]["exp_avg"]
+    assert optimizer.state[nn.Parameter(torch.ones(1))] == {}
 
 
 def test_the_state_is_read_only():
-    model = mlp()
-    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
-    set_grads(model, 0)
-    optimizer.step()
+    model, optimizer = after_a_step()
     param, digest = model[0].weight, optimizer.digest()
     values = optimizer.state[param]
     writes: list[Callable[[], Any]] = [
@@ -185,15 +214,11 @@ def test_the_state_is_read_only():
     assert optimizer.digest() == digest
 
 
-def test_a_copy_of_the_state_is_plain():
-    model = mlp()
-    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
-    set_grads(model, 0)
-    optimizer.step()
-    copied = copy.deepcopy(optimizer.state)
-    assert type(copied) is defaultdict and type(next(iter(copied.values()))) is dict
-    assert type(copy.copy(next(iter(optimizer.state.values())))) is dict
-    assert optimizer.state[nn.Parameter(torch.ones(1))] == {}
+def test_a_copy_of_the_state_is_refused_with_what_to_call():
+    _, optimizer = after_a_step()
+    for act in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"optimizer\.state_dict\(\).*full_state_dict\(\)"):
+            act(optimizer.state)
 
 
 def original(optimizer: Any) -> torch.optim.Optimizer:

@@ -122,6 +122,11 @@ class FusedUpdate(Update):
         self._transfer: Callable[..., None] | None = None
         self._plan: _Plan | None = None
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        names = rules.rule_of(self._kind, self._optimizer.param_groups[0]).state
+        return names if self._kind is torch.optim.SGD else ("step", *names)
+
     def add(self, shard: Shard) -> None:
         if shard.fragments:
             device = shard.published.device

@@ -317,6 +317,11 @@ class Update(ABC):
     def __call__(self, decision: Decision) -> None:
         """Unscale, clip, update and cast the own spans; leave absent gradients untouched."""
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of what the class keeps of a parameter, as far as they are known beforehand."""
+        return ("step",)
+
     def own_method(self, _name: str) -> OwnMethod | None:
         """Return the method of that name that the optimizer's class adds, if masters can do it."""
         return None

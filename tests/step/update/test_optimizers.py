@@ -12,7 +12,7 @@ import lion_pytorch
 import pytest
 import schedulefree
 import torch
-from models import values
+from models import own_state, values
 from oracle import check, difference, mlp, pair, set_grads, steps
 from pairwise import pairwise
 from torch import Tensor, nn
@@ -173,7 +173,7 @@ def test_the_state_of_a_low_precision_run_is_taken_in_fp32(name: str):
         optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
         for _ in range(3):
             trained(model, optimizer)
-    state = optimizers[1].state[sharded.weight]
+    state = own_state(optimizers[1], sharded.weight)
     assert all(value.dtype == torch.float32 for value in state.values())
     assert torch.equal(sharded.weight, plain.weight)
 

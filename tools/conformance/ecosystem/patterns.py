@@ -476,13 +476,16 @@ def reset_layer(variant: Variant) -> Report:
     return trained(variant, model, adamw(model), before=reset)
 
 
-@recipe("state of a layer reset: optimizer.state[p] zeroed", "torch")
+@recipe(
+    "state of a layer reset: optimizer.state[p] zeroed", "torch", error=RuntimeError,
+    match="spread over the ranks",
+)  # fmt: skip
 def reset_state(variant: Variant) -> Report:
     def reset(model: Any, optimizer: Any, step: int) -> None:
         if step == 4:
             for parameter in model[4].parameters():
                 state = optimizer.state[parameter]
-                for key in {"exp_avg", "exp_avg_sq"} & state.keys():  # of what this rank owns
+                for key in {"exp_avg", "exp_avg_sq"} & state.keys():
                     state[key].zero_()
 
     model = mlp()
@@ -911,8 +914,8 @@ def by_autograd_grad(variant: Variant) -> Report:
 
 
 @recipe(
-    "`optimizer.state[p]['exp_avg']` replaced, a state popped", "torch", error=TypeError,
-    match="read-only",
+    "`optimizer.state[p]['exp_avg']` replaced, a state popped", "torch", error=RuntimeError,
+    match="spread over the ranks",
 )  # fmt: skip
 def replaced_state(variant: Variant) -> Report:
     def edit(model: Any, optimizer: Any, step: int) -> None:

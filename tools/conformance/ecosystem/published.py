@@ -592,9 +592,15 @@ def relora(variant: Variant) -> Report:
             layer.base.weight.add_(merged.to(layer.base.weight.dtype))
             layer.down.copy_(0.1 * torch.randn(layer.down.shape))
             layer.up.zero_()
-        for state in optimizer.state.values():
-            for key in {"exp_avg", "exp_avg_sq"} & state.keys():
-                state[key].zero_()
+        if variant.stock:
+            for state in optimizer.state.values():
+                for key in {"exp_avg", "exp_avg_sq"} & state.keys():
+                    state[key].zero_()
+            return
+        with optimizer.owned() as parts:
+            for part in parts:
+                for moment in part.state.values():
+                    moment.zero_()
 
     return loop(variant, plain, model, optimizer, 2 * STEPS, around)
 
