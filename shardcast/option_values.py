@@ -51,7 +51,8 @@ def option(default: Any, help: str = "", within: Range = ANY) -> Any:
 CALLS = {
     "attempt": "on_error", "failures": "on_error", "published": "published", "digest": "digest",
     "changes": "changes", "sleep": "serving.sleep", "wake": "serving.sleep",
-    "asleep": "serving.sleep",
+    "asleep": "serving.sleep", "averaged": "averages", "load_average": "averages",
+    "metrics": "metrics",
 }  # fmt: skip
 
 

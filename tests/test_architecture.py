@@ -47,7 +47,7 @@ ASSEMBLY = "shardcast.optimizer.api"
 CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
 BY_NAME = {"any_optimizer"}
 # Methods of the optimizer whose options the core asks for, by name still.
-ASKED = {"averages", "metrics", "guard"}
+ASKED = {"guard"}
 
 
 @functools.cache

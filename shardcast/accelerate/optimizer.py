@@ -37,11 +37,13 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def averaged(self, name: str) -> AbstractContextManager[None]:
         """Have an average in the model, as ShardedOptimizer does; on every rank."""
-        return self.sharded.averaged(name)
+        entered: AbstractContextManager[None] = self.sharded.averaged(name)
+        return entered
 
     def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:
         """Do as ShardedOptimizer; ``accelerator.log(shardcast.metrics.flat(...))`` takes them."""
-        return self.sharded.metrics(patterns)
+        metrics: dict[str, dict[str, Tensor]] = self.sharded.metrics(patterns)
+        return metrics
 
     def count(self, tokens: float | Tensor) -> None:
         """Do as ShardedOptimizer; the loss is then not divided by the accumulation steps.

@@ -87,13 +87,17 @@ class Averages(StepHook):
     name = "averages"
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
+        if not optimizer.config.averages:
+            raise ValueError(
+                "averages: expected averages={'ema': 0.999} of shard(), which makes one, got none"
+            )
         self._optimizer = optimizer
         self._names = [options.name for options in optimizer.config.averages]
 
     def check(self, call: str, name: str) -> None:
         """Raise for a name that is no average."""
         if name not in self._names:
-            names = ", ".join(map(repr, self._names)) or "none"
+            names = ", ".join(map(repr, self._names))
             raise ValueError(
                 f"{call}: expected the name of an average, {names}, got {name!r}; "
                 "averages={'ema': 0.999} of shard() makes one"
@@ -124,8 +128,22 @@ class Averages(StepHook):
         return self._optimizer.update_of(shard).average(shard, number, name)
 
     @contextmanager
-    def switched(self, name: str) -> Iterator[None]:
-        """See :meth:`shardcast.ShardedOptimizer.averaged`. Collective."""
+    def averaged(self, name: str) -> Iterator[None]:
+        """Put an average into the model: ``with optimizer.averaged("ema"): evaluate(model)``.
+
+        One sync publishes the average, cast as parameters are; another one restores the weights
+        bit for bit. Inside, :meth:`step` and everything that loads or changes weights raise; state
+        dicts and checkpoints still hold the training's weights. Takes memory for the own span.
+
+        Collective: every rank must enter and leave it.
+
+        Args:
+            name: an average of the option ``averages``.
+
+        Raises:
+            ValueError: on every rank, if there is no average of this name.
+            RuntimeError: on every rank, if an average is in the model already.
+        """
         optimizer = self._optimizer
 
         def ready() -> None:
@@ -187,8 +205,21 @@ class Averages(StepHook):
                 return True
         return False
 
-    def load(self, name: str, weights: Mapping[str, Tensor], steps: int) -> None:
-        """See :meth:`shardcast.ShardedOptimizer.load_average`. Collective."""
+    def load_average(self, name: str, weights: Mapping[str, Tensor], steps: int = 0) -> None:
+        """Continue an existing average.
+
+        Collective: every rank, with equal arguments.
+
+        Args:
+            name: an average of the option ``averages``.
+            weights: full tensors by parameter name, such as ``AveragedModel.module.state_dict()``;
+                names that are no trained parameter are ignored.
+            steps: number of steps that it has averaged, for its warm-up.
+
+        Raises:
+            ValueError: on every rank, for an unknown name, a wrong number of steps, or a parameter
+                that is missing or has another shape; nothing is changed.
+        """
         optimizer = self._optimizer
 
         def checked() -> float:

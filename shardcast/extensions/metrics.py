@@ -92,6 +92,10 @@ class Metrics(StepHook):
     name = "metrics"
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
+        if not optimizer.config.metrics:
+            raise RuntimeError(
+                "metrics: nothing is measured; pass metrics=True to shard(), or a number of steps"
+            )
         self._optimizer = optimizer
         self._period, self._is_due = int(optimizer.config.metrics), False
         self._shards: list[Shard] = []  # that are measured
@@ -161,8 +165,30 @@ class Metrics(StepHook):
         self._weights = to_device(weights, torch.float64, device)
         self._numels = to_device([numels], torch.float64, device)
 
-    def read(self, patterns: str | Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
-        """See :meth:`shardcast.ShardedOptimizer.metrics`. Local."""
+    def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:
+        """Return norms of the last step that was measured and not skipped. Local.
+
+        Args:
+            patterns: glob pattern of parameter names, ``"*.attn.*"``; or a mapping from labels to
+                patterns, which measures all parameters of a pattern as one tensor.
+
+        Returns:
+            By parameter or label, 0-dim fp32 on the device, of the whole parameter and equal on all
+            ranks that hold it: ``grad_norm`` (unscaled and clipped), ``weight_norm`` (of the new
+            masters), ``update_norm`` (of their change), ``update_to_weight`` (ratio of the two),
+            ``swallowed`` (share of elements whose master changed and whose low-precision value did
+            not). Empty before a first measured step; zeros, and ratios NaN, as long as all measured
+            steps were skipped.
+
+        Raises:
+            RuntimeError: without the option ``metrics``.
+            ValueError: a label's pattern matches no parameter.
+
+        Example::
+
+            norms = optimizer.metrics({"attention": "*.attn.*"})
+            writer.add_scalar("attention/grad", norms["attention"]["grad_norm"], step)
+        """
         if self._totals is None:
             return {}
         labels, slots, rows = self._chosen(patterns)

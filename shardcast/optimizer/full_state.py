@@ -148,7 +148,7 @@ class FullState:
             average: the name of an average, in place of the parameters.
         """
         optimizer = self._optimizer
-        averages = None if average is None else optimizer.averages_of("full_parameters", average)
+        averages = None if average is None else optimizer.hook_for("averaged")
 
         def ready() -> None:
             optimizer.ready_to_read()

@@ -204,16 +204,6 @@ class PackedOptimizer:
         """The step hook of an option; ``None`` where it has none."""
         return self._hooks_by_option.get(name)
 
-    def averages_of(self, call: str, name: str) -> Any:
-        """The averages, for a ``call`` with the ``name`` of one; ValueError where there is none."""
-        averages = self.hook_of("averages")
-        if averages is None:
-            raise ValueError(
-                f"{call}: expected the name of an average, none, got {name!r}; "
-                "averages={'ema': 0.999} of shard() makes one"
-            )
-        return averages
-
     def hook_for(self, call: str) -> Any:
         """The step hook that has the method ``call``, made if no option did; ``None``: none has."""
         if (name := CALLS.get(call)) is None:

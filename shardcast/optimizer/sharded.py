@@ -542,38 +542,6 @@ class ShardedOptimizer(StatefulOptimizer):
         """Global gradient norm of the last step before clipping, 0-dim; ``None`` before it."""
         return None if self._last_norm is None else self._last_norm.float()
 
-    def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:
-        """Return norms of the last step that was measured and not skipped. Local.
-
-        Args:
-            patterns: glob pattern of parameter names, ``"*.attn.*"``; or a mapping from labels to
-                patterns, which measures all parameters of a pattern as one tensor.
-
-        Returns:
-            By parameter or label, 0-dim fp32 on the device, of the whole parameter and equal on all
-            ranks that hold it: ``grad_norm`` (unscaled and clipped), ``weight_norm`` (of the new
-            masters), ``update_norm`` (of their change), ``update_to_weight`` (ratio of the two),
-            ``swallowed`` (share of elements whose master changed and whose low-precision value did
-            not). Empty before a first measured step; zeros, and ratios NaN, as long as all measured
-            steps were skipped.
-
-        Raises:
-            RuntimeError: without the option ``metrics``.
-            ValueError: a label's pattern matches no parameter.
-
-        Example::
-
-            norms = optimizer.metrics({"attention": "*.attn.*"})
-            writer.add_scalar("attention/grad", norms["attention"]["grad_norm"], step)
-        """
-        measured = self._packed.hook_of("metrics")
-        if measured is None:
-            raise RuntimeError(
-                "metrics: nothing is measured; pass metrics=True to shard(), or a number of steps"
-            )
-        metrics: dict[str, dict[str, Tensor]] = measured.read(patterns)
-        return metrics
-
     @property
     def loss_scale(self) -> Tensor | None:
         """Present loss scale, 0-dim; ``None`` if there is none."""

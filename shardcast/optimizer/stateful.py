@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -248,43 +248,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
             ValueError: on every rank, if there is no average of this name.
         """
         return self._full.masters(average)
-
-    def averaged(self, name: str) -> AbstractContextManager[None]:
-        """Put an average into the model: ``with optimizer.averaged("ema"): evaluate(model)``.
-
-        One sync publishes the average, cast as parameters are; another one restores the weights
-        bit for bit. Inside, :meth:`step` and everything that loads or changes weights raise; state
-        dicts and checkpoints still hold the training's weights. Takes memory for the own span.
-
-        Collective: every rank must enter and leave it.
-
-        Args:
-            name: an average of the option ``averages``.
-
-        Raises:
-            ValueError: on every rank, if there is no average of this name.
-            RuntimeError: on every rank, if an average is in the model already.
-        """
-        averages = self._packed.averages_of("averaged", name)
-        switched: AbstractContextManager[None] = averages.switched(name)
-        return switched
-
-    def load_average(self, name: str, weights: Mapping[str, Tensor], steps: int = 0) -> None:
-        """Continue an existing average.
-
-        Collective: every rank, with equal arguments.
-
-        Args:
-            name: an average of the option ``averages``.
-            weights: full tensors by parameter name, such as ``AveragedModel.module.state_dict()``;
-                names that are no trained parameter are ignored.
-            steps: number of steps that it has averaged, for its warm-up.
-
-        Raises:
-            ValueError: on every rank, for an unknown name, a wrong number of steps, or a parameter
-                that is missing or has another shape; nothing is changed.
-        """
-        self._packed.averages_of("load_average", name).load(name, weights, steps)
 
     def full_state_dict(self, place: int | None = None) -> dict[str, Any]:
         """Return the unsharded optimizer's ``state_dict`` on rank 0; elsewhere an empty dict.
