@@ -43,19 +43,21 @@ class Stack(nn.Module):
 
 
 def live(optimizer: Any) -> int:
-    """Bytes of ``.grad``s with values, and of what is on its way."""
+    """Bytes of ``.grad``s with values, of what is on its way, and of buffers that are kept."""
     reduce, total = packed_of(optimizer).reduce, 0
+    if (reduce_pass := reduce._running()) is not None:
+        total += sum(buffer._memory.nbytes for buffer in reduce_pass._buffers._free)
     for bucket in reduce.buckets.values():
         for param in bucket.grads.pack.params:
             if param.grad is not None and type(param.grad) is not StandIn:
                 total += param.grad.nbytes
         if bucket.state is State.SENT:
-            total += bucket._reduction._sent.nbytes + bucket._reduction.received.data.nbytes
+            total += bucket._reduction._sent.nbytes + bucket._reduction.received._memory.nbytes
     return total
 
 
 def held(group: Any, kind: str, how: str, fields: dict[str, Any]) -> list[tuple[int, int]]:
-    """For each of three steps, the most bytes at a hook, and those before the step."""
+    """For each of three steps, the most bytes at a hook, means apart, and all before the step."""
     model = Stack(kind)
     optimizer = sharded(model, group, adamw, param_dtype=torch.bfloat16, pack_params=1, **fields)
     most = 0
@@ -75,7 +77,10 @@ def held(group: Any, kind: str, how: str, fields: dict[str, Any]) -> list[tuple[
             ):
                 x = torch.ones(2, WIDTH, dtype=torch.bfloat16, requires_grad=True)
                 model(x).float().square().mean().backward()
-        seen.append((most, optimizer.memory_report()["gradients"]))
+        means = [bucket.grads.own for bucket in packed_of(optimizer).reduce.buckets.values()]
+        total = sum(mean.nbytes for mean in means) + live(optimizer)
+        assert total == optimizer.memory_report()["gradients"]
+        seen.append((most, total))
         optimizer.step()
         optimizer.zero_grad(set_to_none=how != "zeros")
     return seen
