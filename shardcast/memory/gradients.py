@@ -76,6 +76,7 @@ class Gradients:
         self.shown: set[int] = set()
         self.adds: set[int] = set()
         self.local: set[int] = set()
+        self._hides = False  # what is on its way is shown by stand-ins, where there are views else
         self._taking: int | None = None  # the last slot whose mean made room for a gradient
         self.gone: set[int] = set()
         self.quiet: set[int] = set()
@@ -188,7 +189,11 @@ class Gradients:
         self.adds = set(self.shown)
         if self.whole:
             for position in self.shown:
-                self._show_view(position, self.own)
+                grad = self.pack.params[position].grad
+                # After a backward that failed a script may have cleared or assigned it.
+                if not self._hides or (grad is not None and self.holds(position, grad)):
+                    self._show_view(position, self.own)
+            self._hides = False
         own = self.own
         if not _compat.is_host(own.device) or len(pieces) == 1:
             return
@@ -258,6 +263,9 @@ class Gradients:
             self._show_view(position, self.own)
             self.shown.add(position)
             return
+        self._show_stand_in(position)
+
+    def _show_stand_in(self, position: int) -> None:
         if position in self._wide:
             self.pack.params[position].grad = None
             self._set_dtype(position, self.low)
@@ -317,14 +325,19 @@ class Gradients:
         self.local.add(position)
 
     def give_back(self) -> int | None:
-        """Show the mean again if a backward failed between :meth:`take` and the gradient.
+        """Show the mean again after a backward that failed.
 
-        A hook of the script may raise there.
+        A hook of the script may raise between :meth:`take` and the gradient. And a script that
+        clears gradients which are on their way must be told from one that does not.
 
         Returns:
             The slot.
         """
         position, self._taking = self._taking, None
+        if self.in_flight and self.whole:  # where .grad shows nothing as long as nothing fails
+            self._hides = True
+            for sent in self.shown:
+                self._show_stand_in(sent)
         if position is None or self.pack.params[position].grad is not None:
             return None
         self.local.discard(position)
@@ -540,6 +553,8 @@ class Gradients:
 
     def restart(self) -> None:
         """Begin in ``low`` again, where all gradients were cleared one by one."""
+        if self.adds:  # a gradient may have come in the place of each mean, to be added to it
+            return
         if (self._wide or self.own.dtype != self.low) and not any(
             (grad := param.grad) is not None and self.holds(position, grad)
             for position, param in enumerate(self.pack.params)
@@ -717,7 +732,11 @@ def set_grad_dtype(param: Tensor | LocalParam, dtype: torch.dtype, is_only: bool
             there, in its dtype.
     """
     wanted = dtype if is_only else None
-    if param.grad_dtype != wanted:
+    if param.grad_dtype == wanted:
+        return
+    if isinstance(param, LocalParam):
+        param.cast_grad(wanted, dtype)
+    else:
         grad, param.grad = param.grad, None
         param.grad_dtype = wanted
         param.grad = None if grad is None else grad.to(dtype)

@@ -89,8 +89,16 @@ class LocalParam:
         return dtype
 
     @grad_dtype.setter
-    def grad_dtype(self, value: torch.dtype) -> None:
+    def grad_dtype(self, value: torch.dtype | None) -> None:
         self.param.grad_dtype = value
+
+    def cast_grad(self, grad_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+        """Cast the gradient to ``dtype``, of which it stays a part of a sum if it is one."""
+        grad, placements = self.grad, getattr(self.param.grad, "placements", None)
+        self.param.grad = None
+        self.param.grad_dtype = grad_dtype
+        if grad is not None:
+            self._set_grad(grad.to(dtype), placements or self.param.placements)
 
     def __getattr__(self, name: str) -> Any:
         """Ask the local tensor for all else: its shape, dtype, address."""

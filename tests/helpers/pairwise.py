@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 WHOLE = os.environ.get("SWEEPS") == "whole"
 SEED = int(os.environ.get("STORIES_SEED", "0"))
 
 
-def pairwise(*axes: Iterable[Any], whole: bool = WHOLE) -> list[tuple[Any, ...]]:
-    """Combinations of choices, so many that any two choices of different axes meet."""
+def pairwise(
+    *axes: Iterable[Any], whole: bool = WHOLE, fits: Callable[..., bool] | None = None
+) -> list[tuple[Any, ...]]:
+    """Combinations of choices, so many that any two choices of different axes meet.
+
+    Args:
+        fits: whether choices go together; by default all do.
+    """
     values = [[*axis] for axis in axes]
-    combinations = [*itertools.product(*(range(len(axis)) for axis in values))]
+    combinations = [
+        one
+        for one in itertools.product(*(range(len(axis)) for axis in values))
+        if fits is None or fits(*(axis[n] for axis, n in zip(values, one, strict=True)))
+    ]
     if not whole:
         left = {pair for combination in combinations for pair in pairs(combination)}
         chosen = []
