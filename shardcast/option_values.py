@@ -8,9 +8,21 @@ from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+
+if TYPE_CHECKING:  # what options give to the floors above
+    from shardcast.comm.process_groups import ProcessGroups
+    from shardcast.config import ShardcastConfig
+    from shardcast.memory.codecs import Codec
+    from shardcast.optimizer.packed import PackedOptimizer
+    from shardcast.optimizer.setup import Plan
+    from shardcast.plan.parallel_dims import ParallelDims
+    from shardcast.plan.publishing import Publishing
+    from shardcast.step.decide.signal import Signal
+    from shardcast.step.step_hook import StepHook
+    from shardcast.step.update.epilogues import Epilogue
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -84,16 +96,16 @@ class Option(NamedTuple):
     help: str
     within: Range = ANY
     read: Callable[[str, Any], Any] | None = None
-    epilogues: Callable[[Any], tuple[Any, ...]] | None = None
-    hook: Callable[[Any], Any] | None = None
-    signal: Callable[[Any, Any, torch.device], Any] | None = None
-    transfers: Callable[[torch.device], Any] | None = None
-    codec: Callable[[Any, str], Any] | None = None
-    check: Callable[[Any], None] | None = None
-    fits: Callable[[Any, Any], None] | None = None
+    epilogues: Callable[[ShardcastConfig], tuple[Epilogue, ...]] | None = None
+    hook: Callable[[PackedOptimizer], StepHook] | None = None
+    signal: Callable[[ShardcastConfig, ProcessGroups, torch.device], Signal] | None = None
+    transfers: Callable[[torch.device], Callable[..., None] | None] | None = None
+    codec: Callable[[ShardcastConfig, str], Codec] | None = None
+    check: Callable[[ShardcastConfig], None] | None = None
+    fits: Callable[[Plan, ParallelDims], None] | None = None
     state_on_host: bool = False
     fused: bool = False
-    publishing: Callable[[Any], Any] | None = None
+    publishing: Callable[[ShardcastConfig], Publishing] | None = None
 
 
 def load_extension(name: str) -> Any:

@@ -46,6 +46,8 @@ ALLOWED = {"_compat"}
 ASSEMBLY = "shardcast.optimizer.api"
 CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
 BY_NAME = {"any_optimizer"}
+# What an option gives is of types of higher floors.
+DECLARES = "option_values.py"
 # Methods of the optimizer whose options the core asks for, by name still.
 ASKED = {"guard"}
 
@@ -73,8 +75,14 @@ def floor_of(name: str) -> int:
 
 
 def imports(path: Path, everywhere: bool) -> Iterator[str]:
-    """The modules of ours that ``path`` imports; at the top of the file, or also in functions."""
+    """The modules of ours that ``path`` imports; at the top of the file, or also in functions.
+
+    Not those that :data:`DECLARES` has for types alone.
+    """
     known, tree = modules(), parsed(path.read_text())
+    if path == PACKAGE / DECLARES:
+        kept = [node for node in tree.body if not is_for_types(node)]
+        tree = ast.Module(body=kept, type_ignores=[])
     for node in ast.walk(tree) if everywhere else tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardcast"):
             for alias in node.names:
@@ -82,6 +90,10 @@ def imports(path: Path, everywhere: bool) -> Iterator[str]:
                 yield inner if inner in known else str(node.module)
         elif isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.startswith("shardcast"))
+
+
+def is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def upward_arrows() -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shardcast import _compat
 from shardcast.comm import copy_strided_, is_dense, warn_first
@@ -63,7 +64,7 @@ class Buffers(StepHook):
         self._comm, self._reduce = optimizer.comm, optimizer.reduce
         patterns = optimizer.config.broadcast_buffers
         self._left_out = () if isinstance(patterns, bool) else patterns  # each rank's own
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """Take the buffers that are there now, and send them before forwards of roots."""

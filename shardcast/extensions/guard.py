@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,9 +59,9 @@ class GuardVerdict(Verdict):
             is a spike; infinite where a function knows it.
     """
 
-    is_spike: Any = None
-    values: Any = None
-    bounds: Any = None
+    is_spike: Tensor = field(kw_only=True)
+    values: Tensor = field(kw_only=True)
+    bounds: Tensor = field(kw_only=True)
 
 
 class Guard(Signal):
@@ -148,7 +148,8 @@ class Guard(Signal):
                     f"step), such as norm > 10, got {answer!r}"
                 )
             values, is_spike = norm.view(1), answer & norm.isfinite()
-            return GuardVerdict(None, is_spike, is_spike, values, torch.full_like(values, math.inf))
+            bounds = torch.full_like(values, math.inf)
+            return GuardVerdict(skip=is_spike, is_spike=is_spike, values=values, bounds=bounds)
         if self.needs_loss and loss is None:
             raise RuntimeError(
                 "step: the guard looks at the loss; call step(loss=loss) on every rank, with the "
@@ -171,7 +172,7 @@ class Guard(Signal):
             factor = torch.where(is_spike, bounds[0] / norm, 1.0)
             values = torch.where(is_spike, bounds, values)  # what is trained with
         skip = is_spike if factor is None else None
-        return GuardVerdict(factor, skip, is_spike, values, bounds)
+        return GuardVerdict(factor, skip, is_spike=is_spike, values=values, bounds=bounds)
 
     def note(self, decision: Decision) -> None:
         verdict = decision.verdicts.get(self)

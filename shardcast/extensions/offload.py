@@ -100,7 +100,7 @@ def through(
         lanes.join(last)
 
 
-def _transfers(device: torch.device) -> Any:
+def _transfers(device: torch.device) -> Callable[..., None] | None:
     return partial(through, StreamLanes(device)) if device.type == "cuda" else None
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardcast import _compat
 from shardcast.hook import Hook
@@ -45,7 +46,7 @@ class Overlap(StepHook):
         self._is_needed = optimizer.comm.size > 1
         # torch calls what it takes for a constant while it traces, so before the graph runs.
         self._while_tracing = torch.compiler.assume_constant_result(lambda: self._trace())
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._forget()
 
     def _forget(self) -> None:
@@ -67,7 +68,7 @@ class Overlap(StepHook):
                 if any(True for _ in module.parameters()):
                     self._handles += self._install(module)
 
-    def _install(self, module: nn.Module) -> list[Any]:
+    def _install(self, module: nn.Module) -> list[RemovableHandle]:
         def hook(call: Callable[..., None]) -> Hook:
             # Copies and pickles of the model wait, too. In a copy a module's own parameters come
             # first, then its hooks, then the modules inside it: all but the root's own parameters

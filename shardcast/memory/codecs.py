@@ -121,7 +121,7 @@ def moment_codec(config: ShardcastConfig, name: str) -> Codec:
 def _codec(config: ShardcastConfig, option: str, name: str) -> Codec:
     """Return the codec that the option gives, if it was asked for."""
     asked = config.extensions().get(option)
-    codec: Codec = Codec() if asked is None or asked.codec is None else asked.codec(config, name)
+    codec = Codec() if asked is None or asked.codec is None else asked.codec(config, name)
     return codec
 
 

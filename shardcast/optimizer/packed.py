@@ -209,7 +209,8 @@ class PackedOptimizer:
         if (name := CALLS.get(call)) is None:
             return None
         if name not in self._hooks_by_option:
-            make: Any = self.config.declared(name).hook
+            make = self.config.declared(name).hook
+            assert make is not None  # or the table of calls is wrong
             # Before those of options: a step that it refuses must not have been seen by them.
             self._hooks_by_option = {name: make(self), **self._hooks_by_option}
             self.step_hooks = (*self._hooks_by_option.values(),)

@@ -95,6 +95,5 @@ def publishing_of(config: ShardcastConfig) -> Publishing | None:
     """Return what options say of publishing; ``None`` where none does."""
     for option in config.extensions().values():
         if option.publishing is not None:
-            publishing: Publishing = option.publishing(config)
-            return publishing
+            return option.publishing(config)
     return None
