@@ -6,6 +6,7 @@
     python -m benchmarks worlds                      # the host's part, of 8 to 1,024 ranks
     python -m benchmarks host                        # of a step on an accelerator, by packs
     python -m benchmarks launches --packs 15         # of a step on an accelerator, by stage
+    python -m benchmarks groups                      # collectives and launches, by parameter groups
     python -m benchmarks step --model ernie          # shardcast's variants and a crude floor
     python -m benchmarks peers --model gpt --markdown
     python -m benchmarks matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
@@ -40,6 +41,7 @@ from benchmarks import (
     document,
     fine_tuning,
     forms,
+    groups,
     host,
     launches,
     matrix,
@@ -93,6 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.command == "launches":
         title = f"one step on an accelerator, {args.packs} packs, nothing is sent or computed, bf16"
         lines, columns = launches.rows(launches.measure(args.packs, args.rounds)), launches.COLUMNS
+    elif args.command == "groups":
+        title = f"a step of {groups.TENSORS} tensors of {groups.WIDTH}x{groups.WIDTH}, AdamW, "
+        title += f"{groups.RANKS} ranks, bf16, by parameter groups; processor time"
+        lines, columns = groups.rows(groups.measure(args.groups, args.rounds)), groups.COLUMNS
     elif args.command == "averages":
         numel = averages.LAYERS * averages.WIDTH * (averages.WIDTH + 1)
         title = f"averages of {numel:,} weights in bf16, {args.ranks} ranks, AdamW, 1 thread"
@@ -150,6 +156,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
         "update": 9, "averages": 60, "buffers": 60, "worlds": 9, "host": 40, "launches": 200,
+        "groups": 40,
         "matrix": 9, "forms": 9, "replicas": 60, "step": 15, "peers": 15,
     }  # fmt: skip
     every = commands.add_parser("all", allow_abbrev=False)
@@ -176,6 +183,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             continue
         if name == "launches":
             sub.add_argument("--packs", type=int, default=15)
+            continue
+        if name == "groups":
+            sub.add_argument("--groups", type=int, nargs="+", default=[1, 2, 48, 300])
             continue
         if name == "forms":
             continue

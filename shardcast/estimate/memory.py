@@ -228,12 +228,12 @@ def _allocated(
     """Allocate what a run does for a span, here on ``meta``.
 
     Args:
-        dtype, group, cast: of its pack.
+        dtype, cast: of its pack; ``group``: one of it, for all need the same state.
         numel, trained: elements of the span, and those that are neither padding nor frozen.
     """
     config, row = config.replace(offload=False), row_of(config, dtype)  # the host keeps as many
-    slot, span = Slot("", (trained,), 0, trained), Span(0, 0, numel)
-    layout = PackLayout(0, "meta", dtype, True, group, "", numel, (slot,), (span,), cast=cast)
+    slot, span = Slot("", (trained,), 0, trained, group), Span(0, 0, numel)
+    layout = PackLayout(0, "meta", dtype, True, "", numel, (slot,), (span,), cast=cast)
     pack = Pack(layout, [nn.Parameter(torch.empty(trained, device="meta"))], Comm(None))
     pack.fill(torch.empty(numel, dtype=dtype, device="meta"))
     shard = shard_of(pack, config)
@@ -278,7 +278,7 @@ def _share(
         values: bytes in which what is published of it travels.
     """
     config, size = plan.config, plan.layout.world_size
-    share = allocated(pack.dtype, pack.group, pack.cast, numel, trained)
+    share = allocated(pack.dtype, pack.groups[0], pack.cast, numel, trained)
     setup = _staged(plan, pack, numel, share.masters)
     if not pack.requires_grad:
         return _Share(*share, gradients=0, sent=0, setup=setup)

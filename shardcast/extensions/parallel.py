@@ -45,7 +45,7 @@ class MeshGroups(ProcessGroups):
         for dim in dims.replicating:  # what is held as copies
             packs = [pack for pack in plan.new if dim in pack.pack_groups.replicate]
             facts = [
-                f"    {slot.name} {slot.shape} {pack.dtype}, group {pack.group}, trained: "
+                f"    {slot.name} {slot.shape} {pack.dtype}, group {slot.group}, trained: "
                 f"{pack.requires_grad}, held as copies over {dim}"
                 for pack in packs
                 for slot in pack.slots
@@ -67,8 +67,11 @@ def _tied(plan: Plan, ties: Sequence[Tie]) -> dict[Tie, str]:
     plans = {name: f"{param.dtype}, in no group" for name, param in plan.outside.items()}
     for pack in plan.new:
         trained = "trained" if pack.requires_grad else "frozen"
-        fact = f"{pack.dtype}, {trained}, in group {pack.group}"
-        plans |= {slot.name: fact for slot in pack.slots if pack.pack_groups.replicate}
+        plans |= {
+            slot.name: f"{pack.dtype}, {trained}, in group {slot.group}"
+            for slot in pack.slots
+            if pack.pack_groups.replicate
+        }
     facts = {tie: plans.get(tie.first, plans.get(tie.second)) for tie in ties}
     return {tie: fact or "not among the new parameters" for tie, fact in facts.items()}
 

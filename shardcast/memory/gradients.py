@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from shardcast import _compat
 from shardcast.memory.local_param import LocalParam
 from shardcast.memory.pack import Pack, strides_of
 from shardcast.memory.stand_in import StandIn, stand_in
+from shardcast.plan.layout import GroupId, with_values
 from shardcast.plan.precision import MASTER_DTYPE
 
 
@@ -57,7 +58,7 @@ class Gradients:
         _, start, stop = pack.own
         slots = pack.layout.slots
         self.owned = tuple(
-            numel > 0 and offset < stop and start < offset + numel for _, _, offset, numel in slots
+            slot.numel > 0 and slot.offset < stop and start < slot.end for slot in slots
         )
         self.whole = pack.comm.size == 1
         self._device = pack.params[0].device
@@ -683,8 +684,8 @@ class Gradients:
         """Return whether ``.grad``s can be read and do not show a clip."""
         return self.whole and not self.shows
 
-    def multiply(self, factor: Tensor) -> None:
-        """Multiply the mean, and what is shown of it, by the factor of a clip.
+    def multiply(self, factors: Mapping[GroupId, Tensor | None]) -> None:
+        """Multiply the mean, and what is shown of it, by the factors of a clip, of each group.
 
         In fp32 from then on, so that what the update computes is the same to the bit.
         """
@@ -705,7 +706,11 @@ class Gradients:
                 self.pack.params[position].grad = None
                 self._set_dtype(position, MASTER_DTYPE)
                 self.pack.params[position].grad = self._view(position, full)
-        self.all_shown.mul_(factor)
+        layout, own = self.pack.layout, self._full is None
+        ranges = self.pack.ranges if own else layout.ranges(0, layout.numel)
+        for part, factor in with_values(ranges, factors):
+            if factor is not None:
+                self.all_shown[part].mul_(factor)
 
     @property
     def all_shown(self) -> Tensor:

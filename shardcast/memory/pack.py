@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.memory.local_param import LocalParam
-from shardcast.plan.layout import PackLayout, Span
+from shardcast.plan.layout import GroupId, PackLayout, Span
 from shardcast.plan.publishing import Wire
 
 
@@ -54,6 +54,11 @@ class Pack:
         self.data = self.own_data = torch.empty(0)
         self._addresses: list[int] = []  # of the parameters, when they were last looked at
         self.pending: list[Any] = []  # works that write or read ``data``, see ``Sync.start``
+
+    @functools.cached_property
+    def ranges(self) -> list[tuple[slice, GroupId]]:
+        """The parts of the own span that hold one group each, as slices of it."""
+        return self.layout.ranges(self.own.start, self.own.stop)
 
     @property
     def locals(self) -> list[Tensor]:
@@ -102,7 +107,7 @@ class Pack:
         begin = flat.storage_offset()  # one call for each slot, in place of a slice and its view
         return [
             flat.as_strided(shape, strides_of(shape), begin + offset)
-            for _, shape, offset, _ in self.layout.slots
+            for _, shape, offset, *_ in self.layout.slots
         ]
 
     def span(self, span: Span) -> Tensor:

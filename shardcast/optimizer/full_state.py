@@ -178,7 +178,7 @@ class FullState:
         optimizer, originals = self._optimizer, self._optimizer.originals
         optimizer.together(originals.check, "full_state_dict")
         groups = originals.groups if place is None else originals.optimizers[place].param_groups
-        shards = [s for s in optimizer.shards if place in (None, s.pack.layout.group.optimizer)]
+        shards = [s for s in optimizer.shards if place in (None, s.pack.layout.optimizer)]
         gathered = self._gathered("full_state_dict", shards, values, on_all=on_all)
         return plain_dict({param: state for _, param, state in gathered if state}, groups)
 

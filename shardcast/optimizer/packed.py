@@ -130,7 +130,7 @@ class PackedOptimizer:
 
     def update_of(self, shard: Shard) -> Update:
         """The update of the optimizer that has the parameters of ``shard``."""
-        return self.updates[shard.pack.layout.group.optimizer]
+        return self.updates[shard.pack.layout.optimizer]
 
     def together(self, act: Callable[[], T], call: str) -> T:
         """Return what ``act`` does here, if it succeeds on all ranks; else all raise. Collective.

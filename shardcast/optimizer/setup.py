@@ -145,7 +145,10 @@ def plan_for(
         if _compat.is_dtensor(param) and not elementwise[groups[name].optimizer]:
             validate.check_whole(name, param, originals.owner(groups[name]))
     costs = _costs(params, groups, originals, traits, config)
-    infos = describe(params, config, groups, precision.storage_dtype, costs, pack_groups_by_name)
+    flags = {number: originals.flags(number) for number in dict.fromkeys(groups.values())}
+    infos = describe(
+        params, config, groups, precision.storage_dtype, costs, pack_groups_by_name, flags
+    )
     begun = (
         name
         for name, param in params.items()

@@ -288,14 +288,17 @@ class ShardedOptimizer(StatefulOptimizer):
         if clip is None or all(factor is clip.unscale for factor in clip.factors.values()):
             return
         self._clipped = dataclasses.replace(clip, factors=dict.fromkeys(clip.factors, clip.unscale))
-        for grads in self._packed.reduce.grads:
-            factor = clip.factors[grads.pack.layout.group]
-            if factor is not None:
-                if clip.unscale is not None:
-                    factor = factor / clip.unscale
+        known: dict[Tensor | None, Tensor | None] = {None: None}
+        for factor in clip.factors.values():
+            if factor is not None and factor not in known:
+                scaled = factor if clip.unscale is None else factor / clip.unscale
                 # Without a finite norm there is no factor, and the step is skipped. NaN would
                 # reach the padding, which nobody clears.
-                grads.multiply(factor.nan_to_num(1.0, 1.0, 1.0))
+                known[factor] = scaled.nan_to_num(1.0, 1.0, 1.0)
+        factors = {group: known[factor] for group, factor in clip.factors.items()}
+        for grads in self._packed.reduce.grads:
+            if any(factors[group] is not None for group in grads.pack.layout.groups):
+                grads.multiply(factors)
         self._seen = self._packed.reduce.versions()
 
     def _pending_clip(self) -> Decision | None:

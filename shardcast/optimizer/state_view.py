@@ -79,7 +79,7 @@ class StateView(Mapping[Any, "StateOfParameter"]):
         self._shards = {
             param: (shard, slot.name)
             for shard in packed.shards
-            if shard.grads is not None and place in (None, shard.pack.layout.group.optimizer)
+            if shard.grads is not None and place in (None, shard.pack.layout.optimizer)
             for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
         }
         self._numbers = {

@@ -4,13 +4,15 @@ A layout is planned from names, shapes, dtypes and groups alone, so all ranks pl
 and any rank's part of a world of thousands can be planned in one process::
 
     pack 0   | wte.weight      | wpe.weight  | h.0.ln.weight |padding|   one dtype, device,
-             |-- slot ---------|-- slot -----|-- slot -------|       |   requires_grad, group
+             |-- slot ---------|-- slot -----|-- slot -------|       |   requires_grad, optimizer
              |---- span, rank 0 ----|---- span, rank 1 ----|- ... ---|   even: W equal spans
 
              | h.0.fc.weight   | h.2.fc.weight ||h.1.fc.weight |     |   whole: slots sorted by
              |---- span, rank 0 ----------------|- span, rank 1 -----|   owner, one span each
 
-Slots and spans begin at multiples of ``alignment`` bytes. Padding is never a slot's.
+Slots and spans begin at multiples of ``alignment`` bytes. Padding is never a slot's. A pack holds
+parameters of several groups of one optimizer, each group's slots (of one owner) next to one
+another.
 Packing follows MegEngine's ParamPack (by device, dtype, requires_grad and a user key; caps; first
 parameters left alone); the flat memory itself is the idea of PaddlePaddle PR 33461.
 """
@@ -19,16 +21,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from shardcast.plan.algorithms import Algorithms
 from shardcast.plan.pack_groups import PLAIN, PackGroups
 
+T = TypeVar("T")
 SHOWN = 8  # lengths of spans that are shown one by one
 
 
@@ -50,12 +53,18 @@ class GroupId(NamedTuple):
 
 
 class PackKey(NamedTuple):
-    """The properties that parameters of one pack share; :class:`PackLayout` has them too."""
+    """The properties that parameters of one pack share; :class:`PackLayout` has most of them.
+
+    Attributes:
+        optimizer: the place of their optimizer.
+        flags: of their groups, see :attr:`ParamInfo.flags`; of frozen parameters their group.
+    """
 
     device: str
     dtype: torch.dtype
     requires_grad: bool
-    group: GroupId
+    optimizer: int
+    flags: str
     key: str
     pack_groups: PackGroups
     cast: str = ""
@@ -64,11 +73,12 @@ class PackKey(NamedTuple):
 class ParamInfo(NamedTuple):
     """The facts that planning needs of one parameter, in model order.
 
-    ``dtype`` is the storage dtype after the precision policy; ``group`` its optimizer group;
-    ``key`` the ``repr`` of the user's group function; ``device`` a kind, equal on
-    all ranks; ``cost`` what its update costs its owner, ``None``: as much as it has elements.
-    Of a DTensor ``shape`` is that of the local tensor. ``cast`` names another than the usual cast
-    of masters; ``unit`` elements, counted from the first one, have one owner then.
+    ``dtype`` is the storage dtype after the precision policy; ``group`` its optimizer group, and
+    ``flags`` the options of that which choose code or state, not numbers; ``key`` the ``repr`` of
+    the user's group function; ``device`` a kind, equal on all ranks; ``cost`` what its update costs
+    its owner, ``None``: as much as it has elements. Of a DTensor ``shape`` is that of the local
+    tensor. ``cast`` names another than the usual cast of masters; ``unit`` elements, counted from
+    the first one, have one owner then.
     """
 
     name: str
@@ -82,6 +92,7 @@ class ParamInfo(NamedTuple):
     cost: float | None = None
     cast: str = ""
     unit: int = 1
+    flags: str = ""
 
     @property
     def numel(self) -> int:
@@ -89,10 +100,17 @@ class ParamInfo(NamedTuple):
 
     @property
     def pack_key(self) -> PackKey:
+        flags = self.flags if self.requires_grad else f"group {self.group}"
         return PackKey(
-            self.device, self.dtype, self.requires_grad, self.group, self.key, self.pack_groups,
+            self.device,
+            self.dtype,
+            self.requires_grad,
+            self.group.optimizer,
+            flags,
+            self.key,
+            self.pack_groups,
             self.cast,
-        )  # fmt: skip
+        )
 
 
 class Slot(NamedTuple):
@@ -102,6 +120,7 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     numel: int
+    group: GroupId = GroupId()
 
     @property
     def end(self) -> int:
@@ -155,7 +174,6 @@ class PackLayout:
     device: str
     dtype: torch.dtype
     requires_grad: bool
-    group: GroupId
     key: str
     numel: int
     slots: tuple[Slot, ...]
@@ -168,6 +186,34 @@ class PackLayout:
     def __str__(self) -> str:
         more = f" and {len(self.slots) - 1} more" if len(self.slots) > 1 else ""
         return f"pack {self.index} ({self.slots[0].name!r}{more})"
+
+    @property
+    def optimizer(self) -> int:
+        """The place of the optimizer of its parameters."""
+        return self.slots[0].group.optimizer
+
+    @cached_property
+    def groups(self) -> tuple[GroupId, ...]:
+        """The groups of its parameters, in the order of slots."""
+        return tuple(dict.fromkeys(slot.group for slot in self.slots))
+
+    def ranges(self, start: int, stop: int) -> list[tuple[slice, GroupId]]:
+        """Cut elements ``[start, stop)`` where the group changes; slices count from ``start``.
+
+        Padding behind a slot is its group's, for it is zero in all that is kept of elements.
+        """
+        begins = [(start, self.groups[0])]
+        for slot in self.slots:
+            begin = max(slot.offset, start)
+            if begin < min(slot.end, stop) and (len(begins) == 1 or slot.group != begins[-1][1]):
+                begins.append((begin, slot.group))
+        if len(begins) > 1:  # what is before the first one is padding
+            begins[:2] = [(start, begins[1][1])]
+        ends = [begin for begin, _ in begins[1:]] + [stop]
+        return [
+            (slice(begin - start, end - start), group)
+            for (begin, group), end in zip(begins, ends, strict=True)
+        ]
 
     @property
     def padding(self) -> int:
@@ -214,6 +260,20 @@ class PackLayout:
             if start < stop:
                 fragments.append(Fragment(slot, start, stop))
         return tuple(fragments)
+
+
+def with_values(
+    ranges: Sequence[tuple[slice, GroupId]], values: Mapping[GroupId, T]
+) -> list[tuple[slice, T]]:
+    """Return ranges with the values of their groups; neighbors with the very same one are one."""
+    merged: list[tuple[slice, T]] = []
+    for part, group in ranges:
+        value = values[group]
+        if merged and merged[-1][1] is value:
+            merged[-1] = slice(merged[-1][0].start, part.stop), value
+        else:
+            merged.append((part, value))
+    return merged
 
 
 @dataclass(frozen=True)
@@ -276,14 +336,17 @@ class Layout:
             if algorithms and len(set(sizes)) > 1 and len(sizes) > SHOWN:
                 spans = f"{len(sizes)} of {min(sizes)} to {max(sizes)}"
             how = f", {pack.algorithms}" if algorithms and pack.algorithms.sync else ""
+            several = len(pack.groups) > 1
+            group = f"{len(pack.groups)} groups" if several else f"group {pack.groups[0]}"
             lines.append(
                 f"  pack {pack.index}: {dtype} on {pack.device}, "
-                f"group {pack.group}{key}{frozen}{partition}, {pack.numel} elements "
+                f"{group}{key}{frozen}{partition}, {pack.numel} elements "
                 f"({pack.padding} padding), spans {spans}{how}"
             )
             for slot in pack.slots:
                 name = expert if expert and pack.pack_groups.shard != PLAIN else slot.name
-                lines.append(f"    {name} {tuple(slot.shape)} @ {slot.offset}")
+                own = f", group {slot.group}" if several else ""
+                lines.append(f"    {name} {tuple(slot.shape)} @ {slot.offset}{own}")
         return lines
 
     def digest(self) -> bytes:

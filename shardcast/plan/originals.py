@@ -68,6 +68,21 @@ class OptimizerList:
             for position, group in enumerate(optimizer.param_groups):
                 yield GroupId(place, position), optimizer, group
 
+    def flags(self, number: GroupId) -> str:
+        """Return the options of a group that choose code or state of an update, not its numbers.
+
+        They are what ``shard()`` saw; those of a group may be changed later.
+        """
+        group = self.group(number)
+        flags = {
+            name: value
+            for name in sorted(self.owner(number).defaults)
+            if (value := group.get(name)) is None or isinstance(value, (bool, str))
+        }
+        if "momentum" in group:  # without it there is no buffer
+            flags["momentum"] = bool(group["momentum"])
+        return repr(flags)
+
     def option_names(self) -> tuple[str, ...]:
         """The options of their classes; whatever else is in a group is a script's own note."""
         return tuple(dict.fromkeys(n for o in self.optimizers for n in o.defaults))

@@ -35,6 +35,7 @@ def describe(
     storage_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
     costs: Mapping[str, float] = MappingProxyType({}),
     pack_groups_by_name: Mapping[str, PackGroups] | None = None,
+    flags: Mapping[GroupId, str] = MappingProxyType({}),
 ) -> list[ParamInfo]:
     """The planner's view of parameters, in the order of ``named`` (model order).
 
@@ -43,6 +44,7 @@ def describe(
         storage_dtype: gives that of each parameter; ``None`` keeps the present ones.
         costs: of updates, for the balance of whole ones, where elements do not say it.
         pack_groups_by_name: the process groups of each parameter, where the job has a mesh.
+        flags: of each group, see :class:`.ParamInfo`.
     """
     # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
     devices: dict[torch.device, str] = {}
@@ -56,6 +58,7 @@ def describe(
         shape = tuple(_compat.local_tensor(param).shape)
         dtype = param.dtype if storage_dtype is None else storage_dtype(param)
         cast, unit = publishing.cast(name, shape, dtype) if publishing else ("", 1)
+        group = GroupId() if groups is None else groups[name]
         infos.append(
             ParamInfo(
                 name,
@@ -63,12 +66,13 @@ def describe(
                 dtype,
                 device,
                 param.requires_grad,
-                GroupId() if groups is None else groups[name],
+                group,
                 "" if config.group_fn is None else repr(config.group_fn(name, param)),
                 plain if pack_groups_by_name is None else pack_groups_by_name[name],
                 costs.get(name),
                 cast,
                 unit,
+                flags.get(group, ""),
             )
         )
     return infos
@@ -149,8 +153,9 @@ def plan_packs(
         owners |= assign_owners(alike, parallel_dims.ranks(alike[0].pack_groups))
     packs = []
     for index, members in enumerate(bins, first):
-        key = members[0].pack_key
-        size, mode = parallel_dims.ranks(key.pack_groups), by_group[key.group]
+        key, mode = members[0].pack_key, by_group[members[0].group]
+        members.sort(key=lambda param: param.group)  # stays in model order within a group
+        size = parallel_dims.ranks(key.pack_groups)
         align = max(1, config.alignment // key.dtype.itemsize)
         if mode == "whole":
             slots, spans = plan_whole(members, size, align, owners)
@@ -158,7 +163,7 @@ def plan_packs(
             slots, spans = plan_even(members, size, align)
         packs.append(
             PackLayout(
-                index, key.device, key.dtype, key.requires_grad, key.group, key.key,
+                index, key.device, key.dtype, key.requires_grad, key.key,
                 spans[-1].stop, slots, spans, partition=mode, pack_groups=key.pack_groups,
                 cast=key.cast,
             )

@@ -43,7 +43,7 @@ def placed(members: Sequence[ParamInfo], offset: int, align: int) -> tuple[list[
     slots = []
     for param in members:
         offset, numel = round_up(offset, align), param.numel
-        slots.append(Slot(param.name, param.shape, offset, numel))
+        slots.append(Slot(param.name, param.shape, offset, numel, param.group))
         offset += numel
     return slots, offset
 

@@ -33,7 +33,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
 CUDA = torch.device("cuda:0")
-SIZES = {"i1": 1, "u8": 1, "i8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+SIZES = {"i1": 1, "u8": 1, "i8": 1, "bf16": 2, "fp16": 2, "i32": 4, "fp32": 4, "fp64": 8}
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''\n(.*?)\n''', device_str", re.S)
 ACCESS = re.compile(r"tl\.(?:load|store)\((\w+) \+ \(((?:[^()]|\([^()]*\))*)\)")
 PROPERTIES = types.SimpleNamespace(

@@ -38,7 +38,8 @@ def models(draw: st.DrawFn) -> list[ParamInfo]:
             shape(),
             draw(st.sampled_from(DTYPES)),
             requires_grad=draw(st.booleans()),
-            group=GroupId(0, draw(st.integers(0, 1))),
+            group=GroupId(draw(st.integers(0, 1)), draw(st.integers(0, 2))),
+            flags=draw(st.sampled_from(["", "amsgrad"])),
             key=draw(st.sampled_from(["", "'a'"])),
         )
         for number in range(draw(st.integers(1, 8)))
@@ -67,8 +68,27 @@ def test_every_layout_has_its_promised_properties(
     for pack in layout.packs:
         align = max(1, chosen["alignment"] // pack.dtype.itemsize)
         members = [by_name[slot.name] for slot in pack.slots]
-        kinds = {(p.dtype, p.device, p.requires_grad, p.group, p.key) for p in members}
-        assert kinds == {(pack.dtype, pack.device, pack.requires_grad, pack.group, pack.key)}
+        kinds = {(p.dtype, p.device, p.requires_grad, p.group.optimizer, p.key) for p in members}
+        assert kinds == {(pack.dtype, pack.device, pack.requires_grad, pack.optimizer, pack.key)}
+        assert len({p.flags for p in members}) == 1 or not pack.requires_grad
+        assert pack.requires_grad or len(pack.groups) == 1, "frozen packs hold one group"
+        for span in pack.spans:
+            own = [f.slot.group for f in pack.fragments(span.owner)]
+            if partition == "whole":
+                assert own == sorted(own), "groups of an owner lie next to one another"
+            covered = [slice(0, 0)]
+            for part, group in pack.ranges(span.start, span.stop):
+                assert part.start == covered[-1].stop, "ranges tile the span"
+                covered.append(part)
+                inside = [
+                    f.slot.group
+                    for f in pack.fragments(span.owner)
+                    if part.start <= f.start - span.start < part.stop
+                ]
+                assert set(inside) <= {group}
+            assert covered[-1].stop == span.numel
+        if partition == "even":
+            assert [s.group for s in pack.slots] == sorted(s.group for s in pack.slots)
         end = 0
         for slot, param in zip(pack.slots, members, strict=True):
             assert slot.offset % align == 0 and slot.offset >= end, "slots do not overlap"
@@ -167,7 +187,7 @@ changes = st.sampled_from(
         lambda p: p._replace(name=p.name + "x"),
         lambda p: p._replace(dtype=torch.float16 if p.dtype != torch.float16 else torch.bfloat16),
         lambda p: p._replace(requires_grad=not p.requires_grad),
-        lambda p: p._replace(group=GroupId(1, 0)),
+        lambda p: p._replace(group=GroupId(2, 0)),
         lambda p: p._replace(key=p.key + "k"),
         lambda p: p._replace(device="meta"),
     ]
@@ -230,7 +250,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
         ({"unpacked_first": 2}, [[NAMES[0]], [NAMES[1]], NAMES[2:]], ""),
         ({"pack_params": 4}, [NAMES[:4], NAMES[4:]], ""),
         ({"group_fn": by_kind}, [NAMES[::2], NAMES[1::2]], "key 'matrix'"),
-        ({"optimizer": two_groups}, [NAMES[:4], NAMES[4:]], "group 1"),
+        ({"optimizer": two_groups}, [NAMES[4:] + NAMES[:4]], "2 groups"),
     ],
     ids=["one", "first", "cap", "function", "groups"],
 )

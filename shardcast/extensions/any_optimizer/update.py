@@ -17,7 +17,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.extensions.any_optimizer import muon, probe, twins
 from shardcast.memory.codecs import Codec, Encoded, row_of
 from shardcast.memory.shard import Shard
-from shardcast.plan.layout import Fragment
+from shardcast.plan.layout import Fragment, GroupId, with_values
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.plan.traits import ELEMENTWISE, is_known
 from shardcast.step.decide.decision import Decision
@@ -78,7 +78,8 @@ class AnyOptimizerUpdate(Update):
             inner.clear()
             inner.update({**outer, "params": []})
         for shard, params in self._params.items():
-            groups[shard.pack.layout.group.position]["params"] += params
+            for fragment, param in zip(shard.fragments, params, strict=True):
+                groups[fragment.slot.group.position]["params"].append(param)
 
     @torch.no_grad()
     def __call__(self, decision: Decision) -> None:
@@ -121,7 +122,7 @@ class AnyOptimizerUpdate(Update):
         measured = any(epilogue.sums for epilogue in self._active)
         old = {shard: shard.data.clone() for shard in owned if measured}
         for shard in owned:
-            self._set_gradients(shard, decision, decision.factors[shard.pack.layout.group])
+            self._set_gradients(shard, decision, decision.factors)
         with torch.enable_grad():  # some optimizers compute with autograd
             if self._watched and self._comm.size > 1:
                 self._watched -= 1
@@ -135,11 +136,22 @@ class AnyOptimizerUpdate(Update):
             else:
                 shard.publish()
 
-    def _set_gradients(self, shard: Shard, decision: Decision, factor: Tensor | None) -> None:
-        """Give masters their gradients times ``factor``, until :meth:`_take_masters`."""
+    def _set_gradients(
+        self, shard: Shard, decision: Decision, factors: Mapping[GroupId, Tensor | None]
+    ) -> None:
+        """Give masters their gradients times ``factors``, until :meth:`_take_masters`."""
         assert shard.grads is not None
-        grads = shard.grads.own.to(MASTER_DTYPE)
-        grads = grads if factor is None else grads * factor
+        own, grads = shard.grads.own, shard.grads.own.to(MASTER_DTYPE)
+        ranges = with_values(shard.pack.ranges, factors)
+        if len(ranges) > 1 and grads is own:
+            grads = own.clone()
+        for part, factor in ranges:
+            if factor is None:
+                continue
+            if grads is own:
+                grads = own * factor
+            else:
+                grads[part].mul_(factor)
         present = shard.present(decision.present[shard.pack])
         for param, fragment, is_present in zip(
             self._params[shard], shard.fragments, present, strict=True
@@ -170,7 +182,8 @@ class AnyOptimizerUpdate(Update):
         for shard in self._params:
             shard.absorb()  # what a script wrote
             if shard.grads is not None:
-                self._set_gradients(shard, decision, decision.unscale)
+                unscale = dict.fromkeys(shard.pack.layout.groups, decision.unscale)
+                self._set_gradients(shard, decision, unscale)
         getattr(self._inner, name)(*args, **named)
         self._write_groups()
         for shard in self._params:
@@ -235,17 +248,17 @@ class AnyOptimizerUpdate(Update):
         """
         if old is None or not shard.casts:
             shard.publish()  # else the pass takes published values for edits of a script
-        state, span = self._states[shard], slice(0, shard.pack.own.numel)
+        state = self._states[shard]
         row, device = row_of(self._config, shard.pack.layout.dtype), shard.published.device
         old_masters = None
         if old is not None:  # a pack in fp32 is updated already
             old_masters = Encoded(Codec(), old.numel(), row, device, first=old)
             state.stored["new"] = shard.master
         fusion = state.prepare(NoRule() if old is None else AssignRule(), self._active)
-        operands = state.fetch(span, fusion, old_masters)
         execute = choose_executor(self._config, device)
         numbers = self._numbers_of(decision.skip.float(), (), execute.on_host)
-        execute(fusion, operands, numbers, decision.factors[shard.pack.layout.group], None)
+        for part, factor in with_values(shard.pack.ranges, decision.factors):
+            execute(fusion, state.fetch(part, fusion, old_masters), numbers, factor, None)
         state.stored.pop("new", None)
 
     def switch(self, mode: str) -> bool:
@@ -326,9 +339,13 @@ class AnyOptimizerUpdate(Update):
             loaded[name] = value
         self._inner.state.pop(param, None)
         if loaded:
-            self._inner.state[param] = self._read_by_class(shard, param, loaded)
+            self._inner.state[param] = self._read_by_class(
+                shard.fragments[number].slot.group, param, loaded
+            )
 
-    def _read_by_class(self, shard: Shard, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    def _read_by_class(
+        self, number: GroupId, param: Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return a loaded state as the class makes it, which may keep values in another dtype.
 
         As by torch's ``load_state_dict``, which calls ``__setstate__`` at its end.
@@ -336,7 +353,7 @@ class AnyOptimizerUpdate(Update):
         inner = self._inner
         if type(inner).__setstate__ is torch.optim.Optimizer.__setstate__:
             return state
-        group = {**inner.param_groups[shard.pack.layout.group.position], "params": [param]}
+        group = {**inner.param_groups[number.position], "params": [param]}
         whole = {"state": inner.state, "param_groups": inner.param_groups}
         try:
             inner.__setstate__(

@@ -16,9 +16,9 @@ from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients
-from shardcast.plan.layout import GroupId
+from shardcast.plan.layout import GroupId, with_values
 from shardcast.plan.originals import OptimizerList
-from shardcast.step.decide.decision import Arithmetic, Decision, Members, Presence
+from shardcast.step.decide.decision import Arithmetic, Decision, NormParts, Presence
 from shardcast.step.decide.loss_scale import LossScale
 from shardcast.step.decide.norm import PNorm, clamp_, product
 from shardcast.step.decide.options import OptionCheck
@@ -88,7 +88,7 @@ class Decider:
             *([] if self.loss_scale is None else [self.loss_scale]), self.tokens, self._options,
             *(it.signal(config, process_groups, device) for it in options if it.signal),
         ]  # fmt: skip
-        self._members = Members((0, 0), None)
+        self._parts: tuple[Any, NormParts] | None = None
         # Finite powers have a finite norm here.
         is_finite = process_groups.model.size == 1 and config.norm_type >= 1
         self._report = Report(self.signals, process_groups.dp.size, device, is_finite)
@@ -164,9 +164,10 @@ class Decider:
             if loss is not None or self._takes_loss:
                 self._take_loss(loss)
         self._options.given = self._arguments(max_norm)
-        powers = self._pack_powers()
+        parts = self._parts_of(limits, pending)
+        powers = self._norm.powers([self._grads[number].own[part] for number, part in parts.of])
         own = [signal.local() for signal in self.signals]
-        vector, sizes = self._arithmetic.vector(powers, self._groups_of([*limits]), own)
+        vector, sizes = self._arithmetic.vector(powers, parts, own)
         self._process_groups.dp.all_reduce(vector, "the control vector")
         verdicts: Mapping[Signal, Verdict] = {}
         agreed = self._arithmetic.agree(vector, sizes)
@@ -255,22 +256,49 @@ class Decider:
         slots = [slot.name for pack in packs for slot in pack.layout.slots]
         return dict(zip((param for pack in packs for param in pack.params), slots, strict=True))
 
-    def _pack_powers(self) -> Tensor:
-        """Return the power of the own span of each pack, see :class:`PNorm`."""
-        return self._norm.powers([grads.own for grads in self._grads])
+    def _parts_of(self, limits: Mapping[GroupId, Any], pending: Decision | None) -> NormParts:
+        """Return the parts of own spans whose norms are taken, each for its group.
 
-    def _groups_of(self, groups: Sequence[GroupId]) -> Members:
-        """Return the group of each pack."""
-        if self._members.shape != (len(self._grads), len(groups)):
-            layouts = [grads.pack.layout for grads in self._grads]
-            in_groups = [
-                [pack.pack_groups.is_primary and pack.group == group for group in groups]
-                for pack in layouts
-            ]
-            are_all = len(groups) == 1 and all(map(all, in_groups))
-            mask = None if are_all else to_device(in_groups, torch.bool, self._device)
-            self._members = Members((len(self._grads), len(groups)), mask)
-        return self._members
+        Groups that are clipped together count as the first of them: so a pack, whatever the number
+        of its groups, has one part.
+
+        Args:
+            limits: the bound that each group has of its own, or ``None``.
+            pending: see :meth:`decide`.
+        """
+        first: dict[Any, GroupId] = {}
+        counted_as = {}
+        for group, limit in limits.items():
+            factor = None if pending is None else pending.factors[group]
+            together = group if limit is not None else id(factor)
+            counted_as[group] = first.setdefault(together, group)
+        key = len(self._grads), tuple(counted_as.values())
+        if self._parts is not None and self._parts[0] == key:
+            return self._parts[1]
+        columns = {group: number for number, group in enumerate(limits)}
+        parts, packs = list[tuple[int, slice]](), list[int]()
+        mask = list[list[bool]]()
+        for number, grads in enumerate(self._grads):
+            is_primary = grads.pack.layout.pack_groups.is_primary
+            for part, group in with_values(grads.pack.ranges, counted_as):
+                parts.append((number, part))
+                packs.append(number)
+                mask.append(
+                    [is_primary and column == columns[group] for column in range(len(limits))]
+                )
+        are_all = len(limits) == 1 and all(map(all, mask))
+        self._parts = (
+            key,
+            NormParts(
+                tuple(parts),
+                None if are_all else to_device(mask, torch.bool, self._device),
+                to_device(
+                    [len(self._grads) - number for number in packs], torch.float64, self._device
+                ),
+                len(limits),
+            ),
+        )
+        return self._parts[1]
 
     def clip_value(self, limit: float, pending: Decision | None) -> None:
         """Clamp the own spans to ``[-limit, limit]``, loss scale considered.
@@ -289,8 +317,11 @@ class Decider:
             unscale = self._arithmetic.scale({})[1]
         self._clip_value = limit
         for grads in self._grads:
-            group = grads.pack.layout.group
-            clamp_(grads.own, limit, unscale if pending is None else pending.factors[group])
+            if pending is None:
+                clamp_(grads.own, limit, unscale)
+                continue
+            for part, factor in with_values(grads.pack.ranges, pending.factors):
+                clamp_(grads.own[part], limit, factor)
 
     def _refuse(self, mistakes: Sequence[float]) -> None:
         """Raise for mistakes of some ranks, and warn where they train other parameters.

@@ -173,17 +173,21 @@ class Presence(Signal):
         return {grads.pack: tuple(islice(slots, len(grads.owned))) for grads in self._grads}
 
 
-class Members(NamedTuple):
-    """The group of each pack.
+class NormParts(NamedTuple):
+    """The parts of own spans whose norms are taken.
 
     Attributes:
-        shape: (packs, groups).
-        mask: bool, of that shape: packs of the group that count here; ``None``: there is one group,
-            and all count.
+        of: the number of the pack of each, and the slice of its own span.
+        mask: bool, (parts, groups): the group that a part counts for here; ``None``: there is one
+            group, and all count.
+        from_last: the number of the pack of each, counted from the last, which is 1; fp64.
+        groups: their number.
     """
 
-    shape: tuple[int, int]
+    of: tuple[tuple[int, slice], ...]
     mask: Tensor | None
+    from_last: Tensor
+    groups: int
 
 
 class Sums(NamedTuple):
@@ -249,23 +253,24 @@ class Arithmetic:
         return Sums(powers, nonfinite, dict(zip(self._signals, of_signals, strict=True)))
 
     def vector(
-        self, powers: Tensor, members: Members, own: Sequence[Tensor]
+        self, powers: Tensor, norm_parts: NormParts, own: Sequence[Tensor]
     ) -> tuple[Tensor, list[int]]:
         """Return the control vector of this rank, and the length of each of its parts.
 
         Args:
-            powers: of the norm of the own span of each pack, see :class:`.PNorm`.
+            powers: of the norm of each of ``norm_parts``, see :class:`.PNorm`.
             own: the parts of the signals.
         """
-        parts = [self._group_powers(powers, members), self._skips.first_nonfinite(powers), *own]
+        nonfinite = self._skips.first_nonfinite(powers, norm_parts.from_last)
+        parts = [self._group_powers(powers, norm_parts), nonfinite, *own]
         return torch.cat(parts), [*map(Tensor.numel, parts)]
 
-    def _group_powers(self, powers: Tensor, members: Members) -> Tensor:
+    def _group_powers(self, powers: Tensor, norm_parts: NormParts) -> Tensor:
         """Return this rank's powers of each group; with a maximum of each rank and group.
 
         Of a copy that counts elsewhere it matters only whether it is finite.
         """
-        groups, mask = members.shape[1], members.mask
+        groups, mask = norm_parts.groups, norm_parts.mask
         if not len(powers):
             own = powers.new_zeros(groups, dtype=torch.float64)
         elif mask is None:

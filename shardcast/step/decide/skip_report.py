@@ -19,7 +19,7 @@ from shardcast.memory.gradients import Gradients
 from shardcast.step.decide import skip_reasons
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.report import Report
-from shardcast.step.decide.signal import Signal, to_device
+from shardcast.step.decide.signal import Signal
 
 
 class HostCopy:
@@ -102,26 +102,23 @@ class SkipReport:
         self._none = torch.zeros((), dtype=torch.float64, device=device)
         self._first_by_rank = self._none.new_zeros(comm.size)
         self._first = self._first_by_rank[comm.rank]
-        self._from_last = torch.empty(0)
         self._host = HostCopy(device)
         self._reported = 0.0
 
-    def first_nonfinite(self, powers: Tensor) -> Tensor:
+    def first_nonfinite(self, powers: Tensor, from_last: Tensor) -> Tensor:
         """Return the first pack that is not finite, counted from the last; 0: none.
 
         Counted back, for what comes first is the largest then. 1-d, at the place of this rank among
         all; the next call overwrites it.
 
         Args:
-            powers: of the own span of each pack, see :class:`PNorm`; 1-d.
+            powers: of parts of own spans, see :class:`PNorm`; 1-d.
+            from_last: the number of the pack of each, counted from the last.
         """
         if not len(powers):
             return self._first_by_rank
-        if len(self._from_last) != len(powers):  # not in every step
-            numbers_from_last = [*range(len(powers), 0, -1)]
-            self._from_last = to_device(numbers_from_last, torch.float64, self._device)
         # Not numbers[index]: to index by a tensor of no dimension is to ask for its value.
-        numbers = torch.where(powers < math.inf, self._none, self._from_last)
+        numbers = torch.where(powers < math.inf, self._none, from_last)
         torch.amax(numbers, 0, out=self._first)  # for it takes a launch to put it into a row
         return self._first_by_rank
 

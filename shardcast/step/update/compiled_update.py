@@ -23,6 +23,8 @@ class CompiledExecutor(Executor):
 
     def keep(self, numbers: Tensor) -> Tensor:
         """Return the same memory, no view: a graph would be bound to what it is a view of."""
+        if numbers.dim() > 1:  # one graph for tables of any number of rows
+            return _compat.rows_of(numbers, numbers.shape[1])
         return _compat.constants_of(numbers)
 
     def _whole(self, rows: int, row: int) -> tuple[int, int]:

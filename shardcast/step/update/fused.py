@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from shardcast.memory.shard import Shard
 from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.signal import to_device
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import Executor, UpdateScalars, choose_executor
@@ -116,7 +117,8 @@ class FusedUpdate(Update):
         self._steps = torch.zeros(0, dtype=MASTER_DTYPE)  # per fragment of all shards
         self._histories: list[Hashable] = []  # parallel to the steps; None before the first one
         self._uniform = True  # whether all histories are equal
-        self._groups: list[GroupId] = []  # of the shards
+        self._group_of: list[GroupId] = []  # parallel to the steps
+        self._groups: list[GroupId] = []  # the same, each once
         self._execute = Executor(on_host=True)
         self._state_on_host = self._config.state_on_host
         self._transfer: Callable[..., None] | None = None
@@ -139,8 +141,8 @@ class FusedUpdate(Update):
             self._steps = torch.cat([self._steps, self._steps.new_zeros(len(shard.fragments))])
             self._histories += [None] * len(shard.fragments)
             self._uniform = len(set(self._histories)) == 1
-            if shard.pack.layout.group not in self._groups:
-                self._groups.append(shard.pack.layout.group)
+            self._group_of += [fragment.slot.group for fragment in shard.fragments]
+            self._groups = [*dict.fromkeys(self._group_of)]
             self._plan = None
 
     @torch.no_grad()
@@ -177,9 +179,18 @@ class FusedUpdate(Update):
         def fetch(one: Range) -> list[Tensor]:
             return one.state.fetch(one.part, one.fusion)
 
+        tables = {numbers.rule: numbers for numbers in plan.numbers}
+        of_tables: dict[Rule, Tensor | None] = {}
+
         def update(one: Range, operands: list[Tensor]) -> None:
-            factor = factors[plan.keys[one.key].group]
-            execute(one.fusion, operands, scalars[one.key], factor, skip)
+            numbers, key = scalars[one.key], plan.keys[one.key]
+            factor = factors[key.group]
+            if one.places is not None:
+                table = tables[key.rule]
+                if key.rule not in of_tables:
+                    of_tables[key.rule] = _of_rows([factors[group] for group in table.groups])
+                numbers, factor = numbers._replace(rule=table.table), of_tables[key.rule]
+            execute(one.fusion, operands, numbers, factor, skip)
 
         def send(one: Range, operands: list[Tensor]) -> None:
             one.state.send(one.part, one.fusion, operands)
@@ -199,10 +210,13 @@ class FusedUpdate(Update):
         """Return the rule of each group that shards have."""
         groups, on_host = self._optimizer.param_groups, self._execute.on_host
         options = [groups[of.position] for of in self._groups]
-        return [
+        found = [
             rules.rule_of(self._kind, group, fused=on_host and self._by_torch(group))
             for group in options
         ]
+        if not on_host and any(rule.decays for rule in found):  # so that they have one kernel
+            return [rules.decaying(rule) for rule in found]
+        return [*found]
 
     def _scalars(self, plan: _Plan, behind: Any) -> list[UpdateScalars]:
         """Return this step's numbers of each key."""
@@ -230,12 +244,15 @@ class FusedUpdate(Update):
         rule_of = dict(zip(self._groups, rules, strict=True))
         of_all = any(not epilogue.follows for epilogue in self._active)
         for shard, state in self._states.items():
-            group, of_shard = shard.pack.layout.group, ranges.setdefault(shard, [])
-            for run, place, is_present in self._runs(state, here[shard]):
+            of_shard = ranges.setdefault(shard, [])
+            for run, members, is_present in self._runs(state, here[shard]):
                 if not (is_present or of_all):  # some epilogues see the others too
                     continue
+                place = state.first + members[0]
+                group = self._group_of[place]
                 rule = rule_of[group] if is_present else NoRule()
                 fusion = state.prepare(rule, self._active)
+                state.use(members, rule.state)
                 key = keys.setdefault((group, self._histories[place], is_present), len(keys))
                 if key == len(known):
                     known.append(Key(rule, group, place, is_present))
@@ -249,35 +266,68 @@ class FusedUpdate(Update):
         if not self._execute.on_host:
             from shardcast.step.update.numbers_of_rules import RuleNumbers
 
-            groups, steps = self._optimizer.param_groups, self._steps
+            steps = self._steps
             for rule in dict.fromkeys(key.rule for key in known):
-                numbers = RuleNumbers(rule, known, groups, steps, self._uniform, self._execute.keep)
+                numbers = RuleNumbers(rule, known, steps, self._uniform, self._execute.keep)
                 plan.numbers.append(numbers)
             found = {n: it for numbers in plan.numbers for n, it in numbers.scalars.items()}
             plan.scalars = [found[number] for number in range(len(known))]
+            if not self._state_on_host:
+                plan.ranges = {shard: self._merged(each, plan) for shard, each in ranges.items()}
         return plan
+
+    def _merged(self, ranges: Sequence[Range], plan: _Plan) -> list[Range]:
+        """Return ranges with neighbors of several groups as one, where one kernel updates them."""
+        row_of = {number: row for it in plan.numbers for number, row in it.row_of.items()}
+        runs = list[list[Range]]()
+        for one in ranges:
+            if runs and self._are_alike(runs[-1][-1], one, plan):
+                runs[-1].append(one)
+            else:
+                runs.append([one])
+        merged = list[Range]()
+        for first, *others in runs:
+            if not others or not first.fusion.rule.options:
+                merged += [first, *others]
+                continue
+            row = first.fusion.row
+            of_rows = [
+                row_of[one.key]
+                for one in (first, *others)
+                for _ in range(one.part.start, one.part.stop, row)
+            ]
+            places = to_device(of_rows, torch.int32, self._steps.device)
+            part = slice(first.part.start, others[-1].part.stop)
+            fusion = replace(first.fusion, by_row=True)
+            merged.append(Range(first.state, part, fusion, first.key, places))
+        return merged
+
+    def _are_alike(self, one: Range, other: Range, plan: _Plan) -> bool:
+        """Return whether the second range begins where the first ends, with its count of steps."""
+        if one.part.stop != other.part.start or one.fusion != other.fusion:
+            return False
+        first, second = plan.keys[one.key].place, plan.keys[other.key].place
+        return self._histories[first] == self._histories[second]
 
     def _runs(
         self, state: ShardState, present: Sequence[bool]
-    ) -> Sequence[tuple[slice, int, bool]]:
-        """Find maximal ranges of the own span with one history, all present or all absent.
+    ) -> Sequence[tuple[slice, range, bool]]:
+        """Find maximal ranges of one group and history, all present or all absent.
 
-        Each with the place of a fragment in it among those of all shards.
+        Each with the numbers of its fragments among those of the shard.
 
         A run ends where the next fragment begins: the padding between is zero in gradient, master
         and state, and stays so.
         """
         own, fragments = state.shard.pack.own, state.shard.fragments
-        if self._uniform and all(present):
-            return ((slice(0, own.stop - own.start), state.first, True),)
-        histories = self._histories[state.first : state.first + len(fragments)]
-        pairs = list(zip(present, histories, strict=True))
-        begins = [n for n, pair in enumerate(pairs) if n == 0 or pair != pairs[n - 1]]
+        places = slice(state.first, state.first + len(fragments))
+        kinds = [*zip(present, self._group_of[places], self._histories[places], strict=True)]
+        begins = [n for n, kind in enumerate(kinds) if n == 0 or kind != kinds[n - 1]]
         runs = []
-        for begin, end in itertools.pairwise([*begins, len(pairs)]):
-            stop = fragments[end].start if end < len(pairs) else own.stop
+        for begin, end in itertools.pairwise([*begins, len(kinds)]):
+            stop = fragments[end].start if end < len(kinds) else own.stop
             run = state.shard.local(fragments[begin].start, stop)
-            runs.append((run, state.first + begin, present[begin]))
+            runs.append((run, range(begin, end), present[begin]))
         return runs
 
     def _by_torch(self, group: Mapping[str, Any]) -> bool:
@@ -294,10 +344,13 @@ class FusedUpdate(Update):
         Returns:
             Views of their counts; and whether after another such step the same are equal.
         """
-        groups, counted = self._optimizer.param_groups, list[bool]()
-        for shard in self._states:
-            counts = bool(groups[shard.pack.layout.group.position].get("momentum", True))
-            counted += [counts and here for here in present[shard]]
+        groups = self._optimizer.param_groups
+        counts_in = {of: bool(groups[of.position].get("momentum", True)) for of in self._groups}
+        here = itertools.chain.from_iterable(present[shard] for shard in self._states)
+        counted = [
+            counts_in[group] and is_here
+            for group, is_here in zip(self._group_of, here, strict=True)
+        ]
         counting, start = [], 0
         for counts, members in itertools.groupby(counted):  # usually one: a launch for each
             stop = start + len(list(members))
@@ -335,12 +388,11 @@ class FusedUpdate(Update):
 
     def begin_state(self) -> None:
         for shard, own in self._states.items():
-            group = self._optimizer.param_groups[shard.pack.layout.group.position]
-            if names := rules.rule_of(self._kind, group).state:
-                for name in names:
-                    own.encoded(name)
-                for number in range(len(shard.fragments)):
+            for number in range(len(shard.fragments)):
+                group = self._optimizer.param_groups[self._group_of[own.first + number].position]
+                if names := rules.rule_of(self._kind, group).state:
                     self._load_state(shard, number, {"step": 1.0})
+                    own.use([number], names)
 
     def _load_state(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         own = self._states[shard]
@@ -363,6 +415,14 @@ def _grown(histories: Sequence[Hashable], counted: Sequence[bool]) -> list[Hasha
         else history
         for history, counts in zip(histories, counted, strict=True)
     ]
+
+
+def _of_rows(factors: Sequence[Tensor | None]) -> Tensor | None:
+    """Return factors as one tensor, 0-dim where all are the same."""
+    if all(factor is factors[0] for factor in factors):
+        return factors[0]
+    some = next(factor for factor in factors if factor is not None)
+    return torch.stack([torch.ones_like(some) if it is None else it for it in factors])
 
 
 def _windows(run: slice) -> Iterator[slice]:

@@ -38,7 +38,8 @@ class UpdateScalars(NamedTuple):
 
     Attributes:
         step: 0-dim tensor in both cases.
-        rule: numbers of the host, or a 1-d tensor.
+        rule: numbers of the host, or a 1-d tensor, or 2-d a table of these, of which each row of
+            elements names one.
         epilogues: of each its numbers, or 0-dim tensors.
         epilogue_steps: 1-d tensor in both cases, of each epilogue the steps it has taken part in.
     """
@@ -59,6 +60,7 @@ class NamedOperands(NamedTuple):
             or has it.
         stored: pieces of masters, of the rule's state, of the epilogues' state; overwritten.
         keys: of the rows, where a codec rounds by chance.
+        places: of the rows, int32: which numbers of a table are theirs; ``None``: all have one's.
         sums: of each row, overwritten.
     """
 
@@ -66,6 +68,7 @@ class NamedOperands(NamedTuple):
     published: Tensor | None
     stored: list[Pieces]
     keys: Tensor | None
+    places: Tensor | None
     sums: Sequence[Tensor]
 
 
@@ -79,6 +82,7 @@ class Fusion:
     Attributes:
         state: codecs of the rule's state, then of the epilogues'.
         casts: whether there is a published parameter next to the masters' pieces.
+        by_row: whether rows have numbers of several groups, by a table.
     """
 
     rule: Rule
@@ -87,6 +91,7 @@ class Fusion:
     casts: bool
     row: int
     epilogues: tuple[Epilogue, ...] = ()
+    by_row: bool = False
 
     @property
     def by_chance(self) -> bool:
@@ -98,7 +103,7 @@ class Fusion:
         codecs = (self.master, *self.state)
         pieces = [count for codec in codecs for _, count in codec.pieces(self.row)]
         sums = sum(len(epilogue.sums) for epilogue in self.epilogues)
-        return [self.row] * (1 + self.casts) + pieces + [1] * (self.by_chance + sums)
+        return [self.row] * (1 + self.casts) + pieces + [1] * (self.by_chance + self.by_row + sums)
 
     def parts(self, operands: Sequence[Tensor]) -> NamedOperands:
         start = 1 + self.casts
@@ -107,10 +112,15 @@ class Fusion:
             stop = start + len(codec.pieces(self.row))
             stored.append(tuple(operands[start:stop]))
             start = stop
+        of_rows = operands[start:]
         return NamedOperands(
-            operands[0], operands[1] if self.casts else None, stored,
-            operands[start] if self.by_chance else None, operands[start + self.by_chance :],
-        )  # fmt: skip
+            operands[0],
+            operands[1] if self.casts else None,
+            stored,
+            of_rows[0] if self.by_chance else None,
+            of_rows[self.by_chance] if self.by_row else None,
+            of_rows[self.by_chance + self.by_row :],
+        )
 
 
 def update_(
@@ -125,13 +135,16 @@ def update_(
 
     Args:
         operands: of shape ``(rows, row)``, or ``(rows,)`` where there is one number per row.
-        factor: 0-dim fp32 multiplier of the gradient, or ``None`` for 1.
+        factor: 0-dim fp32 multiplier of the gradient, or ``None`` for 1; 1-d: one for each row of
+            the table of numbers.
         skip: 0-dim bool; if true nothing changes, not even the sign of a zero, and what a script
             wrote is still there for the next step. ``None``: the host has decided that the step is
             not skipped.
     """
     rule, epilogues = fusion.rule, fusion.epilogues
-    grad, published, stored, keys, sums = fusion.parts(operands)
+    grad, published, stored, keys, places, sums = fusion.parts(operands)
+    if places is not None and factor is not None and factor.dim():
+        factor = factor[places][:, None]
     copied = rule.edits or grad.dtype != MASTER_DTYPE
     exact = grad.to(MASTER_DTYPE, copy=copied)
     if factor is not None:
@@ -155,7 +168,12 @@ def update_(
     unscaled = exact.clone() if rule.edits and compares else exact
     master, state = news[0], tuple(news[1 : 1 + len(rule.state)])
 
-    of_rule = numbers.rule.unbind() if isinstance(numbers.rule, Tensor) else numbers.rule
+    of_rule = numbers.rule
+    if places is not None and isinstance(of_rule, Tensor):
+        columns = of_rule.unbind(1)[: rule.count]  # behind them is padding
+        of_rule = tuple(column[places][:, None] for column in columns)
+    elif isinstance(of_rule, Tensor):
+        of_rule = of_rule.unbind()
     rule.apply_(master, exact, state, of_rule)
     encoded = fusion.master.encode(master, None)
     if epilogues:
@@ -268,7 +286,7 @@ class Executor:
             end.copy_(copy[: end.numel()])
 
     def keep(self, numbers: Tensor) -> Tensor:
-        """Return numbers that are given to many calls, 0-dim or 1-d, as a tensor for these."""
+        """Return numbers that are given to many calls, or a table of them, as these take it."""
         return numbers
 
     def _whole(self, rows: int, row: int) -> tuple[int, int]:

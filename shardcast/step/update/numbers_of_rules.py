@@ -29,23 +29,25 @@ class RuleNumbers:
 
     Args:
         keys: of the whole update.
-        param_groups: of the optimizer.
         steps: the counts of all fragments.
         uniform: whether these are equal.
         keep: :meth:`.Executor.keep`.
 
     Attributes:
+        rule: the rule.
         scalars: of each key of this rule, by its place among all; the same memory in every step.
+        table: the same for all of these keys, and ``groups`` of its rows.
+        row_of: the row of each of these keys.
     """
 
     def __init__(
-        self, rule: Rule, keys: Sequence[Key], param_groups: Sequence[Mapping[str, Any]],
-        steps: Tensor, uniform: bool, keep: Callable[[Tensor], Tensor],
+        self, rule: Rule, keys: Sequence[Key], steps: Tensor, uniform: bool,
+        keep: Callable[[Tensor], Tensor],
     ) -> None:  # fmt: skip
-        self._rule, self._steps, device = rule, steps, steps.device
+        self.rule, self._steps, device = rule, steps, steps.device
         own = {number: key for number, key in enumerate(keys) if key.rule == rule}
         self._groups = [*dict.fromkeys(key.group for key in own.values())]
-        count = len(rule.terms(param_groups[self._groups[0].position]))
+        count = rule.count
         places = [key.place for key in own.values()]
         self._places = None if uniform else to_device(places, torch.int64, device)
         of_rows = [self._groups.index(key.group) for key in own.values()]
@@ -58,6 +60,9 @@ class RuleNumbers:
         self._terms = self._of_groups  # of each row, or one for all
         rows = torch.zeros(len(own), -(-count // ALIGNED) * ALIGNED, device=device)
         self._table = rows[:, :count]
+        self.table = keep(rows) if len(own) > 1 else rows
+        self.groups = [key.group for key in own.values()]
+        self.row_of = {number: row for row, number in enumerate(own)}
         self._options: list[Any] = []  # of all groups, in the last step
         self._are_constants = False
         self.scalars: dict[int, UpdateScalars] = {}
@@ -70,7 +75,7 @@ class RuleNumbers:
         if not self._table.numel():
             return
         groups = [param_groups[of.position] for of in self._groups]
-        options = [group[name] for group in groups for name in self._rule.options]
+        options = [group[name] for group in groups for name in self.rule.options]
         # By identity: to compare a tensor with a number would wait for its device.
         if not (self._are_constants and all(map(operator.is_, options, self._options))):
             self._options, self._are_constants = options, all(map(is_constant, options))
@@ -84,7 +89,7 @@ class RuleNumbers:
         """Have the terms of rows on the device as they are in ``groups``."""
         changed = False
         for known, there, group in zip(self._known, self._of_groups, groups, strict=True):
-            for number, value in enumerate(itertools.chain.from_iterable(self._rule.terms(group))):
+            for number, value in enumerate(itertools.chain.from_iterable(self.rule.terms(group))):
                 # By kernels, as a rule one or two for another learning rate: a copy from the host
                 # would wait, or be read again when a captured graph is replayed.
                 if isinstance(value, Tensor):

@@ -14,6 +14,7 @@ A rule holds the flags of a parameter group; :func:`.fusion.update_` applies it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,7 @@ class AdamRule:
 
     Attributes:
         options: of a group, of which its numbers follow.
+        count: of these numbers, on the device.
     """
 
     coupled: bool = False  # weight decay is added to the gradient (L2), not taken off the weights
@@ -61,6 +63,7 @@ class AdamRule:
     maximize: bool = False
 
     options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "betas", "eps")
+    count: ClassVar[int] = 7
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -111,6 +114,7 @@ class NoRule:
     """A rule that changes nothing: a pass for epilogues alone."""
 
     options: ClassVar[tuple[str, ...]] = ()
+    count: ClassVar[int] = 0
     state: ClassVar[tuple[str, ...]] = ()
     edits: ClassVar[bool] = False
 
@@ -174,6 +178,12 @@ def rule_of(
         return _sgd_rule(fused, momentum, decays, nesterov, maximize)
     coupled = not group.get("decoupled_weight_decay", kind is torch.optim.AdamW)
     return _adam_rule(fused, coupled, decays, bool(group["amsgrad"]), maximize)
+
+
+@functools.cache
+def decaying(rule: AdamRule | SGDRule) -> AdamRule | SGDRule:
+    """Return the rule with weight decay, which may be 0."""
+    return dataclasses.replace(rule, decays=True)
 
 
 @functools.cache  # one object for the same flags: rules are compared in every step

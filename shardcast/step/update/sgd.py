@@ -24,6 +24,7 @@ class SGDRule:
     maximize: bool = False
 
     options: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum", "dampening")
+    count: ClassVar[int] = 5
 
     @property
     def state(self) -> tuple[str, ...]:

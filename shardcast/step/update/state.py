@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,18 +58,19 @@ class ShardState:
         self._config, self._state_on_host = config, config.state_on_host
         self._row = row_of(config, shard.pack.layout.dtype)
         self._codecs = {name: e.codec for e in epilogues for name in e.state}
-        kept = [name for e in epilogues for name in e.state if not e.follows]
-        # Fragments of which an epilogue has no values yet.
-        self._unbegun = {name: {*range(len(shard.fragments))} for name in kept}
+        self._kept = [name for e in epilogues for name in e.state if not e.follows]
+        # Fragments that have no values yet: an epilogue's begin as the masters, a rule's as zeros.
+        self._unbegun = {name: {*range(len(shard.fragments))} for name in self._kept}
         self.stored |= shard.followed
         self._keys: Tensor | None = None
         row = self._longest_row() if any(e.sums for e in epilogues) else self._row
         self.sums = RowSums(torch.empty(0), torch.empty(0), row)
-        self._prepared: tuple[Rule, tuple[Epilogue, ...], Fusion] | None = None
+        self._prepared: dict[tuple[Rule, tuple[Epilogue, ...]], Fusion] = {}
 
     def encoded(self, name: str) -> Encoded:
         """Return one state tensor."""
         if name not in self.stored:
+            self._unbegun.setdefault(name, {*range(len(self.shard.fragments))})
             codec = self._codecs.get(name) or moment_codec(self._config, name)
             pack = self.shard.pack
             self.stored[name] = Encoded(
@@ -79,7 +80,8 @@ class ShardState:
 
     def begin(self) -> None:
         """Let the stored tensors of epilogues begin as the masters, where none were loaded."""
-        for name, numbers in self._unbegun.items():
+        for name in self._kept:
+            numbers = self._unbegun[name]
             for number in numbers:
                 part = self.part(number)
                 for start in range(part.start, part.stop, PIECE):
@@ -94,8 +96,8 @@ class ShardState:
 
     def prepare(self, rule: Rule, epilogues: tuple[Epilogue, ...]) -> Fusion:
         """Return the fusion of ``rule``; allocates what it needs."""
-        if self._prepared is not None and self._prepared[:2] == (rule, epilogues):
-            return self._prepared[2]
+        if (known := self._prepared.get((rule, epilogues))) is not None:
+            return known
         names = (*rule.state, *self._codecs)
         state = tuple(self.encoded(name).codec for name in names)
         master, casts = self.shard.master.codec, self.shard.casts
@@ -112,8 +114,15 @@ class ShardState:
             segments = [number * rows + begin for number in range(sums) for begin in begins]
             ends = to_device([*segments, sums * rows], torch.int64, device)
             self.sums = RowSums(values, ends, row)
-        self._prepared = rule, epilogues, fusion
+        self._prepared[rule, epilogues] = fusion
         return fusion
+
+    def use(self, numbers: Iterable[int], names: Iterable[str]) -> None:
+        """Note that these fragments have the state ``names`` of a rule from now on."""
+        for name in names:
+            self.encoded(name)
+            if name in self._unbegun:
+                self._unbegun[name].difference_update(numbers)
 
     def _longest_row(self) -> int:
         """Return the elements of a row where rows are summed up.
@@ -130,11 +139,18 @@ class ShardState:
         begins = [self.part(number).start for number in range(len(self.shard.fragments))]
         return math.gcd(SUM_ROW, *begins)
 
-    def fetch(self, part: slice, fusion: Fusion, old: Encoded | None = None) -> Operands:
+    def fetch(
+        self,
+        part: slice,
+        fusion: Fusion,
+        old: Encoded | None = None,
+        places: Tensor | None = None,
+    ) -> Operands:
         """Fetch the operands of the update of ``part`` of the own span; see :class:`.Fusion`.
 
         Args:
             old: in place of the masters.
+            places: see :class:`.NamedOperands`.
         """
         shard = self.shard
         assert shard.grads is not None
@@ -147,6 +163,8 @@ class ShardState:
         if fusion.by_chance:
             assert self._keys is not None
             operands.append(self._keys[rows])
+        if places is not None:
+            operands.append(places)
         if any(epilogue.sums for epilogue in fusion.epilogues):
             operands += [sums[rows] for sums in self.sums.values]
         return operands
@@ -193,7 +211,7 @@ class ShardState:
             value = state.get(name)
             if value is not None:
                 self.encoded(name).write(part, value.reshape(-1).to(device, MASTER_DTYPE))
-            elif name in self.stored and name not in self._unbegun:
+            elif name in self.stored and name not in self._kept:
                 self.stored[name].write(part, torch.zeros(part.stop - part.start, device=device))
             if name in self._unbegun:
                 (self._unbegun[name].add if value is None else self._unbegun[name].discard)(number)
@@ -242,7 +260,8 @@ class Range:
     """A part of a shard that is updated in one call.
 
     Attributes:
-        key: the place of its numbers among those of an update.
+        key: the place of its numbers among those of an update; of several groups that of the first.
+        places: of several groups, see :class:`.NamedOperands`.
         operands: of :func:`.fusion.update_`, 1-d, once they were fetched; kept as long as they are
             the same memory.
     """
@@ -251,11 +270,12 @@ class Range:
     part: slice
     fusion: Fusion
     key: int
+    places: Tensor | None = None
     operands: Operands | None = None
 
     def fetch(self) -> Operands:
         """Fetch the operands anew."""
-        self.operands = self.state.fetch(self.part, self.fusion)
+        self.operands = self.state.fetch(self.part, self.fusion, places=self.places)
         return self.operands
 
     def take_gradient(self, own: Tensor) -> None:

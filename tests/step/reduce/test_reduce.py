@@ -354,11 +354,12 @@ def test_means_that_are_begun_upon_or_cleared_count_as_in_plain_torch(name: str)
 
 
 def test_a_complete_pack_is_sent_by_the_next_gradient_of_whichever_pack():
-    """Two groups, so that parameters lie in the two packs by turns; the last pack is sent first."""
+    """Two groups with other flags, so that parameters lie in the two packs by turns; the last pack
+    is sent first."""
 
     def run(group: Any) -> list[tuple[int, int]]:
         model = nn.ParameterList(torch.ones(4) for _ in range(8))
-        groups = [{"params": [*model][::2]}, {"params": [*model][1::2], "weight_decay": 0.0}]
+        groups = [{"params": [*model][::2]}, {"params": [*model][1::2], "foreach": False}]
         optimizer: Any = shardcast.shard(
             model, torch.optim.SGD(groups, lr=0.1, weight_decay=0.1), process_group=group
         )

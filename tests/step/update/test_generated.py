@@ -74,6 +74,25 @@ def test_the_update_of_adamw_reads_and_writes_each_operand_once_and_spills_no_re
     assert (kernel.bytes, kernel.spills) == (moved, 0)
 
 
+def test_the_update_of_several_groups_is_one_kernel_that_moves_as_much(tmp_path: Path):
+    """But for the place of its numbers, 4 bytes, which 64 elements of a row share."""
+    with compiled() as calls:
+        model = nn.ParameterList(torch.randn(SHAPE) for _ in range(3))
+        groups = [{"params": [param], "lr": 1e-3 * (n + 1)} for n, param in enumerate(model)]
+        groups[1]["weight_decay"] = 0.0
+        optimizer: Any = torch.optim.AdamW(groups)
+        optimizer = shardcast.shard(
+            model, optimizer, param_dtype="bf16", fuse="compile", unpacked_first=0
+        )
+        for param in model:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    updates = [call for call in calls if isinstance(call[1][0], Fusion)]
+    (kernel,) = kernels(*updates[0], tmp_path)
+    assert (kernel.bytes, kernel.spills) == (30 + 4, 0)
+    assert len(updates) == 2, "all groups, and the end that is no whole row"
+
+
 INTERPRETED = """
 import sys
 import torch

@@ -35,10 +35,11 @@ def optimizer_of(group: Any, kind: type[torch.optim.Optimizer] = torch.optim.Ada
         {"params": params[6:9], "lr": 1e-3, "max_grad_norm": 0.3},
         {"params": params[9:], "weight_decay": 0.0},
     ]
-    fields = {"param_dtype": torch.bfloat16, "max_grad_norm": 1.0, "fuse": "compile", **fields}
+    usual = {"param_dtype": torch.bfloat16, "max_grad_norm": 1.0, "fuse": "compile"}
+    fields = {**usual, "pack_params": 1, **fields}
     optimizer = shardcast.shard(
         model, kind(groups, lr=3e-3, weight_decay=0.1, **options),
-        process_group=group, pack_params=1, **fields,
+        process_group=group, **fields,
     )  # fmt: skip
     return model, optimizer
 
@@ -68,6 +69,10 @@ def trained(kind: type[torch.optim.Optimizer], fields: dict[str, Any]) -> dict[s
         (torch.optim.AdamW, {"param_dtype": torch.float32, "max_grad_norm": None}),
         (torch.optim.AdamW, {"param_dtype": torch.float16, "loss_scale": 8.0}),
         (torch.optim.SGD, {}),
+        (torch.optim.AdamW, {"pack_params": None}),
+        (torch.optim.AdamW, {"pack_params": 5, "averages": {"ema": 0.9}}),
+        (torch.optim.AdamW, {"pack_params": None, "master": "split16", "moments": "int8"}),
+        (torch.optim.SGD, {"pack_params": None, "max_grad_norm": None}),
     ],
     ids=str,
 )
@@ -88,9 +93,9 @@ def test_a_step_like_the_last_one_prepares_nothing(monkeypatch: pytest.MonkeyPat
     fetched: list[slice] = []
     fetch = ShardState.fetch
 
-    def counted(self: ShardState, part: slice, *others: Any) -> Any:
+    def counted(self: ShardState, part: slice, *others: Any, **named: Any) -> Any:
         fetched.append(part)
-        return fetch(self, part, *others)
+        return fetch(self, part, *others, **named)
 
     monkeypatch.setattr(ShardState, "fetch", counted)
 
@@ -141,6 +146,27 @@ def test_a_rule_has_one_graph_for_all_lengths_rates_and_absent_gradients(
     counts = torch._dynamo.utils.counters["stats"]
     before = counts["unique_graphs"]
     trained(torch.optim.AdamW, {"param_dtype": torch.float32, "max_grad_norm": 1.0})
-    assert counts["unique_graphs"] == before + 2, "with weight decay and without it"
+    assert counts["unique_graphs"] == before + 1
     trained(torch.optim.SGD, {"param_dtype": torch.float32, "max_grad_norm": 1.0})
-    assert counts["unique_graphs"] == before + 4
+    assert counts["unique_graphs"] == before + 2
+    for pack_params in (None, 8):
+        fields = {"param_dtype": torch.float32, "max_grad_norm": 1.0, "pack_params": pack_params}
+        trained(torch.optim.AdamW, fields)
+        assert counts["unique_graphs"] == before + 3, "and one for several groups"
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_a_kernel_updates_all_groups_of_a_pack_at_once(monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+
+    def run(fusion: Any, operands: Any, *others: Any) -> None:
+        calls.append(operands[0].numel())
+        in_pieces(fusion, operands, *others)
+
+    in_pieces = fusion.in_pieces
+    monkeypatch.setattr(compiled_update, "_kernel", lambda *_: run)
+    model, optimizer = optimizer_of(None, pack_params=None)
+    for param in model:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert len(calls) <= 2, "one call, and one for the end of no whole row"

@@ -1,0 +1,111 @@
+"""What parameter groups cost a step: collectives, launches on an accelerator, a CPU's time.
+
+The model has small tensors, so that what a group adds is seen. Collectives are counted with a
+recorded group, launches on the path of accelerators, where a CPU passes for one; times are of the
+processor, with collectives that return at once, in alternating rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardcast
+from benchmarks.launches import Launches, accelerator
+from benchmarks.worlds import Idle
+from shardcast.testing import fake_world
+
+TENSORS, WIDTH, RANKS = 300, 32, 8
+COLUMNS = ("groups", "packs", "collectives", "launches", "CPU step us", "x", "least x")
+
+
+@dataclass
+class Cost:
+    """What is counted and measured of one number of groups."""
+
+    groups: int
+    packs: int = 0
+    collectives: int = 0
+    launches: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
+class Run:
+    """A training with so many groups, each of neighboring tensors with a rate of its own."""
+
+    def __init__(self, groups: int, process_group: Any, **fields: Any) -> None:
+        self.model = nn.ParameterList(torch.ones(WIDTH, WIDTH) for _ in range(TENSORS))
+        params = [*self.model]
+        size = -(-TENSORS // groups)
+        parts = [params[start : start + size] for start in range(0, TENSORS, size)]
+        inner = torch.optim.AdamW(
+            [{"params": part, "lr": 1e-3 * 0.99**number} for number, part in enumerate(parts)]
+        )
+        self.optimizer = shardcast.shard(
+            self.model, inner, process_group=process_group, param_dtype=torch.bfloat16,
+            max_grad_norm=1.0, **fields,
+        )  # fmt: skip
+        self.packs = len(self.optimizer.layout.packs)
+
+    def backward(self) -> None:
+        """Give each parameter a gradient."""
+        torch.autograd.backward(list(self.model), [torch.full_like(p, 1e-3) for p in self.model])
+
+    def step(self) -> float:
+        """Step; return the seconds of the processor."""
+        self.backward()
+        begin = time.process_time()
+        self.optimizer.step()
+        seconds = time.process_time() - begin
+        self.optimizer.zero_grad()
+        return seconds
+
+
+def measure(counts: Sequence[int], rounds: int) -> list[Cost]:
+    """Costs for each number of groups."""
+    torch.set_num_threads(1)
+    costs = [Cost(count) for count in counts]
+    for cost in costs:
+        with fake_world(RANKS, rank=0) as group:
+            run = Run(cost.groups, group)
+            for _ in range(2):  # the first step makes the state
+                before = len(group.rank_log)
+                run.step()
+            cost.packs, cost.collectives = run.packs, len(group.rank_log) - before
+        with accelerator():
+            run = Run(cost.groups, Idle(0, RANKS), fuse="eager")
+            for _ in range(2):
+                run.step()
+            run.backward()
+            with Launches() as counter:
+                run.optimizer.step()
+            cost.launches = sum(counter.by_stage.values())
+    runs = [Run(cost.groups, Idle(0, RANKS)) for cost in costs]
+    for number in range(rounds + 3):
+        for cost, run in zip(costs, runs, strict=True):
+            seconds = run.step()
+            if number >= 3:
+                cost.seconds.append(seconds)
+    return costs
+
+
+def rows(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
+    """A row for each number of groups; ratios are to the first one, of the same rounds."""
+    lines = []
+    for cost in costs:
+        ratios = [own / one for own, one in zip(cost.seconds, costs[0].seconds, strict=True)]
+        lines.append(
+            (
+                *map(str, (cost.groups, cost.packs, cost.collectives, cost.launches)),
+                f"{1e6 * statistics.median(cost.seconds):.0f}",
+                f"{statistics.median(ratios):.2f}",
+                f"{min(ratios):.2f}",
+            )
+        )
+    return lines
