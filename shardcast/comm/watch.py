@@ -68,8 +68,8 @@ class Watch:
 
     @property
     def steps(self) -> int:
-        """The steps made so far, of the optimizer that made most."""
-        return max((comm.steps for comm in list(self.comms)), default=0)
+        """The steps made so far, of the optimizer that made most and can make more."""
+        return max((comm.steps for comm in list(self.comms) if comm.is_alive), default=0)
 
     def end(self, comm: TensorCollectives) -> None:
         """Look after ``comm`` no more."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ def test_each_warning_is_said_once_by_one_of_the_threads(recwarn: pytest.Warning
 
 
 def told(group: Any) -> list[str]:
-    gc.collect()  # optimizers of earlier tests in this process, whose steps count, too
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ranks_warn(group)

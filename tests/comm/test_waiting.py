@@ -36,7 +36,6 @@ CPU = torch.device("cpu")
 
 def one_more(group: Any, what: str) -> str | None:
     """What rank 1 is told when it alone does ``what`` after two steps; rank 0 just returns."""
-    gc.collect()  # optimizers of earlier tests in this process, whose steps count, too
     # Long enough for a busy machine to set up, short enough for a test.
     with_limit: Any = dist.new_group(timeout=timedelta(seconds=5))
     model = CASES["gpt"].build()
@@ -344,3 +343,19 @@ def test_a_run_in_which_no_rank_is_late_writes_to_no_store(monkeypatch: pytest.M
 
     ThreadedWorld(2).run(steps)
     assert asked == []
+
+
+def steps_of_two(group: Any) -> list[int]:
+    """The steps before and after the group of an optimizer that made most is destroyed."""
+    own: Any = dist.new_group()
+    before, now = Comm(own), Comm(group)
+    before.steps, now.steps = 1007, 1002
+    steps = [now.watch.steps]
+    dist.destroy_process_group(own)
+    del own
+    return [*steps, now.watch.steps, before.steps]
+
+
+def test_steps_of_an_optimizer_whose_group_was_destroyed_count_no_more(gloo: SpawnedWorld):
+    """A process that trains one model after the other may still hold the first optimizer."""
+    assert gloo.run(steps_of_two) == [[1007, 1002, 1007]] * 2
