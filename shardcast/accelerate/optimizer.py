@@ -16,6 +16,7 @@ from accelerate.utils.operations import convert_to_fp32
 from torch import Tensor, nn
 
 from shardcast.comm import warn_first
+from shardcast.optimizer.doors import Part, Values
 from shardcast.optimizer.frameworks import called_on_all_ranks, exact_state
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stateful import packed_of
@@ -38,6 +39,16 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def averaged(self, name: str) -> AbstractContextManager[None]:
         """Have an average in the model, as ShardedOptimizer does; on every rank."""
         entered: AbstractContextManager[None] = self.sharded.averaged(name)
+        return entered
+
+    def owned(self) -> AbstractContextManager[list[Part]]:
+        """Edit the elements that this rank owns, as ShardedOptimizer does; on every rank."""
+        entered: AbstractContextManager[list[Part]] = self.sharded.owned()
+        return entered
+
+    def whole(self, *wanted: str | nn.Parameter) -> AbstractContextManager[dict[str, Values]]:
+        """Edit whole parameters, as ShardedOptimizer does; on every rank."""
+        entered: AbstractContextManager[dict[str, Values]] = self.sharded.whole(*wanted)
         return entered
 
     def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:

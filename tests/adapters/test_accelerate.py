@@ -561,6 +561,12 @@ def test_a_guard_takes_the_loss_and_a_tracker_the_metrics() -> None:
     with optimizer.averaged("ema"):
         assert not torch.equal(before, model[0].weight)
     assert torch.equal(before, model[0].weight)
+    with optimizer.owned() as parts:
+        for part in parts:
+            part.master.mul_(2)
+    with optimizer.whole("0.weight") as params:
+        params["0.weight"].master.mul_(2)
+    assert torch.equal(4 * before, model[0].weight)
 
 
 # -- several optimizers of one model ---------------------------------------------------------------

@@ -26,7 +26,9 @@ from shardcast import checkpoint
 from shardcast.extensions.chance import INDEX, name_hash, random_bits
 from shardcast.extensions.low_moments import Bf16, Int8
 from shardcast.extensions.split_masters import Split16
+from shardcast.memory import codecs
 from shardcast.memory.codecs import Codec, Encoded
+from shardcast.memory.hashing import bits_of
 from shardcast.memory.shard import FILL
 from shardcast.step.update import fused as update
 from shardcast.step.update.fusion import Executor
@@ -88,6 +90,40 @@ def test_split_masters_are_exact_for_every_pattern_that_matters(row: int):
     cast = exact.to(BF16)  # nearest, ties to even
     assert torch.equal(published.view(torch.int16)[number], cast.view(torch.int16)[number])
     assert store.read(ALL)[~number].isnan().all() and published[~number].isnan().all()
+
+
+@pytest.mark.parametrize("codec", [Codec(), Split16(), Bf16(), Int8(), Int8(signed=False)], ids=str)
+@pytest.mark.parametrize("row", [16, 64])
+def test_an_edit_of_some_values_keeps_the_bits_of_all_others(codec: Codec, row: int):
+    """Of the published half, too, which a script may have written meanwhile."""
+    generator = torch.Generator().manual_seed(0)
+    exact = awkward()
+    exact = exact[exact.isfinite()][:-5]
+    exact = exact if codec.signed else exact.abs()
+    published = torch.zeros(exact.numel(), dtype=BF16) if codec.has_published else None
+    store = encoded(codec, exact.numel(), row, published)
+    store.write(ALL, exact)
+    if published is not None:
+        written = torch.randint(-1, 2, published.shape, generator=generator, dtype=torch.int16)
+        published.view(torch.int16).add_(written)
+    changed = torch.rand(exact.shape, generator=generator) < 0.01
+    wanted = torch.where(changed, exact.flip(0), store.read(ALL))
+    before, pieces = store.read(ALL), [piece.clone() for piece in store.pieces]
+    store.edit(ALL, changed, wanted)
+    after = store.read(ALL)
+    rows = codecs.in_rows(changed, row)
+    with_others = isinstance(codec, Int8)  # encoded anew with what is in the same row
+    same = ~(rows.any(1)[:, None].expand_as(rows).flatten()[: exact.numel()])
+    same = same if with_others else ~changed
+    number = ~before.isnan()
+    assert same_bits(after[same & number], before[same & number])
+    for piece, old in zip(store.pieces, pieces, strict=True):
+        if piece.numel() == exact.numel():
+            assert torch.equal(bits_of(piece)[same], bits_of(old)[same])
+    if isinstance(codec, (Codec, Split16)) and not isinstance(codec, (Bf16, Int8)):
+        assert same_bits(after[changed], wanted[changed])
+    else:
+        assert not torch.equal(after[changed], before[changed])
 
 
 def test_ties_come_and_go_with_the_windows_that_are_written():

@@ -542,24 +542,58 @@ def test_an_exception_inside_writes_nothing_and_is_raised_on_all_ranks(
         assert message.startswith("LookupError" if rank in ranks else "RuntimeError: rank 1")
 
 
-def test_one_rank_alone_is_named_and_others_do_not_hang(gloo: Any):
-    told = gloo.run(alone)
-    assert all("owned" in message and "step" in message for message in told), told
+@pytest.mark.parametrize("other", ["step", "whole"])
+def test_ranks_in_different_calls_are_named_and_do_not_hang(gloo: Any, other: str):
+    told = gloo.run(apart, other)
+    assert all("owned" in message and other in message for message in told), told
 
 
-def alone(group: Any) -> str:
+def apart(group: Any, other: str) -> str:
     model = mlp()
     optimizer = shardcast.shard(model, adamw(model), process_group=group)
     model(BATCH).float().square().mean().backward()
+    calls: dict[str, Callable[[], Any]] = {
+        "owned": lambda: optimizer.owned().__enter__(),
+        "whole": lambda: optimizer.whole("*").__enter__(),
+        "step": optimizer.step,
+    }
     try:
-        if group.rank() == 0:
-            with optimizer.owned():
-                pass
-        else:
-            optimizer.step()
+        calls[other if group.rank() else "owned"]()
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def test_experts_are_edited_where_they_are():
+    """Ranks along ``ep`` have other experts under one name."""
+
+    def run(mesh: Any) -> None:
+        place = mesh.get_local_rank("ep")
+        generator = torch.Generator().manual_seed(place)
+        model = nn.ParameterDict(
+            {
+                "expert": nn.Parameter(torch.randn(8, 8, generator=generator)),
+                "shared": nn.Parameter(torch.ones(5)),
+            }
+        )
+        optimizer = shardcast.shard(
+            model, sgd(model, momentum=0.9), mesh=mesh, dp=("ep", "edp"),
+            experts={"edp": ["expert"]}, param_dtype="fp32",
+        )  # fmt: skip
+        before = values(model)
+        with optimizer.owned() as owned:
+            for part in owned:
+                part.master.mul_(2)
+        assert_same_bits(values(model), {name: 2 * value for name, value in before.items()})
+        with optimizer.whole("*") as params:
+            params["expert"].master[place] = 0  # another row of another expert
+            params["shared"].master[0] = 7
+        assert not model["expert"][place].any() and model["shared"].tolist() == [7, 2, 2, 2, 2]
+        kept = [row for row in range(8) if row != place]
+        assert torch.equal(model["expert"][kept], 2 * before["expert"][kept])
+        optimizer.check_copies()
+
+    threaded_world({"ep": 2, "edp": 2}, run)
 
 
 INSIDE: dict[str, Callable[[nn.Module, Any], Any]] = {
