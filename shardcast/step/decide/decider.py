@@ -16,34 +16,30 @@ from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients
-from shardcast.plan.layout import GroupId, with_values
 from shardcast.plan.originals import OptimizerList
-from shardcast.step.decide.decision import Arithmetic, Decision, NormParts, Presence
+from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.loss_scale import LossScale
-from shardcast.step.decide.norm import PNorm, clamp_, product
+from shardcast.step.decide.norm import GradientNorm, product
 from shardcast.step.decide.options import OptionCheck
+from shardcast.step.decide.presence import Presence
 from shardcast.step.decide.refusal import Refusal
 from shardcast.step.decide.report import Report
-from shardcast.step.decide.signal import (
-    LEFT,
-    Signal,
-    Verdict,
-    defining,
-    to_device,
-)
+from shardcast.step.decide.signal import LEFT, Signal, Verdict, defining
 from shardcast.step.decide.skip_report import SkipReport
 from shardcast.step.decide.tokens import Tokens
 from shardcast.step.reduce.mean import Divisor
+
+Parts = Mapping[Signal, Tensor]
 
 
 class Decider:
     """The norm, clipping factors, loss scale and the decision to skip, for every step.
 
-    The control vector, the doubles of the one small all-reduce of a step, has the powers of the
-    norm of each group (of each rank, with norm_type inf: no sum gives a maximum), for each
-    data-parallel rank its first pack that is not finite, and the parts of the signals. That is
-    ``8 * (groups + ranks + slots + 9)`` bytes: 11 KB for AdamW with 2 groups and 300 parameters on
-    1,024 ranks, 2.5 KB on 2.
+    The control vector, the doubles of the one small all-reduce of a step, has the parts of the
+    signals: of the norm, which has the powers of each group (of each rank, with norm_type inf: no
+    sum gives a maximum) and for each data-parallel rank its first pack that is not finite; of
+    presence, options and all others. That is ``8 * (groups + ranks + slots + 9)`` bytes: 11 KB for
+    AdamW with 2 groups and 300 parameters on 1,024 ranks, 2.5 KB on 2.
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
@@ -70,11 +66,11 @@ class Decider:
     ) -> None:  # fmt: skip
         self._history = history
         self._grads, self._process_groups, self._device = grads, process_groups, device
-        self._originals, self._divisor = originals, divisor
+        self._divisor = divisor
         self._clip_value: float | None = None  # of the coming step
-        self.loss_scale = LossScale(config, process_groups, device) if config.scales_loss else None
-        self._norm = PNorm(config.norm_type, device)
+        self._norm = GradientNorm(grads, originals, process_groups, config.norm_type, device)
         self._presence = Presence(grads, process_groups, device)
+        self.loss_scale = LossScale(config, process_groups, device) if config.scales_loss else None
         self.check: Callable[[], None] = lambda: None
         self.refusal = Refusal(process_groups, device)
         self._options = OptionCheck(
@@ -84,25 +80,22 @@ class Decider:
         self.tokens = Tokens(process_groups, divisor, device)
         options = config.extensions().values()
         self.signals: list[Signal] = [
-            self.refusal, self._presence,
+            self._norm, self.refusal, self._presence,
             *([] if self.loss_scale is None else [self.loss_scale]), self.tokens, self._options,
             *(it.signal(config, process_groups, device) for it in options if it.signal),
         ]  # fmt: skip
-        self._parts: tuple[Any, NormParts] | None = None
         # Finite powers have a finite norm here.
         is_finite = process_groups.model.size == 1 and config.norm_type >= 1
-        self._report = Report(self.signals, process_groups.dp.size, device, is_finite)
+        self._report = Report(self.signals, device, is_finite)
         self.skips = SkipReport(
-            grads, process_groups.dp, device, self._refuse, self._report, config.max_skipped_steps,
-            self.loss_scale is not None and self.loss_scale.dynamic, self.signals,
-            process_groups.everyone,
+            self._norm, process_groups.dp, device, self._refuse, self._report,
+            config.max_skipped_steps, self.loss_scale is not None and self.loss_scale.dynamic,
+            self.signals, process_groups.everyone,
         )  # fmt: skip
-        self._arithmetic = Arithmetic(
-            self._norm, self.signals, process_groups, self._report, self.skips
-        )
         # Those that define a method: in a step the others cost nothing.
-        self._gives, self._judges, self._concludes = (
-            defining(method, self.signals) for method in ("arguments", "judge", "conclude")
+        self._gives, self._reads, self._scales, self._judges, self._concludes = (
+            defining(method, self.signals)
+            for method in ("arguments", "read", "scale", "judge", "conclude")
         )
         self._takes_loss = [signal for signal in self.signals if signal.takes_loss]
 
@@ -153,39 +146,59 @@ class Decider:
                 :meth:`SkipReport.poll` raises.
         """
         self.refusal.call = call
-        # For the groups that were sharded: with others this rank has an error that all must know.
-        limits: dict[GroupId, Any] = dict.fromkeys(self._originals.sharded)
-        for number, owner, group in self._originals.numbered():
-            # Some classes have an option of that name.
-            if number in limits and "max_grad_norm" not in owner.defaults:
-                limits[number] = group.get("max_grad_norm")
         with self.refusal.held():
             self.check()
             if loss is not None or self._takes_loss:
                 self._take_loss(loss)
         self._options.given = self._arguments(max_norm)
-        parts = self._parts_of(limits, pending)
-        powers = self._norm.powers([self._grads[number].own[part] for number, part in parts.of])
+        self._norm.begin(max_norm, pending)
         own = [signal.local() for signal in self.signals]
-        vector, sizes = self._arithmetic.vector(powers, parts, own)
+        vector = torch.cat(own)
         self._process_groups.dp.all_reduce(vector, "the control vector")
-        verdicts: Mapping[Signal, Verdict] = {}
-        agreed = self._arithmetic.agree(vector, sizes)
+        totals = dict(zip(self.signals, vector.split([*map(Tensor.numel, own)]), strict=True))
+        readings = self._readings(totals)
+        scale, unscale = self._scale(readings)
+        norm = self._norm.total(readings[self._norm], scale)
+        report = self._report.of(norm, readings)
+        skip = self._report.skips(report, scale is not None)
         if _compat.is_host(self._device):
-            self._refuse(self._report.mistakes(agreed.report))
-        before: list[Tensor | None] | None = None
+            self._refuse(self._report.mistakes(report))
+        verdicts: Mapping[Signal, Verdict] = {}
         if pending is not None:
             verdicts = pending.verdicts
-            before = [pending.factors[group] for group in limits]
         elif judges:
-            verdicts = self._judged(agreed.readings, agreed.norm)
-            factor = _with_factors(agreed.unscale, verdicts)
-            before = None if factor is agreed.unscale else [factor] * len(limits)
-        bound, bounds = self._bounds(max_norm, limits)
-        present = self._presence.anywhere(agreed.totals[self._presence])
-        return self._arithmetic.settle(
-            agreed, bound, bounds, before, pending is not None, verdicts, present
-        )
+            verdicts = self._judged(readings, norm)
+        before = unscale if pending is not None else _with_factors(unscale, verdicts)
+        norm, factors = self._norm.clip(readings[self._norm], norm, scale, unscale, before)
+        declined = _declined(verdicts)
+        skip = skip if declined is None else skip | declined
+        taken, multiplier, increment = self._report.tally(skip, report)
+        return Decision(
+            norm=norm, skip=skip, factors=factors, unscale=unscale, verdicts=verdicts,
+            declined=declined, present=self._presence.anywhere(totals[self._presence]),
+            taken=taken, multiplier=multiplier, increment=increment,
+        )  # fmt: skip
+
+    def _readings(self, totals: Parts) -> Parts:
+        """Return what each signal reads in its part of the sum, model-parallel ranks included."""
+        readings = {**totals}
+        for signal in self._reads:
+            readings[signal] = signal.read(totals[signal])
+        comm = self._process_groups.model
+        if comm.size == 1:
+            return readings
+        row = torch.cat([*readings.values()])
+        gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
+        comm.all_gather(gathered.view(-1), row, "the decision")
+        rows = gathered.split([*map(Tensor.numel, readings.values())], 1)
+        return {it: it.merge(row) for it, row in zip(readings, rows, strict=True)}
+
+    def _scale(self, readings: Parts) -> tuple[Tensor | None, Tensor | None]:
+        """Return the scale of the gradients in the own spans, and the factor that removes it."""
+        scale: Tensor | None = None
+        for signal in self._scales:
+            scale = product(signal.scale(readings.get(signal)), scale)
+        return scale, None if scale is None else (1.0 / scale).float()
 
     @property
     def meets(self) -> bool:
@@ -208,29 +221,18 @@ class Decider:
             return
         self.refusal.call = call
         lengths = [signal.numel() for signal in self.signals]
-        sizes = self._arithmetic.sizes(len(self._originals.sharded), lengths)
-        vector = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
-        part = self._arithmetic.parts(vector, sizes).of[self.refusal]
-        part.copy_(self.refusal.local())
+        vector = torch.zeros(sum(lengths), dtype=torch.float64, device=self._device)
+        totals = dict(zip(self.signals, vector.split(lengths), strict=True))
+        totals[self.refusal].copy_(self.refusal.local())
         self._process_groups.dp.all_reduce(vector, call)
         if self._process_groups.model.size > 1:
-            reading = self._arithmetic.agree(vector, sizes).readings[self.refusal]
+            reading = self._readings(totals)[self.refusal]
         else:
-            reading = self.refusal.read(part)
+            reading = self.refusal.read(totals[self.refusal])
         if any(mistakes := reading.tolist()):
             raise self.refusal.error(mistakes)
 
-    def _bounds(
-        self, max_norm: float | None, limits: Mapping[GroupId, Any]
-    ) -> tuple[Tensor | None, dict[GroupId, Tensor | None]]:
-        """Return the bounds of norms on the device: the common one, and that of each group."""
-        limit_of_all, *of_groups = (
-            None if limit is None else self._norm.on_device(limit)
-            for limit in (max_norm, *limits.values())
-        )
-        return limit_of_all, dict(zip(limits, of_groups, strict=True))
-
-    def _judged(self, readings: Mapping[Signal, Tensor], norm: Tensor) -> dict[Signal, Verdict]:
+    def _judged(self, readings: Parts, norm: Tensor) -> dict[Signal, Verdict]:
         verdicts = {}
         for signal in self._judges:
             if (verdict := signal.judge(readings[signal], norm)) is not None:
@@ -256,50 +258,6 @@ class Decider:
         slots = [slot.name for pack in packs for slot in pack.layout.slots]
         return dict(zip((param for pack in packs for param in pack.params), slots, strict=True))
 
-    def _parts_of(self, limits: Mapping[GroupId, Any], pending: Decision | None) -> NormParts:
-        """Return the parts of own spans whose norms are taken, each for its group.
-
-        Groups that are clipped together count as the first of them: so a pack, whatever the number
-        of its groups, has one part.
-
-        Args:
-            limits: the bound that each group has of its own, or ``None``.
-            pending: see :meth:`decide`.
-        """
-        first: dict[Any, GroupId] = {}
-        counted_as = {}
-        for group, limit in limits.items():
-            factor = None if pending is None else pending.factors[group]
-            together = group if limit is not None else id(factor)
-            counted_as[group] = first.setdefault(together, group)
-        key = len(self._grads), tuple(counted_as.values())
-        if self._parts is not None and self._parts[0] == key:
-            return self._parts[1]
-        columns = {group: number for number, group in enumerate(limits)}
-        parts, packs = list[tuple[int, slice]](), list[int]()
-        mask = list[list[bool]]()
-        for number, grads in enumerate(self._grads):
-            is_primary = grads.pack.layout.pack_groups.is_primary
-            for part, group in with_values(grads.pack.ranges, counted_as):
-                parts.append((number, part))
-                packs.append(number)
-                mask.append(
-                    [is_primary and column == columns[group] for column in range(len(limits))]
-                )
-        are_all = len(limits) == 1 and all(map(all, mask))
-        self._parts = (
-            key,
-            NormParts(
-                tuple(parts),
-                None if are_all else to_device(mask, torch.bool, self._device),
-                to_device(
-                    [len(self._grads) - number for number in packs], torch.float64, self._device
-                ),
-                len(limits),
-            ),
-        )
-        return self._parts[1]
-
     def clip_value(self, limit: float, pending: Decision | None) -> None:
         """Clamp the own spans to ``[-limit, limit]``, loss scale considered.
 
@@ -314,14 +272,9 @@ class Decider:
                 None, judges=False, call="clip_grad_value_ of counted tokens"
             ).unscale
         elif pending is None:
-            unscale = self._arithmetic.scale({})[1]
+            unscale = self._scale({})[1]
         self._clip_value = limit
-        for grads in self._grads:
-            if pending is None:
-                clamp_(grads.own, limit, unscale)
-                continue
-            for part, factor in with_values(grads.pack.ranges, pending.factors):
-                clamp_(grads.own[part], limit, factor)
+        self._norm.clamp_(limit, unscale, pending)
 
     def _refuse(self, mistakes: Sequence[float]) -> None:
         """Raise for mistakes of some ranks, and warn where they train other parameters.
@@ -365,3 +318,12 @@ def _with_factors(unscale: Tensor | None, verdicts: Mapping[Signal, Verdict]) ->
         if verdict.factor is not None:
             unscale = product(unscale, verdict.factor.float())
     return unscale
+
+
+def _declined(verdicts: Mapping[Signal, Verdict]) -> Tensor | None:
+    """Return whether a verdict skips the step, 0-dim."""
+    declined: Tensor | None = None
+    for verdict in verdicts.values():
+        if verdict.skip is not None:
+            declined = verdict.skip if declined is None else declined | verdict.skip
+    return declined

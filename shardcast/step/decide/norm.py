@@ -1,23 +1,210 @@
-"""The p-norm of gradients that are cut into spans, packs and ranks, and clipping by it.
+"""The norm of gradients that are cut into spans, packs and ranks, and clipping by it.
 
 What can be merged are sums of p-th powers (for inf: maxima), here called powers. They are fp64,
 which makes the norm independent of how the packs are cut, to fp32 precision, and on CPU finite for
-every finite gradient.
+every finite gradient. :class:`GradientNorm` has them summed over ranks, and gives the factor of
+each group; :class:`PNorm` is the arithmetic.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast.comm import ProcessGroups
+from shardcast.memory.gradients import Gradients
+from shardcast.plan.layout import GroupId, with_values
+from shardcast.plan.originals import OptimizerList
+from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.signal import Signal, to_device
 
 CHUNK = 1 << 16  # elements whose squares are summed at a time on CPU: stays in cache
 LIMITS = 64  # bounds that are kept on the device; a schedule may have one for each step
 EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class NormParts(NamedTuple):
+    """The parts of own spans whose norms are taken.
+
+    Attributes:
+        of: the number of the pack of each, and the slice of its own span.
+        mask: bool, (parts, groups): the group that a part counts for here; ``None``: there is one
+            group, and all count.
+        from_last: the number of the pack of each, counted from the last, which is 1; fp64.
+    """
+
+    of: tuple[tuple[int, slice], ...]
+    mask: Tensor | None
+    from_last: Tensor
+
+
+class GradientNorm(Signal):
+    """The norm of each group, the factors that clip it, and the first pack that is not finite.
+
+    Its part has for each data-parallel rank the first pack that is not finite, counted from the
+    last, for what comes first is the largest then (0: none); behind it the power of each group,
+    with a maximum of each rank and group. The first are its mistakes, which skip the step.
+
+    Args:
+        grads: the gradient packs that are reduced; the list may grow.
+        originals: the optimizers, whose groups may have bounds of their own.
+    """
+
+    name = "norm"
+    adds_up = False
+
+    def __init__(
+        self, grads: Sequence[Gradients], originals: OptimizerList, process_groups: ProcessGroups,
+        p: float, device: torch.device,
+    ) -> None:  # fmt: skip
+        self._grads, self._originals, self._device = grads, originals, device
+        self._rank, self._ranks = process_groups.dp.rank, process_groups.dp.size
+        self._model_rank = process_groups.model.rank
+        self.skips = (True,) * self._ranks
+        self._of = PNorm(p, device)
+        self._bound: float | None = None  # of the coming decision, with those of groups
+        self._bounds: dict[GroupId, Any] = {}
+        self._pending: Decision | None = None
+        self._parts: tuple[Any, NormParts] | None = None
+        self._none = torch.zeros((), dtype=torch.float64, device=device)
+        self._row = self._none.new_zeros(0)
+
+    def begin(self, bound: float | None, pending: Decision | None) -> None:
+        """Take the bounds of the coming decision; see :meth:`.Decider.decide`."""
+        self._bound, self._pending = bound, pending
+        # For the groups that were sharded: with others this rank has an error that all must know.
+        self._bounds = dict.fromkeys(self._originals.sharded)
+        for number, owner, group in self._originals.numbered():
+            # Some classes have an option of that name.
+            if number in self._bounds and "max_grad_norm" not in owner.defaults:
+                self._bounds[number] = group.get("max_grad_norm")
+
+    def numel(self) -> int:
+        of_groups = self._ranks if self._of.is_maximum else 1
+        return self._ranks + of_groups * len(self._originals.sharded)
+
+    def local(self) -> Tensor:
+        """Return this rank's part; the next call overwrites it."""
+        if len(self._row) != self.numel():  # not in every step
+            self._row = self._none.new_zeros(self.numel())
+        parts = self._parts_of()
+        powers = self._of.powers([self._grads[number].own[part] for number, part in parts.of])
+        first, of_groups = self._row[self._rank], self._row[self._ranks :]
+        if self._of.is_maximum:
+            of_groups = of_groups.view(self._ranks, -1)[self._rank]
+        if not len(powers):
+            self._row.zero_()
+            return self._row
+        # Not numbers[index]: to index by a tensor of no dimension is to ask for its value.
+        numbers = torch.where(powers < math.inf, self._none, parts.from_last)
+        torch.amax(numbers, 0, out=first)  # for it takes a launch to put it into a row
+        if parts.mask is None:
+            of_groups = of_groups[0]
+        else:  # a replica that is counted on another rank contributes only its finiteness
+            by_group = powers[:, None]
+            powers = torch.where(parts.mask | ~by_group.isfinite(), by_group, 0.0)
+        self._of.merge(powers, out=of_groups)
+        return self._row
+
+    def _parts_of(self) -> NormParts:
+        """Return the parts of own spans whose norms are taken, each for its group.
+
+        Groups that are clipped together count as the first of them: so a pack, whatever the number
+        of its groups, has one part.
+        """
+        first: dict[Any, GroupId] = {}
+        counted_as = {}
+        for group, bound in self._bounds.items():
+            factor = None if self._pending is None else self._pending.factors[group]
+            together = group if bound is not None else id(factor)
+            counted_as[group] = first.setdefault(together, group)
+        key = len(self._grads), tuple(counted_as.values())
+        if self._parts is None or self._parts[0] != key:
+            self._parts = key, self._arranged(counted_as)
+        return self._parts[1]
+
+    def _arranged(self, counted_as: Mapping[GroupId, GroupId]) -> NormParts:
+        columns = {group: number for number, group in enumerate(counted_as)}
+        parts, mask, from_last = list[tuple[int, slice]](), list[list[bool]](), list[int]()
+        for number, grads in enumerate(self._grads):
+            is_primary = grads.pack.layout.pack_groups.is_primary
+            for part, group in with_values(grads.pack.ranges, counted_as):
+                parts.append((number, part))
+                mask.append([is_primary and n == columns[group] for n in range(len(columns))])
+                from_last.append(len(self._grads) - number)
+        are_all = len(columns) == 1 and all(map(all, mask))
+        return NormParts(
+            tuple(parts),
+            None if are_all else to_device(mask, torch.bool, self._device),
+            to_device(from_last, torch.float64, self._device),
+        )
+
+    def read(self, total: Tensor) -> Tensor:
+        """Return the first packs that are not finite, then the power of each group."""
+        if not self._of.is_maximum:
+            return total
+        first, powers = total.split([self._ranks, len(total) - self._ranks])
+        return torch.cat([first, self._of.merge(powers.view(self._ranks, -1))])
+
+    def merge(self, readings: Tensor) -> Tensor:
+        """Merge powers of model-parallel ranks, each of which names its own packs."""
+        first = readings[self._model_rank, : self._ranks]
+        return torch.cat([first, self._of.merge(readings[:, self._ranks :])])
+
+    def total(self, reading: Tensor, scale: Tensor | None) -> Tensor:
+        """Return the norm of all groups, 0-dim, ``scale`` removed."""
+        return self._of.root(reading[self._ranks :], scale)
+
+    def clip(
+        self, reading: Tensor, norm: Tensor, scale: Tensor | None, unscale: Tensor | None,
+        before: Tensor | None,
+    ) -> tuple[Tensor, dict[GroupId, Tensor | None]]:  # fmt: skip
+        """Return the norm that is clipped, and what the gradients of each group are multiplied by.
+
+        Args:
+            norm: the :meth:`total`.
+            scale: of the gradients in the own spans; ``unscale`` removes it.
+            before: multiplies the gradients before they are clipped, by a verdict; ``unscale`` is
+                in it. An earlier decision has factors of its own for that.
+        """
+        powers = reading[self._ranks :]
+        bound, *bounds = (
+            None if limit is None else self._of.on_device(limit)
+            for limit in (self._bound, *self._bounds.values())
+        )
+        earlier = [before] * len(bounds)
+        if self._pending is not None:
+            earlier = [self._pending.factors[group] for group in self._bounds]
+        elif before is unscale:
+            factors = clip_factors(self._of, powers, scale, bound, bounds, norm, unscale)
+            return norm, dict(zip(self._bounds, factors, strict=True))
+        powers = self._of.multiplied(powers, earlier, scale)
+        multiplied = self._of.root(powers, scale)
+        clips = clip_factors(self._of, powers, scale, bound, bounds, multiplied)
+        factors = [product(*pair) for pair in zip(earlier, clips, strict=True)]
+        clipped = norm if self._pending is None else multiplied
+        return clipped, dict(zip(self._bounds, factors, strict=True))
+
+    def clamp_(self, limit: float, unscale: Tensor | None, pending: Decision | None) -> None:
+        """Clamp all own spans so that their products with a factor lie in ``[-limit, limit]``."""
+        for grads in self._grads:
+            if pending is None:
+                clamp_(grads.own, limit, unscale)
+                continue
+            for part, factor in with_values(grads.pack.ranges, pending.factors):
+                clamp_(grads.own[part], limit, factor)
+
+    def error(self, mistakes: Sequence[float]) -> None:
+        """No error: the step is skipped, see :meth:`.SkipReport.poll`."""
+
+    def packs(self, first: Sequence[float]) -> Iterator[tuple[int, Gradients]]:
+        """Give the ranks, and of each its first pack that is not finite, of such numbers."""
+        yield from ((rank, self._grads[-int(n)]) for rank, n in enumerate(first) if n)
 
 
 class PNorm:
@@ -83,15 +270,12 @@ class PNorm:
                 total = torch.maximum(total, norm) if self.is_maximum else total + norm.pow(self._p)
         return total
 
-    def merge(self, powers: Tensor) -> Tensor:
+    def merge(self, powers: Tensor, out: Tensor | None = None) -> Tensor:
         """Merge powers of parts, along the first dimension, into those of the whole, in fp64."""
-        if powers.shape[0] == 1:
-            return powers[0].double()
-        return powers.amax(0).double() if self.is_maximum else powers.sum(0, dtype=torch.float64)
-
-    def agreed(self, powers: Tensor, ranks: int) -> Tensor:
-        """Return the powers per group, of the sum of all ranks' :attr:`ControlVector.powers`."""
-        return self.merge(powers.view(ranks if self.is_maximum else 1, -1))
+        if powers.shape[0] > 1 and not self.is_maximum:
+            return torch.sum(powers, 0, dtype=torch.float64, out=out)
+        merged = powers[0] if powers.shape[0] == 1 else powers.amax(0)
+        return merged.double() if out is None else out.copy_(merged)
 
     def root(self, powers: Tensor, scale: Tensor | None) -> Tensor:
         """Return the norm, 0-dim, of a whole with parts of these powers, ``scale`` removed."""

@@ -17,14 +17,14 @@ class Counts(NamedTuple):
 
     Attributes:
         skipped, in_row: the skipped steps, so far and in a row; in a report 1.
-        nonfinite: per data-parallel rank its first pack that is not finite, counted from the last
-            one; 0: none.
-        mistakes: those of all signals, see :meth:`Report.by_signal`.
+        last: the mistakes of signals that do not add theirs up: of the norm, in the last skipped
+            step.
+        mistakes: those of all other signals, see :meth:`Report.by_signal`.
     """
 
     skipped: Any
     in_row: Any
-    nonfinite: Any
+    last: Any
     mistakes: Any
 
 
@@ -32,8 +32,8 @@ class Report:
     """The layout of reports, 1-d fp64: the norm, then :class:`Counts`. Nobody else slices one.
 
     Args:
-        signals: whose mistakes it has, those that skip a step first.
-        ranks: that are data-parallel.
+        signals: whose mistakes it has: first of those that do not add them up, which all skip a
+            step, then what skips a step of the others.
         norm_is_finite: the norm of finite powers is, unless there is a scale.
 
     Attributes:
@@ -41,33 +41,35 @@ class Report:
     """
 
     def __init__(
-        self, signals: Sequence[Signal], ranks: int, device: torch.device, norm_is_finite: bool
+        self, signals: Sequence[Signal], device: torch.device, norm_is_finite: bool
     ) -> None:
-        self._signals, self._norm_is_finite = signals, norm_is_finite
-        skips_step = sorted((it for signal in signals for it in signal.skips), reverse=True)
+        last, adding = ([it for it in signals if it.adds_up is adds] for adds in (False, True))
+        self._norm_is_finite = norm_is_finite
+        self._adding = [*_mistakes(adding, True), *_mistakes(adding, False)]
+        self._places = [*_mistakes(last, True), *self._adding]
+        of_last = sum(len(signal.skips) for signal in last)
+        skips_step = sorted((it for signal in adding for it in signal.skips), reverse=True)
         mistakes = len(skips_step)
-        self._places = [*_mistakes(signals, True), *_mistakes(signals, False)]
-        self._ends = [*accumulate([1, 1, ranks, mistakes], initial=0)]
+        self._ends = [*accumulate([1, 1, of_last, mistakes], initial=0)]
         self.length = self._ends[-1]
         self._one_each = torch.ones(2, dtype=torch.float64, device=device)
-        # Packs and mistakes that skip a step.
-        self._skipping = slice(3, 3 + ranks + sum(skips_step))
+        self._skipping = slice(3, 3 + of_last + sum(skips_step))
         # A report skips a step if this product is not 0: with a norm that is not finite it is NaN.
-        skips_if = [0.0, 0.0, 0.0, *[0.0] * ranks, *map(float, skips_step)]
+        skips_if = [0.0, 0.0, 0.0, *[0.0] * of_last, *map(float, skips_step)]
         self._skips_if = to_device(skips_if, torch.float64, device)
-        made = [[1, 0, *[1] * (ranks + mistakes), 1], [0, 0, *[0] * ranks, *[1] * mistakes, 1]]
-        skipped = [[1, 1, *[0] * ranks, *[1] * mistakes, 0], [*[1] * self.length, 0]]
+        made = [[1, 0, *[1] * (of_last + mistakes), 1], [0, 0, *[0] * of_last, *[1] * mistakes, 1]]
+        skipped = [[1, 1, *[0] * of_last, *[1] * mistakes, 0], [*[1] * self.length, 0]]
         self._if_made = to_device(made, torch.float64, device)
         self._if_skipped = to_device(skipped, torch.float64, device)
 
-    def of(self, norm: Tensor, nonfinite: Tensor, readings: Mapping[Signal, Tensor]) -> Tensor:
+    def of(self, norm: Tensor, readings: Mapping[Signal, Tensor]) -> Tensor:
         """Return the report of one decision.
 
         Args:
             readings: of each signal, which begin with its mistakes.
         """
         mistakes = [readings[signal][part] for signal, part in self._places]
-        return torch.cat([norm.view(1), self._one_each, nonfinite, *mistakes])
+        return torch.cat([norm.view(1), self._one_each, *mistakes])
 
     def skips(self, report: Tensor, is_scaled: bool) -> Tensor:
         """Return whether it skips the step, 0-dim bool."""
@@ -93,9 +95,10 @@ class Report:
         return mistakes
 
     def by_signal(self, mistakes: Sequence[float]) -> Iterator[tuple[Signal, list[float]]]:
-        """Give each signal with its own mistakes."""
-        numbers, own = iter(mistakes), {it: [0.0] * len(it.skips) for it in self._signals}
-        for signal, part in self._places:
+        """Give each signal that adds its mistakes up with its own."""
+        own = {signal: [0.0] * len(signal.skips) for signal, _ in self._adding}
+        numbers = iter(mistakes)
+        for signal, part in self._adding:
             own[signal][part] = islice(numbers, part.stop - part.start)
         yield from own.items()
 

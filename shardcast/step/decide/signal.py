@@ -57,6 +57,8 @@ class Signal:
     Attributes:
         name: by which an option's signal is found; of its bytes in ``memory_report()``.
         skips: of each mistake, whether it skips the step by itself.
+        adds_up: mistakes of several steps are added up until they are told; else those of the last
+            skipped step are kept.
         takes_loss: the script may give ``step`` a loss, which :meth:`take_loss` is called with.
         loss: what it was called with, where it takes any.
         agrees_scale: :meth:`scale` needs the reading.
@@ -66,6 +68,7 @@ class Signal:
 
     name = ""
     skips: tuple[bool, ...] = (True,)
+    adds_up = True
     takes_loss = agrees_scale = False
     loss: Any = None
     noted = 0

@@ -1,12 +1,11 @@
-"""Counts skipped steps, and has it said why they were skipped, without waiting for the device.
+"""Skipped steps: their count, and why they were skipped, without waiting for the device.
 
 The host reads the numbers when they have arrived: at once on CPU, a step or two later on an
-accelerator.
+accelerator. Then it warns of the reason, or raises for too many skipped steps in a row.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +13,14 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Comm
+from shardcast.comm import Comm, warn_once_for
 from shardcast.memory.gradients import Gradients
-from shardcast.step.decide import skip_reasons
 from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.norm import GradientNorm
 from shardcast.step.decide.report import Report
 from shardcast.step.decide.signal import Signal
+
+ELSEWHERE = "on other model-parallel ranks, which name it"
 
 
 class HostCopy:
@@ -65,7 +66,7 @@ class SkipReport:
     """The skipped steps of all ranks.
 
     Args:
-        grads: the gradient packs that are reduced; the list may grow.
+        norm: knows packs that are not finite.
         refuse: raises for mistakes of a report.
         report: the layout of reports.
         bound: steps skipped in a row that raise.
@@ -76,7 +77,7 @@ class SkipReport:
 
     def __init__(
         self,
-        grads: Sequence[Gradients],
+        norm: GradientNorm,
         comm: Comm,
         device: torch.device,
         refuse: Callable[[Sequence[float]], None],
@@ -87,7 +88,7 @@ class SkipReport:
         everyone: Comm | None = None,
     ) -> None:
         self._everyone = comm if everyone is None else everyone
-        self._grads, self._comm, self._device = grads, comm, device
+        self._norm, self._comm, self._device = norm, comm, device
         self._refuse, self._bound, self._usual = refuse, bound, usual
         self._report = report
         self._noting = [signal for signal in signals if signal.noted]
@@ -99,28 +100,8 @@ class SkipReport:
         for signal, numbers in zip(self._noting, noted, strict=True):
             signal.numbers = numbers
         self._skipped, self._in_row, _, self._mistakes = report.counts(self._totals)
-        self._none = torch.zeros((), dtype=torch.float64, device=device)
-        self._first_by_rank = self._none.new_zeros(comm.size)
-        self._first = self._first_by_rank[comm.rank]
         self._host = HostCopy(device)
         self._reported = 0.0
-
-    def first_nonfinite(self, powers: Tensor, from_last: Tensor) -> Tensor:
-        """Return the first pack that is not finite, counted from the last; 0: none.
-
-        Counted back, for what comes first is the largest then. 1-d, at the place of this rank among
-        all; the next call overwrites it.
-
-        Args:
-            powers: of parts of own spans, see :class:`PNorm`; 1-d.
-            from_last: the number of the pack of each, counted from the last.
-        """
-        if not len(powers):
-            return self._first_by_rank
-        # Not numbers[index]: to index by a tensor of no dimension is to ask for its value.
-        numbers = torch.where(powers < math.inf, self._none, from_last)
-        torch.amax(numbers, 0, out=self._first)  # for it takes a launch to put it into a row
-        return self._first_by_rank
 
     def count(self, decision: Decision) -> None:
         """Note whether the step is skipped; some later :meth:`poll` reports it."""
@@ -140,7 +121,7 @@ class SkipReport:
         totals = self._host.read()
         if totals is None:
             return
-        (skipped,), (in_row,), nonfinite, mistakes = self._report.counts(totals)
+        (skipped,), (in_row,), last, mistakes = self._report.counts(totals)
         is_news, self._reported = skipped != self._reported, skipped
         if any(mistakes) and not _compat.is_host(self._device):  # on a CPU refused at once
             self._mistakes.zero_()
@@ -150,10 +131,10 @@ class SkipReport:
         too_many = int(in_row) if in_row >= self._bound else 0
         reasons = (signal.reason(of_signal) for signal, of_signal in self._noted(totals))
         if (told := next(filter(None, reasons), None)) is not None:
-            skip_reasons.tell_of_signal(self._everyone, *told, too_many)
+            tell_of_signal(self._everyone, *told, too_many)
         elif too_many or not self._usual:
-            packs = {owner: self._grads[-int(n)] for owner, n in enumerate(nonfinite) if n}
-            skip_reasons.tell_of_gradients(self._comm, packs, self._device, too_many)
+            packs = dict(self._norm.packs(last))
+            tell_of_gradients(self._comm, packs, self._device, too_many)
 
     @property
     def skipped_steps(self) -> int:
@@ -175,3 +156,75 @@ class SkipReport:
         self._skipped.fill_(state["skipped"])
         self._in_row.fill_(state["in_row"])
         self._reported = state["skipped"]
+
+
+def tell_of_signal(comm: Comm, reason: str, remedy: str, too_many: int) -> None:
+    """Warn of the reason that a signal had, or raise RuntimeError.
+
+    Args:
+        comm: the ranks that know of it and all call this.
+        too_many: how many steps in a row were skipped where that is an error, else 0.
+    """
+    if too_many:
+        raise RuntimeError(
+            f"{too_many} steps in a row were skipped (max_skipped_steps), the last one {reason}. "
+            f"{remedy}"
+        )
+    warn_once_for(comm, f"step skipped {reason}")
+
+
+def tell_of_gradients(
+    comm: Comm, packs: Mapping[int, Gradients], device: torch.device, too_many: int
+) -> None:
+    """Warn of the first gradients that are not finite, or raise RuntimeError.
+
+    Args:
+        comm, too_many: see :func:`tell_of_signal`.
+        packs: by owner, the first of each that has such an element.
+    """
+    where = "; ".join(_locate(comm, packs, device)) or ELSEWHERE
+    if too_many:
+        raise RuntimeError(
+            f"{too_many} steps in a row were skipped because of non-finite gradients "
+            f"(max_skipped_steps); first: {where}. Lower the learning rate or the loss scale, "
+            "or look at the data of these steps; a script that reads .grad needs "
+            "optimizer.gather_gradients() before"
+        )
+    reads = "; a script that reads .grad needs optimizer.gather_gradients() before"
+    warn_once_for(comm, f"step skipped, non-finite gradient: {where}{reads * (comm.size > 1)}")
+
+
+def _locate(comm: Comm, packs: Mapping[int, Gradients], device: torch.device) -> list[str]:
+    """Name each owner's first non-finite element, and the ranks it came from.
+
+    The owner noted whose they were, where it added them up itself. All ranks are here in the same
+    step on CPU, so they can ask each other; on an accelerator the owner's span is named.
+    """
+    if not _compat.is_host(device):
+        return [
+            f"in the span of rank {owner} of the pack that begins with parameter "
+            f"{grads.pack.layout.slots[0].name!r}"
+            for owner, grads in packs.items()
+        ]
+    own = packs.get(comm.rank)
+    elements = comm.exchange(None if own is None else _element(own), device)
+    culprits = comm.exchange(None if own is None else [*own.culprits], device)
+    return [
+        f"{_who(owner, culprits[owner] or [], grads)}, {elements[owner][1]}"
+        for owner, grads in packs.items()
+    ]
+
+
+def _element(grads: Gradients) -> tuple[int, str]:
+    """Find the first non-finite element of an own span: its offset in the pack, and its name."""
+    offset = grads.pack.own.start + int((~grads.own.isfinite()).to(torch.uint8).argmax())
+    slot = next(slot for slot in grads.pack.layout.slots if offset < slot.end)
+    return offset, f"parameter {slot.name!r}, element {offset - slot.offset}"
+
+
+def _who(owner: int, culprits: list[int], grads: Gradients) -> str:
+    if culprits:
+        return f"rank {', '.join(map(str, culprits))}"
+    if grads.whole:
+        return f"rank {owner}"
+    return f"the sum over ranks, at its owner {owner}"

@@ -1,0 +1,128 @@
+"""Presence: the parameters that have a gradient on some rank, which a step updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from shardcast import _compat
+from shardcast.comm import ProcessGroups
+from shardcast.memory.gradients import Gradients
+from shardcast.memory.pack import Pack
+from shardcast.messages import by_rank
+from shardcast.step.decide.signal import Signal, known, to_device
+
+CLEARED = 1 << 32  # more than there are ranks; sums of it are exact in fp64
+
+
+class Presence(Signal):
+    """The slots that have a gradient, on this rank and on any rank.
+
+    Each slot has a place, from which each rank that has a gradient takes 1, and slots whose
+    replicas are summed take how many of them have one; a rank on which it was cleared since it was
+    reduced adds :data:`CLEARED`. A last place stays 0, below which no maximum falls. Packs of
+    experts differ between data-parallel ranks: each has a block of places for every expert that the
+    ranks hold.
+
+    Args:
+        grads: the gradient packs that are reduced; the list may grow.
+    """
+
+    def __init__(
+        self, grads: Sequence[Gradients], process_groups: ProcessGroups, device: torch.device
+    ) -> None:
+        self._grads, self._process_groups, self._device = grads, process_groups, device
+        self._places: list[slice] = []  # per pack, of its slots in the control vector
+        self._numel = 0
+        self._asks = process_groups.dp.size > 1
+        self._here: tuple[int, ...] = ()  # of all packs in order, what this rank adds
+        self._uploaded: dict[tuple[int, ...], Tensor] = {}
+        self._zero = torch.zeros(1, dtype=torch.float64, device=device)
+
+    def numel(self) -> int:
+        if len(self._places) != len(self._grads):
+            self._arrange()
+        return self._numel + 1
+
+    def local(self) -> Tensor:
+        """Return this rank's part; uploaded once per pattern."""
+        if len(self._places) != len(self._grads):
+            self._arrange()
+        self._here = tuple(
+            CLEARED if slot in grads.gone else -int(is_here)
+            for grads in self._grads
+            for slot, is_here in enumerate(grads.presence())
+        )
+        if self._here not in self._uploaded:
+            if len(self._uploaded) > 8:
+                self._uploaded.clear()
+            numbers, slots = [0] * (self._numel + 1), iter(self._here)
+            for places in self._places:
+                numbers[places] = islice(slots, places.stop - places.start)
+            self._uploaded[self._here] = to_device(numbers, torch.float64, self._device)
+        counts = self._uploaded[self._here]
+        for grads, places in zip(self._grads, self._places, strict=True):
+            if grads.holders is not None:
+                counts = counts.clone()
+                counts[places] -= grads.holders
+        return counts
+
+    def read(self, total: Tensor) -> Tensor:
+        """Return whether a gradient is there on some ranks, and was cleared on others."""
+        if not self._asks:
+            return self._zero
+        # The remainder has the sign of the total: above 0 if CLEARED is in it, and -1 too.
+        return torch.fmod(total, CLEARED).amax(0, keepdim=True)
+
+    def error(self, mistakes: Sequence[float]) -> Exception:
+        """Name a parameter in an error, with the ranks."""
+        names = [slot.name for grads in self._grads for slot in grads.pack.layout.slots]
+        here = dict(zip(names, self._here, strict=True))
+        told = known(here, self._process_groups.dp, self._device)
+        texts = {CLEARED: "cleared", 0: "not there", -1: "kept"}
+        for name in names:
+            states = [(rank, texts[of_rank.get(name, 0)]) for rank, of_rank in told.items()]
+            if {"cleared", "kept"} <= {text for _, text in states}:
+                return RuntimeError(
+                    f"step: after the backward .grad of {name!r} was kept on some ranks and "
+                    f"cleared on others ({by_rank(states)}); clear gradients on all ranks alike"
+                )
+        cleared = [name for name, state in here.items() if state > 0]
+        return RuntimeError(
+            "step: after the backward .grad of some parameters was cleared on some ranks and kept "
+            f"on others; this rank cleared {', '.join(cleared) or 'none'}; do it on all ranks alike"
+        )
+
+    def _arrange(self) -> None:
+        """Give each pack its places, in the same order on all ranks."""
+        self._places, self._numel = [], 0
+        self._uploaded.clear()
+        for grads in self._grads:
+            pack_groups, slots = grads.pack.layout.pack_groups, len(grads.owned)
+            blocks, own_block = self._process_groups.parallel_dims.expert_blocks(pack_groups)
+            start = self._numel + own_block * slots
+            self._places.append(slice(start, start + slots))
+            self._numel += blocks * slots
+            self._asks = self._asks or pack_groups.sums_replicas
+
+    def anywhere(self, total: Tensor) -> dict[Pack, tuple[bool, ...]]:
+        """Return the slots with a gradient on some rank, by pack.
+
+        A gradient that is here is present. Only for a slot without one the counts of the other
+        ranks are read. On an accelerator, where that waits for the all-reduce, only if this rank
+        owns a part of it.
+        """
+        local = [here < 0 for here in self._here]
+        on_host = _compat.is_host(self._device)
+        owned = (on_host or owns for grads in self._grads for owns in grads.owned)
+        if self._asks and any(owns and not has for owns, has in zip(owned, local, strict=True)):
+            present = [-count % CLEARED > 0 for count in total.tolist()]
+            return {
+                grads.pack: tuple(present[places])
+                for grads, places in zip(self._grads, self._places, strict=True)
+            }
+        slots = iter(local)
+        return {grads.pack: tuple(islice(slots, len(grads.owned))) for grads in self._grads}
