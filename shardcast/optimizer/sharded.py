@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,7 +18,7 @@ from shardcast.comm import warn_first
 from shardcast.memory.shard import take_moved
 from shardcast.messages import GRAD_SCALER
 from shardcast.optimizer import doors
-from shardcast.optimizer.clipping import Parameters, check_norm, clip_bound
+from shardcast.optimizer.clipping import EDITED, Parameters, check_norm, clip_bound
 from shardcast.optimizer.groups import activate_trained
 from shardcast.optimizer.handles import OptimizerHandle, check_stepped, retire, take_hooks
 from shardcast.optimizer.packed import PackedOptimizer
@@ -28,8 +27,6 @@ from shardcast.optimizer.stateful import StatefulOptimizer
 from shardcast.step.decide.decision import Decision
 from shardcast.step.history import BACKWARDS
 from shardcast.step.update.state import OwnMethod
-
-EDITED = "step (gradients were edited, replaced or cleared after the clip)"  # a call of its own
 
 
 class ShardedOptimizer(StatefulOptimizer):
@@ -52,9 +49,6 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def __init__(self, packed: PackedOptimizer) -> None:
         super().__init__(packed)
-        self._seen: list[int] = []  # versions of the means that it saw
-        me = weakref.ref(self)
-        packed.reduce.before_edit = lambda: None if (it := me()) is None else it._clip_now()
         self._last_norm: Tensor | None = None
         self._last_skip: Tensor | None = None
         state: dict[Any, Any] = {}
@@ -122,7 +116,7 @@ class ShardedOptimizer(StatefulOptimizer):
         with packed.decider.refusal.held():
             self._refuse_scaler()
         is_edited = False
-        decision = self._pending_clip()  # which has reduced and decided already
+        decision = self._clip.pending()  # which has reduced and decided already
         if decision is None:
             self._reduce("step")
             is_loss = isinstance(result, (float, Tensor))  # a closure may return other things
@@ -130,7 +124,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 loss = result
             decision = packed.decider.decide(packed.config.max_grad_norm, None, loss)
         else:
-            is_edited = self._is_edited()
+            is_edited = self._clip.is_edited()
             with packed.decider.refusal.held():
                 _refuse_loss(loss)
                 if is_edited:
@@ -138,7 +132,7 @@ class ShardedOptimizer(StatefulOptimizer):
             packed.decider.meet(EDITED if is_edited else "step")
             take_moved(packed.shards)  # what was assigned after the clip
             if is_edited:
-                self._clip_now()
+                self._clip.apply()
                 decision = self._decided_again()
         packed.sync.wait()  # what an overlapped one still sends is what the update writes
         for shard in packed.shards:
@@ -161,7 +155,7 @@ class ShardedOptimizer(StatefulOptimizer):
         On accelerators ranks do not meet, so that one which has edited does not know whether the
         others have: it sends nothing. The next decision compares them.
         """
-        packed, clip = self._packed, self._clipped
+        packed, clip = self._packed, self._clip.decision
         assert clip is not None
         if packed.process_groups.everyone.size > 1 and not packed.decider.meets:
             with packed.decider.refusal.held():
@@ -215,7 +209,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 for param in compress(pack.in_model, slots)
             ]
         )
-        self._note_clip(None)
+        self._clip.note(None)
         self._packed.in_no_sync = False
         self._last_norm, self._last_skip = decision.norm, decision.skip
         packed = self._packed
@@ -240,7 +234,7 @@ class ShardedOptimizer(StatefulOptimizer):
     @_compat.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as ``torch.optim.Optimizer.zero_grad`` does. Local."""
-        self._note_clip(None)
+        self._clip.note(None)
         self._drop_tokens()
         self._packed.in_no_sync = False
         self._packed.decider.cleared()
@@ -267,50 +261,6 @@ class ShardedOptimizer(StatefulOptimizer):
                 "gradients over the ranks; under DDP each rank would step by its own ones (local "
                 "SGD). Leave no_sync() before the last backward, or train by DDP for local SGD"
             )
-
-    def _note_clip(self, decision: Decision | None) -> None:
-        """Keep a decision on the present gradients; ``None`` forgets the last one."""
-        self._clipped = decision
-        self._seen = self._packed.reduce.versions() if decision else []
-
-    def _is_edited(self) -> bool:
-        """Return whether a script has edited, assigned or cleared gradients after the clip."""
-        reduce = self._packed.reduce
-        return reduce.versions() != self._seen or reduce.replaced()
-
-    @torch.no_grad()
-    def _clip_now(self) -> None:
-        """Multiply the means by the factor of a clip, before a script sees or edits one.
-
-        Without it the factor is folded into the update.
-        """
-        clip = self._clipped
-        if clip is None or all(factor is clip.unscale for factor in clip.factors.values()):
-            return
-        self._clipped = dataclasses.replace(clip, factors=dict.fromkeys(clip.factors, clip.unscale))
-        known: dict[Tensor | None, Tensor | None] = {None: None}
-        for factor in clip.factors.values():
-            if factor is not None and factor not in known:
-                scaled = factor if clip.unscale is None else factor / clip.unscale
-                # Without a finite norm there is no factor, and the step is skipped. NaN would
-                # reach the padding, which nobody clears.
-                known[factor] = scaled.nan_to_num(1.0, 1.0, 1.0)
-        factors = {group: known[factor] for group, factor in clip.factors.items()}
-        for grads in self._packed.reduce.grads:
-            if any(factors[group] is not None for group in grads.pack.layout.groups):
-                grads.multiply(factors)
-        self._seen = self._packed.reduce.versions()
-
-    def _pending_clip(self) -> Decision | None:
-        """The last clip, unless a backward came after it."""
-        reduce = self._packed.reduce
-        if self._clipped is not None and reduce.touched:
-            self._clipped = None
-            warn_first(
-                "a backward came after clip_grad_norm_, so that this clip is lost: it would have "
-                "been folded into the step; clip once, after the last backward of a step"
-            )
-        return self._clipped
 
     @_compat.uncompiled
     def count(self, tokens: float | Tensor) -> None:
@@ -345,9 +295,9 @@ class ShardedOptimizer(StatefulOptimizer):
     def _count(self, tokens: float | Tensor) -> None:
         reduce = self._packed.reduce
         if reduce.backwards and not reduce.has_gradients:
-            self._note_clip(None)
+            self._clip.note(None)
             self._drop_tokens()  # cleared by the model's zero_grad, or one by one
-        if self._clipped is not None:
+        if self._clip.decision is not None:
             raise RuntimeError(
                 "count: called after clip_grad_norm_, which has divided by the tokens of this "
                 "step; count each micro-batch before its backward, and clip after the last one"
@@ -389,15 +339,15 @@ class ShardedOptimizer(StatefulOptimizer):
         Raises:
             RuntimeError: inside :meth:`no_sync`.
         """
-        clip = self._pending_clip()
+        clip = self._clip.pending()
         self._land("gather_gradients")
         self._packed.reduce.gather()
         if clip is not None:
-            self._note_clip(self._clipped)
+            self._clip.note(self._clip.decision)
 
     def _land(self, call: str) -> None:
         """Have the means in the own spans, for a script that looks at them. Collective."""
-        self._pending_clip()
+        self._clip.pending()
         self._reduce(call)
         self._packed.together(self._packed.reduce.check, call)
 
@@ -482,12 +432,12 @@ class ShardedOptimizer(StatefulOptimizer):
         with packed.decider.refusal.held():
             bound = clip_bound(call, packed.originals, parameters, "max_norm", max_norm)
             check_norm(call, norm_type, packed.config.norm_type, error_if_nonfinite)
-        clip = self._pending_clip()
+        clip = self._clip.pending()
         self._reduce(call)
         decision = packed.decider.decide(bound, clip, call=call)
-        self._note_clip(decision)
+        self._clip.note(decision)
         if packed.reduce.shows:
-            self._clip_now()
+            self._clip.apply()
         return decision.norm.float()
 
     @_compat.uncompiled
@@ -514,11 +464,11 @@ class ShardedOptimizer(StatefulOptimizer):
         call, packed, bound = "clip_grad_value_", self._packed, math.inf
         with packed.decider.refusal.held():
             bound = clip_bound(call, packed.originals, parameters, "clip_value", clip_value)
-        clip = self._pending_clip()
+        clip = self._clip.pending()
         self._reduce(call)
         packed.decider.clip_value(bound, clip)
         if clip is not None:
-            self._note_clip(clip)
+            self._clip.note(clip)
 
     @property
     def divisor(self) -> float | Tensor:
@@ -602,7 +552,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def _decision(self) -> Decision:
         """A decision on the present gradients that no signal judges. Every rank must call it."""
-        decision = self._pending_clip()
+        decision = self._clip.pending()
         if decision is None:
             self._reduce("step")
             decision = self._packed.decider.decide(None, judges=False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
+from shardcast.optimizer.clipping import Clip
 from shardcast.optimizer.closing import close
 from shardcast.optimizer.full_state import FullState
 from shardcast.optimizer.groups import add_group, assign_groups
@@ -26,7 +27,6 @@ from shardcast.optimizer.state_view import (
     refuse_write,
 )
 from shardcast.plan.layout import Layout
-from shardcast.step.decide.decision import Decision
 
 # Those that load a rank's part on that rank: AcceleratedOptimizer() does so at once.
 KEEP_PARTS = ("shardcast", "accelerate.optimizer")
@@ -35,11 +35,10 @@ KEEP_PARTS = ("shardcast", "accelerate.optimizer")
 class StatefulOptimizer(torch.optim.Optimizer):
     """Groups, masters and state of the packs, for scripts and for torch's own helpers."""
 
-    _clipped: Decision | None = None  # by a clip, on the present gradients; loading forgets it
     _ready = False  # torch's own set-up fills in groups and state, which ours are already
 
     def __init__(self, packed: PackedOptimizer) -> None:
-        self._packed = packed
+        self._packed, self._clip = packed, Clip(packed.reduce)
         originals = packed.originals
         several = len(originals.optimizers) > 1
         super().__init__(originals.groups, {} if several else originals.optimizers[0].defaults)
@@ -230,7 +229,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             loaded = hook(self, loaded) or loaded
         self._states.apply(self._states.plan(loaded))
         self._full.note_loaded()
-        self._clipped = None
+        self._clip.note(None)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
