@@ -19,9 +19,8 @@ from shardcast.extensions.averages import Average, AverageOptions
 from shardcast.extensions.metrics import SquareSums
 from shardcast.memory.codecs import ROW, master_codec, moment_codec
 from shardcast.step.update import rules
-from shardcast.step.update.compiled_update import CompiledExecutor
 from shardcast.step.update.epilogues import Epilogue
-from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars
+from shardcast.step.update.fusion import CompiledExecutor, Executor, Fusion, UpdateScalars
 from shardcast.step.update.state import SUM_ROW
 
 BYTES = 30  # per element: gradient 2; master, moments and parameter 14 read and 14 written

@@ -48,6 +48,8 @@ CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
 BY_NAME = {"any_optimizer"}
 # What an option gives is of types of higher floors.
 DECLARES = "option_values.py"
+# Modules with imports in functions: of what needs a third-party package, or what mesh= asks for.
+INSIDE = {f"shardcast.{name}" for name in ("cli.launch", "run", "serving.kernels", "optimizer.api")}
 # Methods of the optimizer whose options the core asks for, by name still.
 ASKED = {"guard"}
 
@@ -74,26 +76,42 @@ def floor_of(name: str) -> int:
     return found[0] if found else len(FLOORS)  # shardcast/__init__.py names what is public
 
 
-def imports(path: Path, everywhere: bool) -> Iterator[str]:
-    """The modules of ours that ``path`` imports; at the top of the file, or also in functions.
+def imports(path: Path, types: bool = True) -> Iterator[str]:
+    """The modules of ours that ``path`` imports, in functions too; with those for types alone.
 
-    Not those that :data:`DECLARES` has for types alone.
+    Without those that :data:`DECLARES` has for types.
     """
-    known, tree = modules(), parsed(path.read_text())
-    if path == PACKAGE / DECLARES:
-        kept = [node for node in tree.body if not is_for_types(node)]
-        tree = ast.Module(body=kept, type_ignores=[])
-    for node in ast.walk(tree) if everywhere else tree.body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardcast"):
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in known else str(node.module)
-        elif isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name.startswith("shardcast"))
+    skipped = for_types(path) if not types or path == PACKAGE / DECLARES else set()
+    for node in ast.walk(parsed(path.read_text())):
+        if id(node) not in skipped:
+            yield from imported_by(node)
 
 
-def is_for_types(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+def imported_by(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardcast"):
+        inner = [f"{node.module}.{alias.name}" for alias in node.names]
+        return [name if name in modules() else str(node.module) for name in inner]
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names if alias.name.startswith("shardcast")]
+    return []
+
+
+def for_types(path: Path) -> set[int]:
+    """The nodes below ``if TYPE_CHECKING:``, which no program runs."""
+    nodes = ast.walk(parsed(path.read_text()))
+    blocks = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    return {id(node) for block in blocks for line in block.body for node in ast.walk(line)}
+
+
+def inside_functions() -> set[str]:
+    """The modules that import one of ours below the top of the file."""
+    found = set()
+    for name, path in modules().items():
+        tree = parsed(path.read_text())
+        skipped = for_types(path) | {id(node) for node in tree.body}
+        if any(imported_by(node) for node in ast.walk(tree) if id(node) not in skipped):
+            found.add(name)
+    return found
 
 
 def upward_arrows() -> list[str]:
@@ -101,7 +119,7 @@ def upward_arrows() -> list[str]:
         f"{name} imports {other}"
         for name, path in modules().items()
         if name != "shardcast"
-        for other in imports(path, everywhere=True)
+        for other in imports(path)
         if other != "shardcast" and floor_of(other) > floor_of(name)
         if not (name == ASSEMBLY and other.startswith("shardcast.extensions"))
     ]
@@ -114,13 +132,14 @@ def crossings() -> list[str]:
         for name, path in modules().items()
         if name.split(".")[1:2] and name.split(".")[1] in CORE
         if name != ASSEMBLY
-        for other in dict.fromkeys(imports(path, everywhere=True))
+        for other in dict.fromkeys(imports(path))
         if other.startswith(("shardcast.extensions", "shardcast.serving"))
     ]
 
 
 def cycles() -> list[str]:
-    arrows = {name: set(imports(path, everywhere=False)) for name, path in modules().items()}
+    """The modules whose imports, those in functions too, lead back to them."""
+    arrows = {name: set(imports(path, types=False)) for name, path in modules().items()}
     arrows = {name: {o for o in others if o in arrows} - {name} for name, others in arrows.items()}
     while arrows:  # take away what imports nothing that is left
         free = {name for name, others in arrows.items() if not others & arrows.keys()}
@@ -191,6 +210,10 @@ def test_imports_go_round_nowhere():
     assert cycles() == []
 
 
+def test_a_function_imports_only_what_needs_a_package_or_an_option():
+    assert inside_functions() == INSIDE
+
+
 def test_the_core_imports_nothing_of_what_is_optional():
     assert crossings() == []
     core = [path for name, path in modules().items() if name.split(".")[1:2] != ["extensions"]]
@@ -243,5 +266,20 @@ def test_the_checks_see_what_they_are_for(monkeypatch: pytest.MonkeyPatch):
     assert private_reads("class A:\n    def f(self, o):\n        self._a = o._a") == []
     arrows = {"a": ["b"], "b": ["a"]}
     monkeypatch.setattr("test_architecture.modules", lambda: {n: Path(n) for n in arrows})
-    monkeypatch.setattr("test_architecture.imports", lambda p, everywhere: arrows[str(p)])
+    monkeypatch.setattr("test_architecture.imports", lambda p, types: arrows[str(p)])
     assert cycles() == ["a", "b"]
+
+
+def test_the_checks_see_imports_in_functions_and_leave_out_those_for_types(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    one, two = tmp_path / "one.py", tmp_path / "two.py"
+    monkeypatch.setattr(
+        "test_architecture.modules", lambda: {"shardcast.one": one, "shardcast.two": two}
+    )
+    one.write_text("from shardcast.two import b\n")
+    two.write_text("if TYPE_CHECKING:\n    from shardcast.one import a\n")
+    assert cycles() == [] and inside_functions() == set()
+    two.write_text("def b():\n    from shardcast.one import a\n")
+    assert cycles() == ["shardcast.one", "shardcast.two"]
+    assert inside_functions() == {"shardcast.two"}

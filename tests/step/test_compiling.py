@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounter
 from shardcast import shard
 from shardcast.step.compiling import or_eager
 from shardcast.step.reduce import mean
-from shardcast.step.update import compiled_update
+from shardcast.step.update import fusion
 from shardcast.testing import SpawnedWorld
 
 pytestmark = [
@@ -32,12 +32,12 @@ def forgotten() -> Iterator[None]:
     try:
         torch._dynamo.reset()
         mean._kernel.cache_clear()
-        compiled_update._kernel.cache_clear()
+        fusion._kernel.cache_clear()
         yield
     finally:
         torch._dynamo.reset()
         mean._kernel.cache_clear()
-        compiled_update._kernel.cache_clear()
+        fusion._kernel.cache_clear()
 
 
 @contextlib.contextmanager

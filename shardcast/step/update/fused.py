@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,9 @@ from shardcast.step.decide.signal import to_device
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import Executor, UpdateScalars, choose_executor
+from shardcast.step.update.numbers_of_rules import RuleNumbers
 from shardcast.step.update.rules import NoRule, Rule
 from shardcast.step.update.state import Key, Range, ShardState, Update
-
-if TYPE_CHECKING:
-    from shardcast.step.update.numbers_of_rules import RuleNumbers
 
 WINDOW = 1 << 22  # elements that are on the device at a time where masters and state are not
 
@@ -264,8 +262,6 @@ class FusedUpdate(Update):
             memory[shard] = shard.grads.own, shard.pack.data, shard.master.first
         plan = _Plan(present, rules, self._active, memory, counting, is_steady, known, ranges)
         if not self._execute.on_host:
-            from shardcast.step.update.numbers_of_rules import RuleNumbers
-
             steps = self._steps
             for rule in dict.fromkeys(key.rule for key in known):
                 numbers = RuleNumbers(rule, known, steps, self._uniform, self._execute.keep)

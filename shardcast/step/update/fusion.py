@@ -2,7 +2,7 @@
 
 :func:`update_` is the only arithmetic of Adam, AdamW and SGD here, whatever codecs masters and
 moments have. It runs in two ways: eagerly, a piece at a time, and compiled, where decoded values
-are in registers only (:mod:`.compiled_update`). Traffic in bytes per element of AdamW with bf16
+are in registers only (:class:`CompiledExecutor`). Traffic in bytes per element of AdamW with bf16
 parameters (all but the gradient, which is read, is read and written): 30; with ``moments: bf16``
 22; with ``split16`` too 18.3; with ``split16`` and ``int8`` 14.5.
 
@@ -12,6 +12,7 @@ a script has written, becomes the master before the rule.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,10 +21,11 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
+from shardcast._compat import inductor
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Codec, Pieces, shown, take_shown_
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.compiling import compiles
+from shardcast.step.compiling import compiles, or_eager
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
 from shardcast.step.update.rules import Rule
 
@@ -311,11 +313,53 @@ def in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> No
         update_(in_kernel, piece, *others)
 
 
+class CompiledExecutor(Executor):
+    """Runs :func:`update_` on each range as one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(on_host=False)
+        self._run = _compiled
+
+    def keep(self, numbers: Tensor) -> Tensor:
+        """Return the same memory, no view: a graph would be bound to what it is a view of."""
+        if numbers.dim() > 1:  # one graph for tables of any number of rows
+            return _compat.rows_of(numbers, numbers.shape[1])
+        return _compat.constants_of(numbers)
+
+    def _whole(self, rows: int, row: int) -> tuple[int, int]:
+        least = 2  # one graph serves any number of rows but 0 and 1
+        return rows if rows >= least else 0, least
+
+    def _in_rows(self, fusion: Fusion, operands: Sequence[Tensor]) -> list[Tensor]:
+        """View the same memory as rows.
+
+        Their fixed length lets a compiler see that addresses are multiples of 16 bytes, which it
+        then moves at a time.
+        """
+        row, counts = fusion.row, fusion.counts
+        pairs = zip(operands, counts, strict=True)
+        return [_compat.rows_of(tensor, 0 if count < row else row) for tensor, count in pairs]
+
+
+def _compiled(
+    fusion: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars, factor: Tensor | None,
+    skip: Tensor | None,
+) -> None:  # fmt: skip
+    """Run one kernel for all operands of these dtypes, with or without a factor and a skip."""
+    dtypes = tuple(tensor.dtype for tensor in operands)
+    run = _kernel(fusion, dtypes, factor is None, skip is None)
+    run(fusion, operands, numbers, factor, skip)
+
+
+@functools.cache  # one compiled function, so that models of one process share its graph
+def _kernel(fusion: Fusion, dtypes: tuple[torch.dtype, ...], *_: bool) -> Callable[..., None]:
+    name = f"the update by {fusion.rule} of gradients in {dtypes[0]}"
+    return or_eager(inductor.compiled(update_), in_pieces, name)
+
+
 def choose_executor(config: ShardcastConfig, device: torch.device) -> Executor:
     """Choose how to run the update on ``device``; raises as :func:`compiles` does."""
     is_host = _compat.is_host(device)
     if compiles(config, device):
-        from shardcast.step.update.compiled_update import CompiledExecutor
-
         return CompiledExecutor()
     return Executor(on_host=is_host)

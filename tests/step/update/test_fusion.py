@@ -28,8 +28,7 @@ import shardcast
 from shardcast.extensions.split_masters import Split16
 from shardcast.memory.codecs import Codec, moment_codec
 from shardcast.step.update import fusion, rules
-from shardcast.step.update.compiled_update import CompiledExecutor
-from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars
+from shardcast.step.update.fusion import CompiledExecutor, Executor, Fusion, UpdateScalars
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(120)

@@ -18,8 +18,13 @@ from shardcast import ShardcastConfig
 from shardcast.memory.codecs import Codec
 from shardcast.optimizer.stateful import packed_of
 from shardcast.step.update import rules
-from shardcast.step.update.compiled_update import CompiledExecutor
-from shardcast.step.update.fusion import Executor, Fusion, UpdateScalars, choose_executor
+from shardcast.step.update.fusion import (
+    CompiledExecutor,
+    Executor,
+    Fusion,
+    UpdateScalars,
+    choose_executor,
+)
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast import _compat
-from shardcast.step.update import compiled_update, fusion
+from shardcast.step.update import fusion
 from shardcast.step.update.state import ShardState
 
 pytestmark = pytest.mark.timeout(60)
@@ -22,7 +22,7 @@ SIZES = (3, 700, 64, 130, 64, 1, 2000, 129, 513, 64, 320, 77, 640)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU passes for an accelerator, and compiled functions run as they are."""
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
-    monkeypatch.setattr(compiled_update, "_kernel", lambda *_: fusion.in_pieces)
+    monkeypatch.setattr(fusion, "_kernel", lambda *_: fusion.in_pieces)
 
 
 def optimizer_of(group: Any, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **fields: Any):
@@ -130,7 +130,7 @@ def test_all_that_a_kernel_is_given_begins_at_a_multiple_of_16_bytes(
     def run(_fusion: Any, operands: Any, numbers: Any, factor: Any, skip: Any) -> None:
         given.extend([*operands, numbers.rule, factor, skip])
 
-    monkeypatch.setattr(compiled_update, "_kernel", lambda *_: run)
+    monkeypatch.setattr(fusion, "_kernel", lambda *_: run)
     trained(kind, {})
     assert {tensor.data_ptr() % 16 for tensor in given} == {0} and len(given) > 100
 
@@ -141,7 +141,7 @@ def test_a_rule_has_one_graph_for_all_lengths_rates_and_absent_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
-    compiled_update._kernel.cache_clear()
+    fusion._kernel.cache_clear()
     torch._dynamo.reset()
     counts = torch._dynamo.utils.counters["stats"]
     before = counts["unique_graphs"]
@@ -164,7 +164,7 @@ def test_a_kernel_updates_all_groups_of_a_pack_at_once(monkeypatch: pytest.Monke
         in_pieces(fusion, operands, *others)
 
     in_pieces = fusion.in_pieces
-    monkeypatch.setattr(compiled_update, "_kernel", lambda *_: run)
+    monkeypatch.setattr(fusion, "_kernel", lambda *_: run)
     model, optimizer = optimizer_of(None, pack_params=None)
     for param in model:
         param.grad = torch.ones_like(param)
