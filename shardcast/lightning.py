@@ -38,7 +38,7 @@ from shardcast.optimizer.frameworks import (
     with_buffers,
 )
 from shardcast.optimizer.handles import OptimizerHandle
-from shardcast.optimizer.model import is_marked
+from shardcast.optimizer.model import is_sharded
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.state_dict import load_step_state, step_state
 from shardcast.optimizer.stateful import packed_of
@@ -378,7 +378,7 @@ class ShardcastStrategy(DDPStrategy):
         The state stays for ``trainer.save_checkpoint``, until the next fit or the trainer's end.
         """
         for sharded in self.precision_plugin.sharded:
-            if is_marked(packed_of(sharded).model):
+            if is_sharded(packed_of(sharded).model):
                 sharded.close(restore=False)
         optimizers, self.optimizers = self.optimizers, []  # no part of them moves to the host
         super().teardown()

@@ -41,7 +41,7 @@ from shardcast.optimizer.frameworks import (
     scale_loss,
     with_buffers,
 )
-from shardcast.optimizer.model import is_marked
+from shardcast.optimizer.model import is_sharded
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.optimizer.stateful import packed_of
 from shardcast.plan.precision import MASTER_DTYPE
@@ -176,7 +176,7 @@ class ShardcastAccelerator(Accelerator):
                 "model, shardcast reduces the gradients itself"
             )
         placed: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
-        watched = inner in self._owners or inner in self._unsharded or is_marked(inner)
+        watched = inner in self._owners or inner in self._unsharded or is_sharded(inner)
         if not (watched or evaluation_mode) and any(p.requires_grad for p in inner.parameters()):
             watch = partial(guards.refuse_training, self.mixed_precision, self.num_processes)
             self._unsharded[inner] = inner.register_forward_pre_hook(watch)

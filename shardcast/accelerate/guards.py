@@ -13,7 +13,7 @@ from torch import nn
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.frameworks import following, models_of
-from shardcast.optimizer.model import is_marked
+from shardcast.optimizer.model import is_sharded
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = ("lm_head", "classifier", "score", "qa_outputs", "proj_out")  # in transformers
@@ -118,7 +118,7 @@ def _refuse(name: str, where: str) -> None:
 
 def refuse_sharded(models: Iterable[nn.Module]) -> None:
     """A model that an earlier optimizer still shards: two would undo each other's updates."""
-    if any(map(is_marked, models)):
+    if any(map(is_sharded, models)):
         raise RuntimeError(
             "prepare: the model is sharded with another optimizer, of an accelerator or Trainer "
             "before this one; end that training first with its accelerator.free_memory(model) "
@@ -152,7 +152,7 @@ def check_prepared(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
 
 def refuse_training(mixed_precision: str, processes: int, model: nn.Module, _args: Any) -> None:
     """Forward pre-hook of a trainable model whose optimizer was not prepared."""
-    if not model.training or not torch.is_grad_enabled() or is_marked(model):
+    if not model.training or not torch.is_grad_enabled() or is_sharded(model):
         return
     remedy = (
         "prepare both, accelerator.prepare(model, optimizer, ...), before training. A model that "

@@ -21,7 +21,7 @@ from shardcast.keywords import Keywords
 from shardcast.memory.aliases import Alias, find_aliases
 from shardcast.optimizer import setup
 from shardcast.optimizer.memory_report import summary_of
-from shardcast.optimizer.model import called_by_script, is_marked, joined, waiting_restores
+from shardcast.optimizer.model import called_by_script, is_sharded, joined, waiting_restores
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.products import warn_of_slow_products
 from shardcast.optimizer.rest import convert_rest, warn_of_averages
@@ -291,7 +291,7 @@ def _check(
     if not optimizers:
         raise ValueError("optimizer: expected at least one, got an empty list")
     sharded = any(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers)
-    if sharded or any(is_marked(module) for stage in stages for module in called_by_script(stage)):
+    if sharded or any(is_sharded(module) for stage in stages for module in called_by_script(stage)):
         raise RuntimeError(
             "shard() was called before on this model or optimizer; call it once, with one "
             "optimizer or a list of them that has all parameters: shard(model, [muon, adamw]); for "

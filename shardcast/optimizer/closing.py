@@ -14,7 +14,7 @@ from shardcast.memory.aliases import tie
 from shardcast.memory.codecs import shown
 from shardcast.memory.shard import Shard
 from shardcast.messages import warn
-from shardcast.optimizer.model import mark, unmark
+from shardcast.optimizer.model import forget_model, note_model
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.rest import restore_rest
 from shardcast.plan.precision import MASTER_DTYPE
@@ -39,7 +39,7 @@ def _end(packed: PackedOptimizer) -> None:
     packed.is_closed = True
     later = partial(_restore, packed, MASTER_DTYPE)
     for module in {*packed.stages, *packed.called}:
-        mark(module, restore=later)
+        note_model(module, restore=later)
     for param in _params(packed):
         note = packed_param.note_of(param)
         if note is not None and note.is_held:
@@ -53,7 +53,7 @@ def _end(packed: PackedOptimizer) -> None:
 def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
     """Give parameters and buffers back, in ``dtype`` or as they were given. Collective."""
     for module in {*packed.stages, *packed.called}:
-        unmark(module)
+        forget_model(module)
     for param in _params(packed):
         packed_param.forget(param)
     if not all(shard.pack.comm.is_alive for shard in packed.shards):

@@ -24,7 +24,7 @@ from shardcast.plan.pack_groups import PLAIN
 from shardcast.step.decide.loads import Loads
 from shardcast.step.sync.sync import Sync
 
-MARK = "_shardcast_model"  # attribute of a model that is sharded, or was
+NOTE = "_shardcast_model"  # attribute of a model that is sharded, or was
 WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
 
 
@@ -137,19 +137,19 @@ class ShardedModel:
         return type(None), ()
 
 
-def mark(model: nn.Module, restore: Callable[[], None] | None = None) -> None:
+def note_model(model: nn.Module, restore: Callable[[], None] | None = None) -> None:
     """Note that ``model`` is sharded; or was, and that ``restore`` gives it back in fp32."""
-    setattr(model, MARK, ShardedModel(restore))
+    setattr(model, NOTE, ShardedModel(restore))
 
 
-def unmark(model: nn.Module) -> None:
+def forget_model(model: nn.Module) -> None:
     """Take the note away, if there is one."""
-    vars(model).pop(MARK, None)
+    vars(model).pop(NOTE, None)
 
 
-def is_marked(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Return whether ``model`` itself, not the model it was copied from, is sharded."""
-    note: ShardedModel | None = getattr(model, MARK, None)
+    note: ShardedModel | None = getattr(model, NOTE, None)
     return note is not None and note.restore is None
 
 
@@ -157,7 +157,7 @@ def waiting_restores(models: Iterable[nn.Module]) -> list[Callable[[], None]]:
     """Return what gives these models, or a part of them, back in fp32, each once."""
     notes: list[ShardedModel | PackedParam | None] = []
     for model in models:
-        notes += [getattr(model, MARK, None), *map(note_of, model.parameters())]
+        notes += [getattr(model, NOTE, None), *map(note_of, model.parameters())]
     return list(dict.fromkeys(note.restore for note in notes if note and note.restore))
 
 

@@ -17,7 +17,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory import packed_param
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.optimizer.forwards import install_casts
-from shardcast.optimizer.model import ModelHooks, Tree, called_by_script, mark
+from shardcast.optimizer.model import ModelHooks, Tree, called_by_script, note_model
 from shardcast.optimizer.setup import Plan
 from shardcast.option_values import CALLS
 from shardcast.plan.layout import Layout
@@ -102,7 +102,7 @@ class PackedOptimizer:
         self.step_hooks: tuple[StepHook, ...] = ()
         self.outside = plan.outside
         for module in {*self.stages, *self.called}:
-            mark(module)
+            note_model(module)
         given = self.given_dtype_of()
         for param in plan.outside.values():
             if given.get(param, param.dtype) != param.dtype:
