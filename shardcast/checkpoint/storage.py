@@ -25,7 +25,7 @@ from shardcast.comm import warn_first
 CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 _told = set[int]()  # devices of which a warning was given
 BUFFER = 1 << 16  # bytes; torch.save makes some 40 writes for a small tensor
-PIECE = 1 << 23  # bytes that are written and hashed at a time
+WRITTEN = 1 << 23  # bytes that are written and hashed at a time
 LARGE = 1 << 20  # bytes from which a piece is hashed while it is written: a thread costs 0.1 ms
 BESIDE = 1 << 26  # bytes after which a file is flushed while it is written
 
@@ -121,7 +121,7 @@ class HashingFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         """Append a piece of ``data``, whole."""
-        piece, written = memoryview(data)[:PIECE], 0
+        piece, written = memoryview(data)[:WRITTEN], 0
         hashing = Beside("hash", lambda: self.sha256 and self.sha256.update(piece))
         if len(piece) < LARGE:
             hashing.run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as match
 from typing import Any, ClassVar
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from shardcast.memory.codecs import Codec, Encoded, in_rows
-from shardcast.memory.shard import PIECE, Shard
+from shardcast.memory.shard import Shard
+from shardcast.memory.slices import slices
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option
 from shardcast.step.decide.decision import Decision
@@ -64,7 +65,7 @@ class Before:
         self._shard, self._published = shard, shard.published.clone()
         device, numel = shard.published.device, shard.published.numel()
         self._masters = Encoded(Codec(), numel, shard.master.row, device, on_host=shard.on_host)
-        for part in _pieces(numel):
+        for part in slices(numel):
             self._masters.write(part, shard.master.read(part))
 
     def count(self, sums: RowSums) -> None:
@@ -72,18 +73,13 @@ class Before:
         if not sums.segments.numel():  # nothing was measured yet
             return
         swallowed = sums.values[SquareSums.sums.index("swallowed")]
-        for part in _pieces(self._published.numel()):
+        for part in slices(self._published.numel()):
             moved = self._shard.master.read(part) != self._masters.read(part)
             # As numbers: of coarse forms many values are zeros, and another sign is no change.
             stayed = self._shard.published[part] == self._published[part]
             both = in_rows((moved & stayed).float(), sums.row).sum(-1)
             first = part.start // sums.row
             swallowed[first : first + len(both)] += both
-
-
-def _pieces(numel: int) -> Iterator[slice]:
-    for start in range(0, numel, PIECE):
-        yield slice(start, min(start + PIECE, numel))
 
 
 class Metrics(StepHook):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18  # elements hashed at a time
+from shardcast.memory.slices import slices
+
+HASHED = 1 << 18  # elements at a time
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, in 64 bits with a sign
 ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -19,8 +21,7 @@ def hash_of(values: Tensor, index: Tensor, key: int) -> Tensor:
     """0-dim int64 of the bits of ``values``, of any dtype, each at its ``index``."""
     bits = bits_of(values)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
+    for part in slices(bits.numel(), HASHED):
         places = _mixed(index[part].to(bits.device) * GOLDEN + key)
         total += _mixed(places ^ (bits[part].long() * GOLDEN)).sum()
     return total

@@ -19,12 +19,12 @@ from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Encoded, master_codec, row_of, shown, take_shown_
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
+from shardcast.memory.slices import slices
 from shardcast.plan.layout import Fragment, PackLayout, Slot
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.plan.publishing import publishing_of
 
 FILL = 1 << 16  # masters that are encoded at a time
-PIECE = 1 << 22  # masters that are compared with what is published at a time
 
 
 class Shard:
@@ -216,8 +216,7 @@ class Shard:
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters into the own span of the pack."""
-        for start in range(0, self.published.numel(), PIECE) if self.casts else ():
-            piece = slice(start, start + PIECE)
+        for piece in slices(self.published.numel()) if self.casts else ():
             masters = self.master.read(piece)
             self.tell(piece, self.published[piece], masters)
             self.published[piece].copy_(masters)
@@ -262,8 +261,7 @@ class Shard:
         self.forget_before_load()
         if not self.casts:
             return
-        for start in range(0, self.published.numel(), PIECE):
-            part = slice(start, start + PIECE)
+        for part in slices(self.published.numel()):
             masters = self.master.read(part)  # plain ones are the memory itself
             self.tell(part, masters, self.published[part])
             take_shown_(masters, self.published[part])
@@ -279,8 +277,7 @@ class Shard:
         Returns whether there are any; waits for the device.
         """
         found = False
-        for start in range(0, self.published.numel(), PIECE) if self._is_apart else ():
-            part = slice(start, start + PIECE)
+        for part in slices(self.published.numel()) if self._is_apart else ():
             last, now = self._cast_of(part, self.master.read(part)), self.published[part]
             if not torch.equal(last.view(torch.int16), now.view(torch.int16)):
                 self.tell(part, last, now)

@@ -21,7 +21,8 @@ from shardcast._compat import dtensor
 from shardcast.comm import Comm
 from shardcast.memory.hashing import bits_of, hash_of
 from shardcast.memory.pack import Pack
-from shardcast.memory.shard import PIECE, Shard
+from shardcast.memory.shard import Shard
+from shardcast.memory.slices import slices
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_view import is_elementwise
 from shardcast.plan.layout import Fragment
@@ -497,10 +498,9 @@ def _refuse_differences(packed: PackedOptimizer, of_slots: Mapping[Place, list[E
 
 def _hash(values: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for start in range(0, values.numel(), PIECE):
-        part = values[start : start + PIECE]
-        places = torch.arange(start, start + part.numel(), device=values.device)
-        total += hash_of(part, places, 0)
+    for part in slices(values.numel()):
+        places = torch.arange(part.start, part.stop, device=values.device)
+        total += hash_of(values[part], places, 0)
     return total
 
 

@@ -21,11 +21,11 @@ from shardcast.plan.publishing import publishing_of
 from shardcast.plan.whole import assign_owners, plan_whole
 
 MIB = 1024 * 1024
-# Without pack_mb a pack has at least PACK bytes, and PIECE for each rank, so that what a rank sends
-# to another one does not shrink as the world grows (Megatron-LM's buckets grow in the same way, by
-# a million parameters for each rank). No more than MOST: two packs are on their way at a time, and
-# the buffers that receive them are as long. At 4,096 ranks a piece is PIECE still.
-PACK, PIECE, MOST = 16 * MIB, MIB // 4, 1024 * MIB
+# Without pack_mb a pack has at least PACK bytes, and MESSAGE for each rank, so that what a rank
+# sends to another one does not shrink as the world grows (Megatron-LM's buckets grow in the same
+# way, by a million parameters for each rank). No more than MOST: two packs are on their way at a
+# time, and the buffers that receive them are as long. At 4,096 ranks it is MESSAGE still.
+PACK, MESSAGE, MOST = 16 * MIB, MIB // 4, 1024 * MIB
 
 
 def describe(
@@ -119,7 +119,7 @@ def plan_packs(
     pack_mb, pack_params, alone = config.pack_mb, config.pack_params, config.unpacked_first
     bins: list[list[ParamInfo]] = [[param] for param in params[:alone]]
     parallel_dims = ParallelDims(world) if isinstance(world, int) else world
-    grown = min(max(PACK, PIECE * parallel_dims.world_size), MOST)
+    grown = min(max(PACK, MESSAGE * parallel_dims.world_size), MOST)
     most = grown if pack_mb is None else int(pack_mb * MIB)
     open_bins: dict[PackKey, list[ParamInfo]] = {}  # the last pack of each kind
     filled: dict[PackKey, int] = {}  # its bytes

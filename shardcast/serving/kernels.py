@@ -18,7 +18,7 @@ from shardcast.serving.forms import FORMS, Form
 from shardcast.step.compiling import compiles, or_eager
 
 BITS = torch.int16  # what bf16 values are written as, see Form.dequantize_bits
-CHUNK = 1 << 17  # elements per eager call on a CPU: all temporaries stay in its cache
+CACHED = 1 << 17  # elements per eager call on a CPU: all temporaries stay in its cache
 
 Kernel = Callable[..., None]
 
@@ -83,7 +83,7 @@ class Kernels:
     def _rows(self, values: Tensor) -> int:
         """Return the rows of one call on a CPU."""
         height = self._form.block_rows
-        return max(1, CHUNK // (height * values.shape[-1])) * height
+        return max(1, CACHED // (height * values.shape[-1])) * height
 
     def _compiles(self, device: torch.device) -> bool:
         """Return whether kernels are compiled; on a CPU that takes longer than it saves."""

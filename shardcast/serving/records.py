@@ -27,10 +27,10 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Codec, Encoded, Pieces, row_of
 from shardcast.memory.shard import Shard
+from shardcast.memory.slices import slices
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
 
 MARKS = "changes"  # the name of the epilogue's state
-PIECE = 1 << 22  # elements that are looked at a time
 BYTE = 8  # elements
 GATHER = 0x0102040810204080
 INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes
@@ -200,14 +200,14 @@ class MarkedChanges(Changed):
         if self._told is not None:
             return _differing(self._told, self._shard.published, start, stop)
         places = []
-        for begin in range(start, stop, PIECE):
-            (marks,) = self._marks.fetch(slice(begin, min(begin + PIECE, stop)))
+        for part in slices(stop, start=start):
+            (marks,) = self._marks.fetch(part)
             octets = marks.view(torch.uint8)
             count = min(self._row, BYTE)  # of elements in each
             lanes = torch.arange(count, dtype=torch.uint8, device=marks.device)
             marked = octets.nonzero().view(-1)  # waits for the device
             number, lane = ((octets[marked][:, None] >> lanes) & 1).nonzero().unbind(1)
-            places.append(marked[number] * count + lane + (begin - start))
+            places.append(marked[number] * count + lane + (part.start - start))
         return torch.cat(places)
 
     def tell(self, is_written: bool) -> None:

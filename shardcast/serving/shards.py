@@ -19,7 +19,8 @@ from torch import Tensor
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import shown
 from shardcast.memory.pack import Pack
-from shardcast.memory.shard import PIECE, Shard
+from shardcast.memory.shard import Shard
+from shardcast.memory.slices import slices
 from shardcast.plan.layout import Fragment, PackLayout, Slot
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.plan.publishing import Publishing, Wire
@@ -121,8 +122,7 @@ class BlockShard(Shard):
     def absorb(self, publishes: bool = False) -> None:
         self.forget_before_load()
         written = False
-        for start in range(0, self.published.numel(), PIECE):
-            part = slice(start, start + PIECE)
+        for part in slices(self.published.numel()):
             masters = self.master.read(part)
             if self._kernels.take_written(masters, self.published[part], self._last[part]):
                 self.master.write(part, masters)

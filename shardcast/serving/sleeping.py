@@ -14,7 +14,7 @@ from torch import Tensor
 from shardcast._compat import storages
 from shardcast.memory.shard import Shard
 
-PIECE = 1 << 26  # bytes that go through host memory into a file at a time
+MOVED = 1 << 26  # bytes that go through host memory into a file at a time
 
 
 class Place(NamedTuple):
@@ -66,7 +66,7 @@ class Memory:
             self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pins)
             self._host.copy_(values, non_blocking=True)
             return
-        for piece in values.split(PIECE):
+        for piece in values.split(MOVED):
             file.write(_buffer(piece.cpu()))
 
     def free(self) -> None:
@@ -90,7 +90,7 @@ class Memory:
             assert self._host is not None
             values.copy_(self._host, non_blocking=True)
             return values.untyped_storage()
-        for piece in values.split(PIECE):
+        for piece in values.split(MOVED):
             on_host = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
             if file.readinto(_buffer(on_host)) != len(piece):  # type: ignore[attr-defined]
                 raise OSError("wake: the file of a sleeping optimizer is shorter than it was")

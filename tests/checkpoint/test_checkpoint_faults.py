@@ -355,7 +355,7 @@ def test_any_other_flush_that_fails_is_an_error(
 def test_a_long_file_is_flushed_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(storage, "PIECE", 1 << 11)
+    monkeypatch.setattr(storage, "WRITTEN", 1 << 11)
     monkeypatch.setattr(storage, "BESIDE", 1 << 12)
     sizes, fsync, data = list[int](), os.fsync, os.urandom(100_000)
     begun = threading.Event()

@@ -18,7 +18,7 @@ import shardcast
 from shardcast.comm import Comm
 from shardcast.plan.algorithms import Topology
 from shardcast.plan.layout import Layout, ParamInfo
-from shardcast.plan.packing import MIB, PIECE, plan_packs, with_algorithms
+from shardcast.plan.packing import MESSAGE, MIB, plan_packs, with_algorithms
 from shardcast.testing import Collective, fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -106,11 +106,11 @@ def test_a_step_takes_the_host_no_more_calls_in_a_larger_world():
 @pytest.mark.parametrize("world_size", [*WORLDS, 4096])
 def test_no_message_of_a_7_b_model_is_shorter_than_256_kib_and_none_is_added(world_size: int):
     layout = layout_of(world_size)
-    assert shortest_message(layout) >= PIECE == MIB // 4
+    assert shortest_message(layout) >= MESSAGE == MIB // 4
     assert len(layout.packs) <= len(layout_of(8).packs) <= 226
     assert sum(len(pack.slots) for pack in layout.packs) == 291
     largest = max(pack.numel * 2 for pack in layout.packs)
-    bound = max(16 * MIB, world_size * PIECE)
+    bound = max(16 * MIB, world_size * MESSAGE)
     assert largest < 2 * bound + 32000 * 4096 * 2, "no more memory than two of the least packs"
     assert algorithms(layout, "sync") == {"all_gather"}
 
@@ -129,7 +129,7 @@ def test_pack_mb_is_honoured_in_every_world_and_makes_short_messages():
     single = {slot.name for _, slot in layout.slots() if slot.numel * 2 > 16 * MIB}
     for pack in layout.packs:
         assert pack.numel * 2 <= 17 * MIB or pack.slots[0].name in single
-    assert shortest_message(layout) < PIECE
+    assert shortest_message(layout) < MESSAGE
 
 
 def test_whole_parameters_are_broadcast_by_the_ranks_that_own_some():

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.memory.slices import slices
 from shardcast.step.history import listed
 
-CHUNK = 1 << 22  # elements that are added up at a time, as 8 bytes each
 ODD = 0x1E3779B97F4A7C15  # tells the order of chunks
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -68,8 +68,8 @@ class Loads:
 def _hash(param: Tensor) -> int:
     data = _compat.local_tensor(param).detach().reshape(-1)
     words, total = data.view(BITS[data.element_size()]), 0
-    for start in range(0, words.numel(), CHUNK):
-        piece = words[start : start + CHUNK].long()
+    for part in slices(words.numel()):
+        piece = words[part].long()
         weights = torch.arange(1, 1 + piece.numel(), device=piece.device)
         total = (total * ODD + int((piece * weights).sum())) % (1 << 64)
     return total

@@ -18,12 +18,12 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.memory.gradients import Gradients
+from shardcast.memory.slices import CHUNK, slices
 from shardcast.plan.layout import GroupId, with_values
 from shardcast.plan.originals import OptimizerList
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import Signal, to_device
 
-CHUNK = 1 << 16  # elements whose squares are summed at a time on CPU: stays in cache
 LIMITS = 64  # bounds that are kept on the device; a schedule may have one for each step
 EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -259,8 +259,8 @@ class PNorm:
         """Return the power of a 1-d span of the host, 0-dim."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         scratch = torch.empty(CHUNK, dtype=torch.float64)
-        for start in range(0, own.numel(), CHUNK):
-            piece = own[start : start + CHUNK]
+        for part in slices(own.numel(), CHUNK):
+            piece = own[part]
             if self._p == 2.0:
                 doubles = scratch[: piece.numel()].copy_(piece)
                 total += torch.dot(doubles, doubles)

@@ -17,11 +17,10 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast._compat import inductor
 from shardcast.config import ShardcastConfig
+from shardcast.memory.slices import CHUNK, LAUNCH, slices
 from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.compiling import compiles, or_eager
 
-CHUNK = 1 << 16  # elements summed at a time on CPU: the fp32 accumulator stays in cache
-PIECE = 1 << 24  # the same on an accelerator, where each operation is a kernel launch
 ROW = 16  # elements: two or four loads of 16 bytes
 # For how many ranks it is compiled: each one's piece is an operand of the kernel, and division by
 # a power of two is exact in whatever way a compiler divides.
@@ -109,9 +108,7 @@ def divide_(
 
 def chunks(tensor: Tensor) -> Iterator[slice]:
     """Give ranges of a 1-d tensor whose fp32 copy stays in the cache of a CPU."""
-    chunk = CHUNK if _compat.is_host(tensor.device) else PIECE
-    for start in range(0, tensor.numel(), chunk):
-        yield slice(start, min(start + chunk, tensor.numel()))
+    yield from slices(tensor.numel(), CHUNK if _compat.is_host(tensor.device) else LAUNCH)
 
 
 def is_exact(size: int) -> bool:

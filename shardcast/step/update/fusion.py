@@ -24,13 +24,13 @@ from shardcast import _compat
 from shardcast._compat import inductor
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Codec, Pieces, shown, take_shown_
+from shardcast.memory.slices import LAUNCH
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.compiling import compiles, or_eager
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
 from shardcast.step.update.rules import Rule
 
-CHUNK = 1 << 18  # elements per thread and eager call on a CPU: all operands stay in its cache
-PIECE = 1 << 24  # elements per eager call on an accelerator, where each is a kernel launch
+CACHED = 1 << 18  # elements per thread and eager call on a CPU: all operands stay in its cache
 RULE_STATES = 4  # chances that are the rule's; those of epilogues come after them
 VECTOR = 16  # fp32 elements of the longest vector of a CPU
 
@@ -308,7 +308,7 @@ class Executor:
 def in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> None:
     """Run the eager form, which allocates several times its operands, a piece at a time."""
     on_cpu = _compat.is_host(operands[0].device)
-    rows = max(1, (CHUNK * torch.get_num_threads() if on_cpu else PIECE) // in_kernel.row)
+    rows = max(1, (CACHED * torch.get_num_threads() if on_cpu else LAUNCH) // in_kernel.row)
     for piece in zip(*(tensor.split(rows) for tensor in operands), strict=True):
         update_(in_kernel, piece, *others)
 

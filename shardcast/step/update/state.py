@@ -14,7 +14,8 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Encoded, moment_codec, row_of
-from shardcast.memory.shard import PIECE, Shard
+from shardcast.memory.shard import Shard
+from shardcast.memory.slices import slices
 from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
@@ -84,8 +85,7 @@ class ShardState:
             numbers = self._unbegun[name]
             for number in numbers:
                 part = self.part(number)
-                for start in range(part.start, part.stop, PIECE):
-                    piece = slice(start, min(start + PIECE, part.stop))
+                for piece in slices(part.stop, start=part.start):
                     self.encoded(name).write(piece, self.shard.shown(piece))
             numbers.clear()
 

@@ -122,7 +122,7 @@ def test_where_an_update_is_cut_does_not_show(
     for step, grad in enumerate(gradients(3), 1):
         uncut.run(executor, grad, step)
         with monkeypatch.context() as patch:
-            patch.setattr(fusion, "CHUNK", 128)
+            patch.setattr(fusion, "CACHED", 128)
             for start, stop in ((0, 64), (64, 640), (640, 1216), (1216, NUMEL)):
                 cut.run(executor, grad, step, part=slice(start, stop))
         assert_same_bits(uncut.bits(), cut.bits())

@@ -125,7 +125,7 @@ def test_the_fused_kernel_gives_the_same_bits_wherever_ranks_packs_and_chunks_cu
     assert_same_bits(expected, trained(None, make, pack_params=2))
     for found in run_world(3, lambda group: trained(group, make, alignment=8))[0]:
         assert_same_bits(expected, found)
-    monkeypatch.setattr("shardcast.step.update.fusion.CHUNK", 64)
+    monkeypatch.setattr("shardcast.step.update.fusion.CACHED", 64)
     assert_same_bits(expected, trained(None, make))
 
 
