@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()
-LOOP = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+(LOOP,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 BEFORE, AFTER = ("".join(re.findall(rf"^[ {sign}](.*\n)", LOOP, re.M)) for sign in "-+")
 
 
@@ -88,7 +88,7 @@ class GPT(nn.Module):
 
 
 def looped(_group: Any, code: str, dtype: torch.dtype, path: str) -> tuple[list[float], Tensor]:
-    """What the loop of README evaluates to on rank 0, and its last weights; stopped, resumed."""
+    """What the loop of the page evaluates to on rank 0, and its last weights; stopped, resumed."""
     torch.manual_seed(0)
     tokens = torch.randint(16, (192,))
     data = torch.utils.data.TensorDataset(tokens, (tokens * 5 + 3) % 16)
@@ -105,7 +105,9 @@ def looped(_group: Any, code: str, dtype: torch.dtype, path: str) -> tuple[list[
         "ACCUMULATE": 3, "STEPS": 12,
     }  # fmt: skip
     for epochs in (1, 3):
-        exec(compile(code, "README.md", "exec"), {**scope, "EPOCHS": epochs}, result := {})
+        exec(
+            compile(code, "docs/coming-from.md", "exec"), {**scope, "EPOCHS": epochs}, result := {}
+        )
         dist.barrier()  # rank 0 alone writes the checkpoint of plain torch
     weights = [p.detach().flatten().float() for p in result["model"].parameters()]
     return losses, torch.cat(weights)

@@ -153,7 +153,7 @@ def test_the_list_of_examples_has_each_once():
     assert sorted(listed) == EXAMPLES and listed[0] == "minimal"
 
 
-@pytest.mark.parametrize("page", ["hybrid", "testing"])
+@pytest.mark.parametrize("page", ["getting-started", "hybrid", "testing"])
 def test_the_fragments_of_a_page_are_those_of_its_examples(page: str):
     """Where a page names an example, the next fragments are lines of it."""
     sections = re.split(r"\(\.\./examples/(\w+)\.py\)", (ROOT / f"docs/{page}.md").read_text())

@@ -20,7 +20,7 @@ from shardcast.testing import SpawnedWorld
 
 pytestmark = pytest.mark.timeout(120)
 
-PAGE = (Path(__file__).parents[1] / "docs" / "several-models.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "optimizers.md").read_text()
 # Per script, widths of its models and of the two tensors of a batch.
 SCRIPTS: dict[str, tuple[dict[str, tuple[int, int]], tuple[int, int]]] = {
     "GAN with two learning rates": ({"generator": (4, 2), "critic": (2, 1)}, (2, 4)),
@@ -69,7 +69,7 @@ def trained(_group: Any, section: str, shard: Any) -> list[Tensor]:
     }  # fmt: skip
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(compile(code, "docs/several-models.md", "exec"), scope)
+    exec(compile(code, "docs/optimizers.md", "exec"), scope)
     nets = [*models.values(), *([scope["target"]] if "target" in scope else [])]
     weights = [param.detach().clone() for net in nets for param in net.parameters()]
     assert all(not torch.equal(new, old) for new, old in zip(weights, begun, strict=False))
@@ -86,4 +86,5 @@ def test_a_script_of_the_page_trains_as_with_plain_optimizers(gloo: SpawnedWorld
 
 
 def test_every_script_of_the_page_is_tried():
-    assert PAGE.count("```python") == len(SCRIPTS)
+    scripts = PAGE.split("\n## GANs, RL and several models\n")[1]
+    assert scripts.count("```python") == len(SCRIPTS)

@@ -114,11 +114,9 @@ def memory_of_7b() -> dict[str, dict[int, float]]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Draw a picture of the documentation.")
     parser.add_argument("--record", nargs="+", type=Path, metavar="DIR", help="take these runs")
-    parser.add_argument("--bf16-loss", action="store_true", help="that of docs/bf16-loss.md")
+    parser.add_argument("--bf16-loss", action="store_true", help="that of docs/precision.md")
     parser.add_argument("--update-to-weight", action="store_true", help="that of docs/gradients.md")
-    parser.add_argument(
-        "--fine-tuning", action="store_true", help="that of docs/published-forms.md"
-    )
+    parser.add_argument("--fine-tuning", action="store_true", help="that of docs/serving.md")
     parsed = parser.parse_args(arguments)
     if parsed.fine_tuning:
         paths = [ROOT / "docs" / f"fine-tuning{suffix}" for suffix in (".svg", ".png")]

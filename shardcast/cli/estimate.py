@@ -71,7 +71,7 @@ def estimate(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="shardcast estimate", epilog=f"Columns: {page('estimate')}")
+    parser = Parser(prog="shardcast estimate", epilog=f"Columns: {page('memory')}")
     parser.add_argument(
         "model", metavar="MODULE:FUNCTION",
         help="called without arguments; returns a model, or a model and its optimizer",

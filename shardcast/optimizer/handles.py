@@ -25,7 +25,7 @@ REASON = "it no longer owns gradients and state"
 LOSSES = (
     "For a loss of each optimizer: models that are sharded apart, as of a GAN; within one model, "
     "as of DARTS, set .grad of what is not to move to None and call step() of what shardcast.shard "
-    f"returned ({page('several-models')})"
+    f"returned ({page('optimizers')})"
 )
 
 

@@ -107,7 +107,7 @@ def warn_of_averages(plan: Plan) -> None:
             f"weights do, and shardcast.shard makes the parameter {low}: an average that is cast "
             f"to {low} loses its small steps. Use shardcast.shard(..., averages={{'ema': 0.999}}), "
             f"or store parameters in fp32, too: keep_fp32={its!r}, or param_dtype='fp32' "
-            f"({page('averages')})"
+            f"({page('optimizers')})"
         )
 
 

@@ -247,7 +247,7 @@ def test_every_row_of_the_readme_is_what_the_estimate_says() -> None:
 
 def test_a_bf16_model_without_masters_trains_worse_as_its_page_says(tmp_path: Path) -> None:
     runs = picture.recorded(picture.BF16_LOSS)
-    page = (ROOT / "docs" / "bf16-loss.md").read_text()
+    page = (ROOT / "docs" / "precision.md").read_text()
     rows = re.findall(r"^\| (.+?) \| (\d\.\d+) \| \d+ \|$", page, re.MULTILINE)
     losses = {name: metrics.curve(records, "validation")[600] for name, records in runs.items()}
     assert {name: f"{loss:.3f}" for name, loss in losses.items()} == dict(rows)

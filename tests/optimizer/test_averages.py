@@ -1,4 +1,4 @@
-"""Averages of weights, made as docs/averages.md says, beside the same on a plain fp32 model."""
+"""Averages of weights, made as docs/optimizers.md says, beside the same on a plain fp32 model."""
 
 from __future__ import annotations
 
