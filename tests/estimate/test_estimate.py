@@ -139,15 +139,15 @@ def test_the_estimate_and_the_line_of_shard_say_what_is_not_trained_and_stays_fp
 
 
 class Wide(nn.Module):
-    """Parameters of sizes that no number of ranks divides."""
+    """Matrices, in low precision, of sizes that no number of ranks divides."""
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = (3000, 1024, 1025, 7, 2048, 1)
-        self.all = nn.ParameterList(torch.ones(size) for size in sizes)
+        sizes = ((1000, 3), (32, 32), (41, 25), (7, 1), (64, 32), (1, 1))
+        self.all = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
 
     def forward(self) -> Tensor:
-        return sum(param.sum() for param in self.all)  # type: ignore[return-value]
+        return sum(param.sum() for param in self.parameters())  # type: ignore[return-value]
 
 
 def accumulated(group: Any, fields: dict[str, Any], micro_batches: int) -> dict[str, int]:
@@ -156,7 +156,7 @@ def accumulated(group: Any, fields: dict[str, Any], micro_batches: int) -> dict[
         model, torch.optim.AdamW(model.parameters()), process_group=group, fuse="eager", **fields
     )
     reports = []
-    for param in model.all:
+    for param in model.parameters():
         param.register_post_accumulate_grad_hook(
             lambda _: reports.append(optimizer.memory_report())
         )
