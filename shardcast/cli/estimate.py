@@ -20,8 +20,7 @@ from shardcast.estimate import estimate as estimated
 from shardcast.estimate.parallel import plan_of, stages_of
 from shardcast.messages import page
 from shardcast.plan.layout import PackLayout
-from shardcast.plan.originals import OptimizerList
-from shardcast.plan.traits import ELEMENTWISE
+from shardcast.plan.originals import ELEMENTWISE, OptimizerList
 
 BYTES = (
     "parameters", "gradients", "masters", "state", "averages", "outside", "frozen", "total", "host",

@@ -21,12 +21,11 @@ from shardcast.memory.shard import FILL, shard_of
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Topology
 from shardcast.plan.layout import GroupId, Layout, PackLayout, Slot, Span
-from shardcast.plan.originals import OptimizerList
+from shardcast.plan.originals import ELEMENTWISE, OptimizerList
 from shardcast.plan.packing import with_algorithms
+from shardcast.plan.partition import ELEMENT
 from shardcast.plan.precision import MASTER_DTYPE, exact_sums, grad_dtype, wire_dtype
 from shardcast.plan.publishing import publishing_of
-from shardcast.plan.traits import ELEMENTWISE
-from shardcast.plan.whole import ELEMENT
 from shardcast.step.update import updates_of
 from shardcast.step.update.epilogues import epilogues_of
 from shardcast.step.update.rules import STATE_NAMES, NoRule, rule_of

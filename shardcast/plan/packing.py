@@ -16,9 +16,8 @@ from shardcast.plan.algorithms import Algorithms, Topology, choose
 from shardcast.plan.layout import GroupId, Layout, PackKey, PackLayout, ParamInfo
 from shardcast.plan.pack_groups import PackGroups
 from shardcast.plan.parallel_dims import ParallelDims
-from shardcast.plan.partition import plan_even, round_up
+from shardcast.plan.partition import assign_owners, plan_even, plan_whole, round_up
 from shardcast.plan.publishing import publishing_of
-from shardcast.plan.whole import assign_owners, plan_whole
 
 MIB = 1024 * 1024
 # Without pack_mb a pack has at least PACK bytes, and MESSAGE for each rank, so that what a rank

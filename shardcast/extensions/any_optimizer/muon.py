@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcast.plan.whole import ELEMENT
+from shardcast.plan.partition import ELEMENT
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")  # of learning rates
 BATCH = 1 << 26  # elements that are orthogonalised at a time, which bounds the memory of it

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardcast._compat import observer
 from shardcast.extensions.any_optimizer.muon import update_cost
 from shardcast.extensions.any_optimizer.twins import Samples, Twins, unnoticed
-from shardcast.plan.traits import OptimizerTraits, is_known
+from shardcast.plan.originals import OptimizerTraits, is_known
 
 # Scales of the gradients of two parameters, step by step: a norm over both is that of the larger
 # one, which is above any bound in one step and below it in another. RAdam begins in its sixth step.

@@ -18,8 +18,8 @@ from shardcast.extensions.any_optimizer import muon, probe, twins
 from shardcast.memory.codecs import Codec, Encoded, row_of
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment, GroupId, with_values
+from shardcast.plan.originals import ELEMENTWISE, is_known
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.plan.traits import ELEMENTWISE, is_known
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update import Ready
 from shardcast.step.update.epilogues import Epilogue

@@ -18,7 +18,7 @@ from pairwise import pairwise
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.plan.traits import ELEMENTWISE
+from shardcast.plan.originals import ELEMENTWISE
 from shardcast.testing import ThreadedWorld
 
 ALL = {
