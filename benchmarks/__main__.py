@@ -9,6 +9,7 @@
     python -m benchmarks groups                      # collectives and launches, by parameter groups
     python -m benchmarks step --model ernie          # shardcast's variants and a crude floor
     python -m benchmarks peers --model gpt --markdown
+    python -m benchmarks stages --model gpt          # where the time of a step goes
     python -m benchmarks matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
     python -m benchmarks replicas --ranks 2          # replica_check, amortized over 100 steps
     python -m benchmarks checkpoint --elements 100000000  # beside torch.save and dcp.save
@@ -47,6 +48,7 @@ from benchmarks import (
     matrix,
     replicas,
     report,
+    stages,
     step,
     update,
     worlds,
@@ -114,6 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = args.model, args.rounds
         lines = matrix.rows(on_ranks(matrix.measure, args.ranks, *run))
         columns = matrix.COLUMNS
+    elif args.command == "stages":
+        title = f"{WORKLOADS[args.model].title}, {args.ranks} ranks, stages of a step, ms"
+        lines = stages.rows(on_ranks(stages.measure, args.ranks, args.model, args.rounds))
+        columns = stages.COLUMNS
     elif args.command == "replicas":
         plan = step.Plan(args.model, (), args.rounds, args.micros, args.clock)
         title = (
@@ -157,7 +163,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     rounds_of = {
         "update": 9, "averages": 60, "buffers": 60, "worlds": 9, "host": 40, "launches": 200,
         "groups": 40,
-        "matrix": 9, "forms": 9, "replicas": 60, "step": 15, "peers": 15,
+        "matrix": 9, "stages": 15, "forms": 9, "replicas": 60, "step": 15, "peers": 15,
     }  # fmt: skip
     every = commands.add_parser("all", allow_abbrev=False)
     every.add_argument("--minutes", type=float, default=60.0, help="after which no more is run")
@@ -197,7 +203,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if name in ("averages", "buffers"):
             continue
         sub.add_argument("--model", choices=WORKLOADS, default="gpt")
-        if name == "matrix":
+        if name in ("matrix", "stages"):
             continue
         sub.add_argument(
             "--clock", choices=step.CLOCKS, default="wall",

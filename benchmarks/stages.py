@@ -1,0 +1,141 @@
+"""Where the time of a step goes, by stages, beside the same compute alone and the crude floor.
+
+Functions of the library are timed while they run, and what they call is taken off, so that stages
+add up to the step. To time one costs about a microsecond a call: this is a profile, not a
+comparison with other systems.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.models import WORKLOADS
+from benchmarks.step import WARM_UP
+from benchmarks.systems import SYSTEMS, System
+from shardcast.comm import REDUCTIONS
+from shardcast.step.decide.decider import Decider
+from shardcast.step.decide.norm import PNorm
+from shardcast.step.reduce.bucket import Bucket
+from shardcast.step.sync.sync import Sync
+from shardcast.step.update import fusion
+
+OURS, FLOOR = "shardcast", "crude floor"
+NAMES = (OURS, FLOOR, "local, bf16", "local, autocast")
+STAGES = (
+    "forward", "backward", "copy and send", "exchange", "mean", "norm", "decide", "written weights",
+    "update and cast", "sync", "rest of step()",
+)  # fmt: skip
+PLACES: tuple[tuple[Any, str, str], ...] = (
+    (Bucket, "send", "copy and send"),
+    (Bucket, "land", "mean"),
+    *((kind, "wait", "exchange") for kind in {*REDUCTIONS.values()}),
+    (PNorm, "powers", "norm"),
+    (Decider, "decide", "decide"),
+    (fusion, "take_shown_", "written weights"),
+    (fusion.Executor, "__call__", "update and cast"),
+    (Sync, "__call__", "sync"),
+)
+COLUMNS = ("stage", OURS, "share", FLOOR, "bf16 alone", "autocast alone")
+
+
+class Clock:
+    """Seconds of the wall by stage, of which each is without those that it contains."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inside: list[float] = []  # seconds of stages within those that run
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time what is inside."""
+        self._inside.append(0.0)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - begin
+            self.seconds[name] += took - self._inside.pop()
+            if self._inside:
+                self._inside[-1] += took
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, timed."""
+
+        def call(*args: Any, **named: Any) -> Any:
+            with self.stage(name):
+                return function(*args, **named)
+
+        return call
+
+
+def measure(group: dist.ProcessGroup, model: str, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """The body of one rank: seconds of each stage in each round, by system."""
+    workload = WORKLOADS[model]
+    systems: dict[str, System] = {}
+    for name in NAMES:
+        torch.manual_seed(0)
+        systems[name] = SYSTEMS[name](workload.build(), workload)
+    found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in NAMES}
+    for number in range(WARM_UP + rounds):
+        first = number % len(NAMES)
+        for name in NAMES[first:] + NAMES[:first]:
+            batch = workload.batch(number * group.size() + group.rank())
+            dist.barrier()
+            for stage, seconds in _step(systems[name], batch).items():
+                if number >= WARM_UP:
+                    found[name][stage].append(seconds)
+    return found
+
+
+def _step(system: System, batch: Any) -> dict[str, float]:
+    """Make one step; return seconds by stage."""
+    clock = Clock()
+    places = [
+        mock.patch.object(owner, name, clock.timed(stage, getattr(owner, name)))
+        for owner, name, stage in PLACES
+    ]
+    backward = mock.patch.object(torch.Tensor, "backward", _method(clock, torch.Tensor.backward))
+    for place in (*places, backward):
+        place.start()
+    try:
+        with clock.stage("forward"):
+            system.micro(batch, True, 1)
+        with clock.stage("rest of step()"):
+            system.step()
+    finally:
+        mock.patch.stopall()
+    return {stage: clock.seconds.get(stage, 0.0) for stage in STAGES}
+
+
+def _method(clock: Clock, backward: Any) -> Any:
+    def call(self: torch.Tensor, *args: Any, **named: Any) -> None:
+        with clock.stage("backward"):
+            backward(self, *args, **named)
+
+    return call
+
+
+def rows(found: dict[str, dict[str, list[float]]]) -> Sequence[tuple[str, ...]]:
+    """A row for each stage, in ms; medians, so that they do not quite add up to the last row."""
+    totals = {
+        name: [sum(each) for each in zip(*stages.values(), strict=True)]
+        for name, stages in found.items()
+    }
+    whole = statistics.median(totals[OURS])
+    lines = []
+    for stage in STAGES:
+        own = statistics.median(found[OURS][stage])
+        others = (statistics.median(found[name][stage]) for name in NAMES[1:])
+        shown = [f"{1e3 * other:.1f}" if other else "" for other in others]
+        lines.append((stage, f"{1e3 * own:.1f}", f"{own / whole:.1%}", *shown))
+    every = [f"{1e3 * statistics.median(totals[name]):.1f}" for name in NAMES]
+    return [*lines, ("all", every[0], "100.0%", *every[1:])]
