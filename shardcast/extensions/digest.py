@@ -1,7 +1,8 @@
 """One short hash of all masters and optimizer state, whatever ranks, packs and spans hold them.
 
 The sum over all elements, modulo ``2**64``, of a hash of the element's bits, of its index in the
-parameter, and of the names of parameter and state tensor; so each rank adds up what it owns.
+parameter, and of the names of parameter and state tensor; so each rank adds up what it owns. The
+hash is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). It finds errors, not attacks.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.extensions.chance import global_index
-from shardcast.memory.hashing import hash_of
+from shardcast.memory.hashing import bits_of
 from shardcast.memory.shard import Shard
+from shardcast.memory.slices import slices
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option
 from shardcast.plan.layout import Fragment
 from shardcast.step.step_hook import StepHook
+
+HASHED = 1 << 18  # elements at a time
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, in 64 bits with a sign
+ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
 
 class Digest(StepHook):
@@ -79,6 +85,23 @@ def _hashes(optimizer: PackedOptimizer, shard: Shard) -> Iterator[Tensor]:
         elif start == 0:  # a count, or the state of a parameter that is not cut
             tensor = value if isinstance(value, Tensor) else torch.tensor([_key(repr(value))])
             yield hash_of(tensor, torch.arange(tensor.numel()), key)
+
+
+def hash_of(values: Tensor, index: Tensor, key: int) -> Tensor:
+    """0-dim int64 of the bits of ``values``, of any dtype, each at its ``index``."""
+    bits = bits_of(values)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in slices(bits.numel(), HASHED):
+        places = _mixed(index[part].to(bits.device) * GOLDEN + key)
+        total += _mixed(places ^ (bits[part].long() * GOLDEN)).sum()
+    return total
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    for shift, factor in ROUNDS:
+        # Shifted as if there were no sign.
+        numbers = (numbers ^ ((numbers >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return numbers
 
 
 def _key(name: str) -> int:

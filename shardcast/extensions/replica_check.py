@@ -6,10 +6,6 @@ itself, and what they train is worth nothing long before a loss shows it. So eac
 it has, and a small all-reduce compares the hashes. Masters of ``shard_ranks``, of replicas in a
 mesh and of tied weights are updated on several ranks, each for itself; one more over those ranks
 compares them.
-
-A hash is the sum, modulo ``2**64``, of the words of a tensor, each multiplied by an odd number that
-belongs to its place (Carter and Wegman, 1979): no order is prescribed, and no single word can
-change unnoticed. It finds errors, not attacks.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import Comm
+from shardcast.memory.hashing import Hasher
 from shardcast.memory.shard import Shard
 from shardcast.messages import SHOWN
 from shardcast.optimizer.packed import PackedOptimizer
@@ -31,10 +28,7 @@ from shardcast.step.decide.signal import known, to_device
 from shardcast.step.decide.skip_report import HostCopy
 from shardcast.step.step_hook import StepHook
 
-COLUMNS = 1 << 12  # words of a row, each with a factor of its own
-ROWS_ON_HOST, ROWS = 1 << 4, 1 << 10  # hashed at a time: in cache; 32 MiB of temporary memory
 MASTERS = 1 << 20  # masters that are read at a time
-ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 KEPT = 52  # bits of a rank's hash that a double holds
 BITS, PARTS = 16, 3  # of a hash that are compared: so many parts of so many bits
 KINDS = ("parameters", "buffers")
@@ -43,44 +37,6 @@ REMEDY = (
     "and host (ECC errors, the kernel's log, the network), leave it out, and resume from a "
     "checkpoint of before"
 )
-
-
-class Hasher:
-    """Hashes of tensors on one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        generator = torch.Generator().manual_seed(0)  # alike on all ranks
-
-        def odd(count: int) -> Tensor:
-            bits = torch.iinfo(torch.int64)
-            return torch.randint(bits.min, bits.max, (count,), generator=generator) | 1
-
-        self._rows = ROWS_ON_HOST if device.type == "cpu" else ROWS
-        self._columns, self._of_rows = odd(COLUMNS).to(device), odd(ROWS).to(device)
-        self._zero = torch.zeros((), dtype=torch.int64, device=device)
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """The hash of the bits of a dense tensor of any dtype, 0-dim int64."""
-        data = values.detach().reshape(-1).view(torch.uint8)
-        aligned = data.numel() // 4 * 4  # bytes of words
-        total = self._zero
-        if aligned < data.numel():  # 1 to 3 bytes
-            total = (data[aligned:].long() * self._columns[: data.numel() - aligned]).sum()
-        words = data[:aligned].view(torch.int32)
-        for start in range(0, words.numel(), self._rows * COLUMNS):
-            part = words[start : start + self._rows * COLUMNS]
-            rows = part.numel() // COLUMNS
-            if rows:
-                # int32 times int64: no two differences of words cancel by their highest bits.
-                sums = (part[: rows * COLUMNS].view(rows, COLUMNS) * self._columns).sum(1)
-                total = total * ODD + (sums * self._of_rows[:rows]).sum()
-            if tail := part[rows * COLUMNS :].numel():
-                total = total * ODD + (part[-tail:] * self._columns[:tail]).sum()
-        return total
-
-    def joined(self, hashes: Sequence[Tensor]) -> Tensor:
-        """One hash of several."""
-        return self(torch.stack([*hashes])) if hashes else self._zero
 
 
 def _compared(digests: Tensor, ranks: int) -> Tensor:

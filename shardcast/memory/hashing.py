@@ -1,40 +1,62 @@
-"""A hash of the elements of a tensor: 64 bits, a sum over elements in any order.
+"""A hash of the bits of a tensor, to compare ranks.
 
-Each element adds the finaliser of SplitMix64 (Steele, Lea and Flood, 2014) of its bits and its
-place. It finds errors, not attacks.
+A hash is the sum, modulo ``2**64``, of the words of a tensor, each multiplied by an odd number that
+belongs to its place (Carter and Wegman, 1979): no order is prescribed, and no single word can
+change unnoticed. It finds errors, not attacks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from shardcast.memory.slices import slices
-
-HASHED = 1 << 18  # elements at a time
-GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, in 64 bits with a sign
-ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
+COLUMNS = 1 << 12  # words of a row, each with a factor of its own
+ROWS_ON_HOST, ROWS = 1 << 4, 1 << 10  # hashed at a time: in cache; 32 MiB of temporary memory
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def hash_of(values: Tensor, index: Tensor, key: int) -> Tensor:
-    """0-dim int64 of the bits of ``values``, of any dtype, each at its ``index``."""
-    bits = bits_of(values)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for part in slices(bits.numel(), HASHED):
-        places = _mixed(index[part].to(bits.device) * GOLDEN + key)
-        total += _mixed(places ^ (bits[part].long() * GOLDEN)).sum()
-    return total
+class Hasher:
+    """Hashes of tensors on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)  # alike on all ranks
+
+        def odd(count: int) -> Tensor:
+            bits = torch.iinfo(torch.int64)
+            return torch.randint(bits.min, bits.max, (count,), generator=generator) | 1
+
+        self._rows = ROWS_ON_HOST if device.type == "cpu" else ROWS
+        self._columns, self._of_rows = odd(COLUMNS).to(device), odd(ROWS).to(device)
+        self._zero = torch.zeros((), dtype=torch.int64, device=device)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """The hash of the bits of a dense tensor of any dtype, 0-dim int64."""
+        data = values.detach().reshape(-1).view(torch.uint8)
+        aligned = data.numel() // 4 * 4  # bytes of words
+        total = self._zero
+        if aligned < data.numel():  # 1 to 3 bytes
+            total = (data[aligned:].long() * self._columns[: data.numel() - aligned]).sum()
+        words = data[:aligned].view(torch.int32)
+        for start in range(0, words.numel(), self._rows * COLUMNS):
+            part = words[start : start + self._rows * COLUMNS]
+            rows = part.numel() // COLUMNS
+            if rows:
+                # int32 times int64: no two differences of words cancel by their highest bits.
+                sums = (part[: rows * COLUMNS].view(rows, COLUMNS) * self._columns).sum(1)
+                total = total * ODD + (sums * self._of_rows[:rows]).sum()
+            if tail := part[rows * COLUMNS :].numel():
+                total = total * ODD + (part[-tail:] * self._columns[:tail]).sum()
+        return total
+
+    def joined(self, hashes: Sequence[Tensor]) -> Tensor:
+        """One hash of several."""
+        return self(torch.stack([*hashes])) if hashes else self._zero
 
 
 def bits_of(values: Tensor) -> Tensor:
     """The bits of each element as an integer, 1-d."""
     flat = values.detach().reshape(-1)
     return flat.view(INTEGERS[flat.element_size()])
-
-
-def _mixed(numbers: Tensor) -> Tensor:
-    for shift, factor in ROUNDS:
-        # Shifted as if there were no sign.
-        numbers = (numbers ^ ((numbers >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return numbers

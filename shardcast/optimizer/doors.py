@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast._compat import dtensor
 from shardcast.comm import Comm
-from shardcast.memory.hashing import bits_of, hash_of
+from shardcast.memory.hashing import Hasher, bits_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
-from shardcast.memory.slices import slices
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state_view import is_elementwise
 from shardcast.plan.layout import Fragment
@@ -470,7 +469,8 @@ def _refuse_differences(packed: PackedOptimizer, of_slots: Mapping[Place, list[E
         for edit in of_slot
         if (name := shard.pack.layout.slots[position].name)
     ]
-    hashes = torch.stack([_hash(v) for _, _, v in edits]).tolist() if edits else []
+    hasher = Hasher(packed.device)
+    hashes = torch.stack([hasher(values) for *_, values in edits]).tolist() if edits else []
     kinds: dict[PackGroups, dict[str, int]] = {}
     for shard, _ in of_slots:
         kinds.setdefault(shard.pack.layout.pack_groups._replace(is_primary=True), {})
@@ -494,14 +494,6 @@ def _refuse_differences(packed: PackedOptimizer, of_slots: Mapping[Place, list[E
             )
 
     packed.together(refuse, "the end of whole()")
-
-
-def _hash(values: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for part in slices(values.numel()):
-        places = torch.arange(part.start, part.stop, device=values.device)
-        total += hash_of(values[part], places, 0)
-    return total
 
 
 class _Ends:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardcast
 from shardcast import _compat
-from shardcast.extensions.replica_check import COLUMNS, ROWS_ON_HOST, Hasher
+from shardcast.memory.hashing import COLUMNS, ROWS_ON_HOST, Hasher
 from shardcast.optimizer.stateful import packed_of
 from shardcast.testing import threaded_world
 
