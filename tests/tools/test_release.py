@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import email.message
+import os
 import re
 import shutil
 import subprocess
@@ -141,7 +142,9 @@ def test_wheel_and_sdist_have_the_package_and_run_in_an_environment_of_their_own
     python = tmp_path / "empty/bin/python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     install = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", str(wheel)]
-    subprocess.run([*pip, *install], check=True)
+    # An egg-info of the checkout, which PYTHONPATH may name, counts as installed.
+    elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*pip, *install], cwd=tmp_path, env=elsewhere, check=True)
     # torch is not installed again: a line of a path finds it, and not the checkout.
     (place,) = (tmp_path / "empty/lib").glob("python*/site-packages")
     (place / "torch.pth").write_text(sysconfig.get_path("purelib"))
