@@ -29,12 +29,12 @@ METADATA = frozenset(
     "__hash__ __len__ __dlpack_device__ _is_view _nnz size dim ndimension stride numel nelement "
     "element_size nbytes storage_offset data_ptr get_device is_contiguous is_complex is_conj "
     "is_neg is_floating_point is_inference is_signed is_same_size is_set_to is_pinned is_shared "
-    "is_nonzero_size has_names is_distributed untyped_storage requires_grad_ detach_ register_hook "
+    "is_distributed untyped_storage requires_grad_ detach_ register_hook "
     "retain_grad record_stream share_memory_ dim_order _has_compatible_shallow_copy_type "
     "can_cast result_type is_storage is_tensor_like is_coalesced _is_zerotensor _version "
-    "_disable_data_ptr is_functional_tensor _is_functional_tensor "
+    "is_functional_tensor _is_functional_tensor "
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
-    "new_empty new_empty_strided new_zeros new_ones new_full new_tensor new_".split()
+    "new_empty new_empty_strided new_zeros new_ones new_full new_tensor".split()
 )
 VIEWS = frozenset(
     "view view_as reshape reshape_as flatten unflatten unsqueeze squeeze t transpose swapaxes "
@@ -56,8 +56,7 @@ _BINARY = (
     "float_power atan2 arctan2 copysign hypot maximum minimum fmax fmin clamp clip clamp_min "
     "clamp_max lerp addcmul addcdiv fill copy masked_fill gcd lcm ldexp nextafter xlogy heaviside "
     "eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor "
-    "logical_not bitwise_not where not_equal less less_equal greater greater_equal "
-    "iadd isub imul itruediv ifloordiv idiv imod ipow"
+    "logical_not bitwise_not where not_equal less less_equal greater greater_equal"
 )
 # In-place functions that compute each element from itself and from elements of the same place.
 ELEMENTWISE = frozenset(f"{name}_" for name in (_UNARY + " " + _BINARY).split()) - {"rrelu_"} | {
