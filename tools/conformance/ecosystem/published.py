@@ -246,21 +246,13 @@ class Following(nn.Module):
             slow.mul_(0.999).add_(fast, alpha=0.001)
 
 
-@recipe("an average in the model, where no rule finds it", "torch", warned="keep_fp32=('ema.")
+@recipe("an average inside the model, that no optimizer holds", "torch", ratio=3.0,
+        remark="the average")  # fmt: skip
 def hidden_average(variant: Variant) -> Report:
-    return following(variant, "hidden")
-
-
-@recipe("the same with keep_fp32, as the warning says", "torch", ratio=3.0, remark="the average")
-def kept_average(variant: Variant) -> Report:
-    return following(variant, "kept", keep_fp32="ema.*")
-
-
-def following(variant: Variant, kind: str, **options: Any) -> Report:
     plain = Following(lambda net: nn.ModuleList([net]))
     variant.starts(plain.ema)
     optimizer = torch.optim.AdamW(plain.net.parameters(), lr=1e-2)
-    model, optimizer = variant.shard(plain, optimizer, **options)
+    model, optimizer = variant.shard(plain, optimizer)
     report = loop(
         variant, plain, model, optimizer, 2 * STEPS,
         lambda moment, step: plain.update() if moment == "after" else None,
