@@ -40,7 +40,7 @@ def pack_of(world: int, count: int, node: int = 1) -> PackLayout:
     spans = tuple(Span(rank, rank * count, (rank + 1) * count) for rank in range(world))
     slot = Slot("weight", (world * count,), 0, world * count)
     return PackLayout(
-        0, "cpu", BF16, True, 0, "", world * count, (slot,), spans, Algorithms(node=node)
+        0, "cpu", BF16, True, "", world * count, (slot,), spans, Algorithms(node=node)
     )
 
 
