@@ -176,7 +176,7 @@ def until(done: Callable[[], object]) -> None:
     raise TimeoutError("it never came")
 
 
-def switched(optimizer: Any) -> None:
+def averaged(optimizer: Any) -> None:
     with optimizer.averaged("ema"):
         pass
 
@@ -185,7 +185,7 @@ COLLECTIVE: dict[str, Callable[[Any, nn.Module, str], object]] = {
     "save": lambda it, model, folder: checkpoint.save(folder, model, it, step=2),
     "full_state_dict": lambda it, *_: it.full_state_dict(),
     "digest": lambda it, *_: it.digest(),
-    "switched": lambda it, *_: switched(it),
+    "averaged": lambda it, *_: averaged(it),
     "load_state_dict": lambda it, *_: it.load_state_dict(it.state_dict()),
     "gather_gradients": lambda it, *_: it.gather_gradients(),
     "step": lambda it, *_: it.step(),
