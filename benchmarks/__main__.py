@@ -52,7 +52,7 @@ from benchmarks import (
     step,
     update,
     worlds,
-)  # fmt: skip
+)
 from benchmarks.models import WORKLOADS
 from benchmarks.systems import LOCAL, OWN, SYSTEMS
 from shardcast.testing import spawn
@@ -156,15 +156,26 @@ def names(args: argparse.Namespace) -> tuple[str, ...]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-    )  # fmt: skip
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
-        "update": 9, "averages": 60, "buffers": 60, "worlds": 9, "host": 40, "launches": 200,
+        "update": 9,
+        "averages": 60,
+        "buffers": 60,
+        "worlds": 9,
+        "host": 40,
+        "launches": 200,
         "groups": 40,
-        "matrix": 9, "stages": 15, "forms": 9, "replicas": 60, "step": 15, "peers": 15,
-    }  # fmt: skip
+        "matrix": 9,
+        "stages": 15,
+        "forms": 9,
+        "replicas": 60,
+        "step": 15,
+        "peers": 15,
+    }
     every = commands.add_parser("all", allow_abbrev=False)
     every.add_argument("--minutes", type=float, default=60.0, help="after which no more is run")
     every.add_argument("--idle", action="store_true", help="no --clock processor")
@@ -206,9 +217,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if name in ("matrix", "stages"):
             continue
         sub.add_argument(
-            "--clock", choices=step.CLOCKS, default="wall",
+            "--clock",
+            choices=step.CLOCKS,
+            default="wall",
             help="what times are of; on a busy machine: processor",
-        )  # fmt: skip
+        )
         sub.add_argument("--micros", type=int, default=1, help="micro-batches per step")
         if name == "replicas":
             continue

@@ -62,9 +62,7 @@ OURS: dict[str, Any] = {
     "averages, fp32": {"ema": DECAY},
     "averages, bf16 by chance": {"ema": {"decay": DECAY, "stored": "bf16"}},
 }
-USUAL = {
-    "AveragedModel": averaged_model, "ModelEmaV3": model_ema, "EMAModel": ema_model,
-}  # fmt: skip
+USUAL = {"AveragedModel": averaged_model, "ModelEmaV3": model_ema, "EMAModel": ema_model}
 
 
 class Run:
@@ -121,11 +119,14 @@ def measure(group: Any, rounds: int) -> list[tuple[str, ...]]:
     exact = runs["averages, fp32"].values()
     return [
         (
-            name, f"{run.bytes:.2f}", f"{1e3 * statistics.median(times[name]):.1f}",
-            f"{_ratio(times[name], times['no average']):.2f}", _lost(run.values(), exact, start),
+            name,
+            f"{run.bytes:.2f}",
+            f"{1e3 * statistics.median(times[name]):.1f}",
+            f"{_ratio(times[name], times['no average']):.2f}",
+            _lost(run.values(), exact, start),
         )
         for name, run in runs.items()
-    ]  # fmt: skip
+    ]
 
 
 def _ratio(times: list[float], base: list[float]) -> float:

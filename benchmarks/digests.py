@@ -95,9 +95,14 @@ def seen(model: nn.Module, optimizer: Any) -> list[Any]:
 
 
 def train(
-    rank: int, model: nn.Module, optimizer: Any, steps: Sequence[int] = range(STEPS),
-    micros: int = MICROS, after: Callable[[int], Any] = lambda _step: None, **options: Any,
-) -> Iterator[Any]:  # fmt: skip
+    rank: int,
+    model: nn.Module,
+    optimizer: Any,
+    steps: Sequence[int] = range(STEPS),
+    micros: int = MICROS,
+    after: Callable[[int], Any] = lambda _step: None,
+    **options: Any,
+) -> Iterator[Any]:
     """Train; gives what is hashed of each step, and in the end of all.
 
     Args:
@@ -133,8 +138,14 @@ def state_of(model: nn.Module, optimizer: Any) -> list[Any]:
     state = optimizer.state_dict()
     report = dict(optimizer.memory_report())
     del report["gradients"]  # of which more or less may be here between two steps
-    return [hashed(state), report, optimizer.skipped_steps, optimizer.guarded_steps,
-            seen(model, optimizer), optimizer.digest()]  # fmt: skip
+    return [
+        hashed(state),
+        report,
+        optimizer.skipped_steps,
+        optimizer.guarded_steps,
+        seen(model, optimizer),
+        optimizer.digest(),
+    ]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -151,9 +162,12 @@ def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def on_ranks(
-    world: int | dict[str, int], config: dict[str, Any], make: Any = adamw, after: Any = None,
+    world: int | dict[str, int],
+    config: dict[str, Any],
+    make: Any = adamw,
+    after: Any = None,
     **options: Any,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     def one(group: Any) -> list[Any]:
         torch.manual_seed(0)
         model = Net()
@@ -187,9 +201,11 @@ def as_on_an_accelerator() -> list[Any]:
         half = on_ranks(2, {"fuse": "eager", "param_dtype": "fp16", "loss_scale_init": 64.0})
         guard = {"norm": 1.0, "loss": 1.0, "window": 4}
         several = on_ranks(
-            2, {"fuse": "eager", "averages": {"ema": 0.9}, "metrics": 2, "guard": guard},
-            gives_loss=True, counts=True,
-        )  # fmt: skip
+            2,
+            {"fuse": "eager", "averages": {"ema": 0.9}, "metrics": 2, "guard": guard},
+            gives_loss=True,
+            counts=True,
+        )
     finally:
         _compat.is_host = is_host
     return [plain, half, several]
@@ -219,9 +235,14 @@ def mesh() -> list[Any]:
         model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24), nn.LayerNorm(24))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         optimizer = shardcast.shard(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-2), mesh=mesh,
-            pack_params=2, max_grad_norm=0.1, metrics=True, **fields,
-        )  # fmt: skip
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            mesh=mesh,
+            pack_params=2,
+            max_grad_norm=0.1,
+            metrics=True,
+            **fields,
+        )
         rank, result = mesh["dp"].get_local_rank(), []
         for step in range(STEPS):
             if fields.get("guard") is None:
@@ -270,10 +291,13 @@ def averages_guard_tokens_and_metrics() -> list[Any]:
         on_ranks(2, {**fields, "guard": {"norm": 0.5, "window": 4}}, counts=True, after=after),
         on_ranks(2, {**fields, "guard": {"norm": 0.5, "window": 2, "action": "clip"}}, after=after),
         on_ranks(2, {"guard": lambda norm, _loss: norm > 3.0}, gives_loss=True),
-        on_ranks(2, {"guard": {"norm": 1.0, "loss": 1.0, "window": 4}, "param_dtype": "fp16"},
-                 gives_loss=True),
+        on_ranks(
+            2,
+            {"guard": {"norm": 1.0, "loss": 1.0, "window": 4}, "param_dtype": "fp16"},
+            gives_loss=True,
+        ),
         on_ranks(2, {}, counts=True, clips=True),
-    ]  # fmt: skip
+    ]
 
 
 @run
@@ -300,9 +324,12 @@ def resumed() -> list[Any]:
     from shardcast import checkpoint
 
     fields = {
-        "averages": {"ema": 0.9}, "guard": {"norm": 1.0, "window": 4}, "param_dtype": "fp16",
-        "loss_scale_init": 64.0, "pack_params": 3,
-    }  # fmt: skip
+        "averages": {"ema": 0.9},
+        "guard": {"norm": 1.0, "window": 4},
+        "param_dtype": "fp16",
+        "loss_scale_init": 64.0,
+        "pack_params": 3,
+    }
 
     def one(group: Any, folder: str, steps: range, save: bool) -> list[Any]:
         torch.manual_seed(0)

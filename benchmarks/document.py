@@ -47,9 +47,13 @@ def measure(path: Path, minutes: float, parts: Sequence[str], idle: bool) -> Non
         start = time.monotonic()
         try:
             printed = subprocess.run(
-                [sys.executable, *shlex.split(command)], cwd=root, check=True, text=True,
-                stdout=subprocess.PIPE, timeout=max(1.0, end - start),
-            ).stdout  # fmt: skip
+                [sys.executable, *shlex.split(command)],
+                cwd=root,
+                check=True,
+                text=True,
+                stdout=subprocess.PIPE,
+                timeout=max(1.0, end - start),
+            ).stdout
             path.write_text(path.read_text().replace(old, written(command, printed)))
             result = "written"
         except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:

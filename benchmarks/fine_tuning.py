@@ -115,10 +115,13 @@ def rows(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
     gains = {(run.form, run.rate): run.losses[0] - run.losses[max(run.losses)] for run in runs}
     for run in runs:
         yield (
-            run.form, f"{run.rate:.0e}", f"{100 * run.share:.2f} %", f"{run.losses[0]:.4f}",
+            run.form,
+            f"{run.rate:.0e}",
+            f"{100 * run.share:.2f} %",
+            f"{run.losses[0]:.4f}",
             f"{run.losses[max(run.losses)]:.4f}",
             f"{gains[run.form, run.rate] / gains['bf16', run.rate]:.2f}",
-        )  # fmt: skip
+        )
 
 
 def record(runs: Sequence[Run], path: Path = RECORDED) -> None:

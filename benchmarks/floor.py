@@ -57,10 +57,20 @@ class Floor:
             mean /= self.world
             master = self.master[part]
             torch._fused_adamw_(
-                [master], [mean], [self.moments[0][part]], [self.moments[1][part]], [],
-                [self.steps], lr=self.lr, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
-                amsgrad=False, maximize=False,
-            )  # fmt: skip
+                [master],
+                [mean],
+                [self.moments[0][part]],
+                [self.moments[1][part]],
+                [],
+                [self.steps],
+                lr=self.lr,
+                beta1=0.9,
+                beta2=0.999,
+                weight_decay=0.01,
+                eps=1e-8,
+                amsgrad=False,
+                maximize=False,
+            )
             low[part] = master
         for owner in range(self.world):
             dist.broadcast(self._span(self.low, owner), owner)

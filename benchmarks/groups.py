@@ -48,9 +48,13 @@ class Run:
             [{"params": part, "lr": 1e-3 * 0.99**number} for number, part in enumerate(parts)]
         )
         self.optimizer = shardcast.shard(
-            self.model, inner, process_group=process_group, param_dtype=torch.bfloat16,
-            max_grad_norm=1.0, **fields,
-        )  # fmt: skip
+            self.model,
+            inner,
+            process_group=process_group,
+            param_dtype=torch.bfloat16,
+            max_grad_norm=1.0,
+            **fields,
+        )
         self.packs = len(self.optimizer.layout.packs)
 
     def backward(self) -> None:

@@ -51,9 +51,14 @@ def one(costs: Costs, rounds: int, device: torch.device = CPU, fuse: str = "comp
     shape = 2, ELEMENTS * costs.ranks // 2
     model = nn.ParameterList(torch.ones(shape, device=device) for _ in range(costs.packs))
     optimizer = shardcast.shard(
-        model, torch.optim.AdamW(model.parameters()), process_group=Idle(0, costs.ranks),
-        param_dtype=torch.bfloat16, pack_params=1, fuse=fuse, max_grad_norm=1.0,
-    )  # fmt: skip
+        model,
+        torch.optim.AdamW(model.parameters()),
+        process_group=Idle(0, costs.ranks),
+        param_dtype=torch.bfloat16,
+        pack_params=1,
+        fuse=fuse,
+        max_grad_norm=1.0,
+    )
     grad = torch.full(shape, 1e-3, dtype=torch.bfloat16, device=device)
     for number in range(rounds + 3):
         loss = Given.apply(grad, *model)

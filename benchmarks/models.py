@@ -88,10 +88,14 @@ class Encoder(nn.Module):
 def _gpt(recompute: bool = False) -> nn.Module:
     return GPT(
         GPTConfig(
-            vocabulary=8192, context=128, width=512, depth=8, heads=8,
+            vocabulary=8192,
+            context=128,
+            width=512,
+            depth=8,
+            heads=8,
             checkpoint_activations=recompute,
         )
-    )  # fmt: skip
+    )
 
 
 def _ernie() -> nn.Module:

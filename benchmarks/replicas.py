@@ -14,9 +14,7 @@ from benchmarks.systems import Shardcast
 EVERY = 100  # steps between two checks
 NEVER = 1 << 40
 COLUMNS = ("system", "step ms", "more, ms", "share of a step", f"every {EVERY} steps")
-SYSTEMS = {
-    "without replica_check": 0, "a step between two checks": NEVER, "a step with a check": 1,
-}  # fmt: skip
+SYSTEMS = {"without replica_check": 0, "a step between two checks": NEVER, "a step with a check": 1}
 
 
 def measure(group: dist.ProcessGroup, plan: Plan) -> dict[str, Result]:

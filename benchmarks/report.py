@@ -15,9 +15,21 @@ from benchmarks.systems import LOCAL
 
 WRONG = 0.05  # difference of losses beyond which a system does not train as it should
 COLUMNS = (
-    "system", "step ms", "x", "fwd+bwd ms", "x", "optimizer ms", "step - local ms", "x", "sent MB",
-    "collectives", "casts 1 / 4", "held B", "rise B", "loss off by",
-)  # fmt: skip
+    "system",
+    "step ms",
+    "x",
+    "fwd+bwd ms",
+    "x",
+    "optimizer ms",
+    "step - local ms",
+    "x",
+    "sent MB",
+    "collectives",
+    "casts 1 / 4",
+    "held B",
+    "rise B",
+    "loss off by",
+)
 
 
 def device() -> str:
@@ -92,10 +104,12 @@ def table(columns: tuple[str, ...], lines: list[tuple[str, ...]], markdown: bool
     everything = [columns, *lines]
     widths = [max(len(line[n]) for line in everything) for n in range(len(columns))]
     padded = [
-        [cell.ljust(width) if n == 0 else cell.rjust(width)
-         for n, (cell, width) in enumerate(zip(line, widths, strict=True))]
+        [
+            cell.ljust(width) if n == 0 else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
         for line in everything
-    ]  # fmt: skip
+    ]
     if not markdown:
         return "\n".join("  ".join(line) for line in padded)
     rule = [("-" * width) if n == 0 else "-" * (width - 1) + ":" for n, width in enumerate(widths)]

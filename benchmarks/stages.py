@@ -31,9 +31,18 @@ from shardcast.step.update import fusion
 OURS, FLOOR = "shardcast", "crude floor"
 NAMES = (OURS, FLOOR, "local, bf16", "local, autocast")
 STAGES = (
-    "forward", "backward", "copy and send", "exchange", "mean", "norm", "decide", "written weights",
-    "update and cast", "sync", "rest of step()",
-)  # fmt: skip
+    "forward",
+    "backward",
+    "copy and send",
+    "exchange",
+    "mean",
+    "norm",
+    "decide",
+    "written weights",
+    "update and cast",
+    "sync",
+    "rest of step()",
+)
 PLACES: tuple[tuple[Any, str, str], ...] = (
     (Bucket, "send", "copy and send"),
     (Bucket, "land", "mean"),

@@ -84,9 +84,12 @@ class TorchZeRO(System):
     def __init__(self, model: nn.Module, _workload: Workload, *, views: bool) -> None:
         super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=views), "autocast")
         self.optimizer = ZeroRedundancyOptimizer(
-            self.model.parameters(), torch.optim.AdamW, lr=LR, fused=True,
+            self.model.parameters(),
+            torch.optim.AdamW,
+            lr=LR,
+            fused=True,
             parameters_as_bucket_view=views,
-        )  # fmt: skip
+        )
 
     def quiet(self) -> AbstractContextManager[Any]:
         return self.model.no_sync()
@@ -137,9 +140,11 @@ class DeepSpeed(System):
             "steps_per_print": 1 << 30,
         }
         engine, *_ = deepspeed.initialize(
-            model=model, config=config, dist_init_required=False,
+            model=model,
+            config=config,
+            dist_init_required=False,
             optimizer=torch.optim.AdamW(model.parameters(), lr=LR, fused=True),
-        )  # fmt: skip
+        )
         super().__init__(engine, "bf16")
 
     def micro(self, batch: Batch, last: bool, of: int) -> Tensor:

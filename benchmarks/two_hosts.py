@@ -46,9 +46,7 @@ PEERS: dict[str, Build] = {
     "DDP + autocast": partial(DDP, compute="autocast"),
     "ZeroRedundancyOptimizer": partial(TorchZeRO, views=False),
 }
-COLUMNS = (
-    "system", "step ms", "x", "step - local ms", "link MB, there / back", "bits",
-)  # fmt: skip
+COLUMNS = ("system", "step ms", "x", "step - local ms", "link MB, there / back", "bits")
 
 
 def main() -> None:

@@ -37,9 +37,14 @@ EPILOGUES: dict[str, Epilogue] = {
     "metrics": SquareSums(),
 }
 GROUP = {
-    "lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False,
-    "maximize": False, "decoupled_weight_decay": True,
-}  # fmt: skip
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "amsgrad": False,
+    "maximize": False,
+    "decoupled_weight_decay": True,
+}
 
 
 def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
@@ -80,9 +85,12 @@ def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
 
 
 def fused(
-    elements: int, master: str = "fp32", moments: str = "fp32", by_torch: bool = False,
+    elements: int,
+    master: str = "fp32",
+    moments: str = "fp32",
+    by_torch: bool = False,
     epilogues: tuple[Epilogue, ...] = (),
-) -> tuple[Fusion, list[Tensor]]:  # fmt: skip
+) -> tuple[Fusion, list[Tensor]]:
     """AdamW; random weights and gradients in whole rows, state of zeros."""
     row = SUM_ROW if any(epilogue.sums for epilogue in epilogues) else ROW
     elements -= elements % row

@@ -72,9 +72,14 @@ def memory_and_losses(
     for number, (name, by_size) in enumerate(memory.items()):
         end = max(by_size)
         left.annotate(
-            name, (end, by_size[end] / unit), (0, 8), textcoords="offset points", ha="right",
-            color=_color(name, number), weight="bold",
-        )  # fmt: skip
+            name,
+            (end, by_size[end] / unit),
+            (0, 8),
+            textcoords="offset points",
+            ha="right",
+            color=_color(name, number),
+            weight="bold",
+        )
     rings = {"marker": "o", "linestyle": "", "fillstyle": "none", "markersize": 13}
     for number, (name, (ranks, nbytes)) in enumerate(measured.items()):
         left.plot([ranks], [nbytes / unit], color=_color(name, number), **rings)
@@ -135,9 +140,11 @@ def ratios_of_layers(ratios: dict[str, dict[int, float]], *paths: Path) -> str:
 
 
 def changes_and_losses(
-    shares: Mapping[str, Mapping[float, float]], losses: Mapping[str, Mapping[int, float]],
-    rate: float, *paths: Path,
-) -> str:  # fmt: skip
+    shares: Mapping[str, Mapping[float, float]],
+    losses: Mapping[str, Mapping[int, float]],
+    rate: float,
+    *paths: Path,
+) -> str:
     """Draw what share of published values changes in a step, and losses, for both kinds of pages.
 
     Args:

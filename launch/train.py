@@ -66,17 +66,25 @@ def run(args: argparse.Namespace, processes: Processes) -> None:
     first, checkpoints = 1, None
     if args.checkpoint_dir is not None:
         checkpoints = Checkpoints(
-            args.checkpoint_dir, network, optimizer, processes,
-            interval=args.checkpoint_interval, keep=args.keep_checkpoints,
+            args.checkpoint_dir,
+            network,
+            optimizer,
+            processes,
+            interval=args.checkpoint_interval,
+            keep=args.keep_checkpoints,
             facts={"corpus": corpus.digest, "seed": args.seed, "steps": args.steps},
-        )  # fmt: skip
+        )
         first += checkpoints.resume()
     log = metrics.Metrics(args.output, enabled=processes.main, append=first > 1)
     tokens_per_step = world * args.accumulation * args.batch_size * args.context
     log.write(
-        "run", corpus=corpus.digest, world=world, tokens_per_step=tokens_per_step,
-        arguments=vars(args), config=config.to_dict(),
-    )  # fmt: skip
+        "run",
+        corpus=corpus.digest,
+        world=world,
+        tokens_per_step=tokens_per_step,
+        arguments=vars(args),
+        config=config.to_dict(),
+    )
     progress = Progress(log, processes, args.steps, tokens_per_step)
     layers = {f"blocks.{n}": f"blocks.{n}.*" for n in range(args.depth)}
     patterns = {"tokens": "tokens.*", **layers, "head": "tokens.*" if args.tie_head else "head.*"}
@@ -186,9 +194,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run = parser.add_argument_group("run")
     run.add_argument("--config", type=Path, metavar="YAML", help="shardcast configuration")
     run.add_argument(
-        "--baseline", choices=["ddp", "bf16"],
+        "--baseline",
+        choices=["ddp", "bf16"],
         help="train instead with DDP: bf16 autocast, or a bf16 model without fp32 masters",
-    )  # fmt: skip
+    )
     run.add_argument("--output", type=Path, help="directory of metrics and pictures (runs/NAME)")
     run.add_argument(
         "--compare", nargs=2, type=Path, metavar="DIR", help="compare two finished runs"

@@ -59,8 +59,10 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
     stages = build(args, mesh, processes.device)
     adamw = torch.optim.AdamW(
         [param for stage in stages for param in stage.parameters()],
-        lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1,
-    )  # fmt: skip
+        lr=args.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+    )
     model = stages if args.pp > 1 else stages[0]
     if args.baseline:
         optimizer = Baseline(model, adamw, config.max_grad_norm)
@@ -77,10 +79,14 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
     first, checkpoints = 1, None
     if args.checkpoint_dir is not None:
         checkpoints = Checkpoints(
-            args.checkpoint_dir, model, optimizer, processes,
-            interval=args.checkpoint_interval, keep=args.keep_checkpoints,
+            args.checkpoint_dir,
+            model,
+            optimizer,
+            processes,
+            interval=args.checkpoint_interval,
+            keep=args.keep_checkpoints,
             facts={"corpus": corpus.digest, "seed": args.seed, "steps": args.steps},
-        )  # fmt: skip
+        )
         first += checkpoints.resume()
     log = metrics.Metrics(args.output, enabled=processes.main, append=first > 1)
     log.write("run", corpus=corpus.digest, world=processes.world, arguments=vars(args))

@@ -31,9 +31,17 @@ __all__ = [
 ]
 
 _MODULES = (
-    "accelerate", "checkpoint", "config", "estimate", "lightning", "metrics", "optimizer",
-    "publish", "testing", "transformers",
-)  # fmt: skip
+    "accelerate",
+    "checkpoint",
+    "config",
+    "estimate",
+    "lightning",
+    "metrics",
+    "optimizer",
+    "publish",
+    "testing",
+    "transformers",
+)
 _MODULE_OF = {
     "PackedParameters": "memory.pack_only",
     "ShardcastConfig": "config",

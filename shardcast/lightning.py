@@ -274,9 +274,12 @@ class ShardcastStrategy(DDPStrategy):
         """Do as DDPStrategy does; to fit, shard the module's optimizer instead of wrapping it."""
         precision, config = self.precision_plugin.precision, ShardcastConfig.load(self._source)
         config = following(
-            config, "lightning: precision", precision, DTYPES[precision],
+            config,
+            "lightning: precision",
+            precision,
+            DTYPES[precision],
             mixed=None if precision == "32-true" else "mixed" in precision,
-        )  # fmt: skip
+        )
         config = with_buffers(config, self._ddp_kwargs.get("broadcast_buffers", True))
         self.precision_plugin.config = config
         self.precision_plugin.device_type = self.root_device.type
@@ -286,8 +289,11 @@ class ShardcastStrategy(DDPStrategy):
         super().setup(trainer)
         if not self.precision_plugin.fits:
             return
-        if any(base.__name__ == "WeightAveraging" for callback in trainer.callbacks
-               for base in type(callback).__mro__):  # fmt: skip
+        if any(
+            base.__name__ == "WeightAveraging"
+            for callback in trainer.callbacks
+            for base in type(callback).__mro__
+        ):
             warn_first(
                 "WeightAveraging: it averages the weights in param_dtype, holds a copy on every "
                 "rank and writes through .data; use averages={'ema': 0.999} of the shardcast "

@@ -36,9 +36,14 @@ ABOVE_0: Range = ("a number above 0", lambda value: value > 0)  # so no NaN
 FINITE: Range = ("a number above 0, not inf", lambda value: 0 < value < float("inf"))
 COUNT: Range = ("a count >= 1", lambda value: value >= 1)
 PLAIN: dict[str, tuple[type, ...]] = {
-    "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,),
-    "str | float": (str, int, float), "bool | int": (bool, int), "str | int": (str, int),
-}  # fmt: skip
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "str | float": (str, int, float),
+    "bool | int": (bool, int),
+    "str | int": (str, int),
+}
 
 
 # Options that were removed, with the end of the error for each.
@@ -61,11 +66,18 @@ def option(default: Any, help: str = "", within: Range = ANY) -> Any:
 # Methods of the optimizer that extensions have, by the option or module, which is imported, and its
 # hook made, with a first call. A hook that needs its option refuses by an AttributeError.
 CALLS = {
-    "attempt": "on_error", "failures": "on_error", "published": "published", "digest": "digest",
-    "changes": "changes", "sleep": "serving.sleep", "wake": "serving.sleep",
-    "asleep": "serving.sleep", "averaged": "averages", "load_average": "averages",
+    "attempt": "on_error",
+    "failures": "on_error",
+    "published": "published",
+    "digest": "digest",
+    "changes": "changes",
+    "sleep": "serving.sleep",
+    "wake": "serving.sleep",
+    "asleep": "serving.sleep",
+    "averaged": "averages",
+    "load_average": "averages",
     "metrics": "metrics",
-}  # fmt: skip
+}
 
 
 class Option(NamedTuple):

@@ -115,10 +115,13 @@ class ShardcastTrainerMixin(_Trainer):
     _log_metrics: str | Mapping[str, str] | None = None
 
     def __init__(
-        self, *args: Any, shardcast_config: ConfigSource = None,
-        evaluate_average: str | None = None, log_metrics: str | Mapping[str, str] | None = None,
+        self,
+        *args: Any,
+        shardcast_config: ConfigSource = None,
+        evaluate_average: str | None = None,
+        log_metrics: str | Mapping[str, str] | None = None,
         **kwargs: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._log_metrics = log_metrics
         self._shardcast_config, self._evaluate_average = shardcast_config, evaluate_average
         super().__init__(*args, **kwargs)

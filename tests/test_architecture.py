@@ -191,15 +191,27 @@ def foreign(read: str) -> bool:
 FOREIGN: frozenset[str] = frozenset(
     {
         "_replace",  # of a NamedTuple, which is public
-        "_C", "_schema", "_version", "_amp_update_scale_", "_foreach_copy_",  # torch
-        "_foreach_zero_", "_foreach_norm", "_foreach_lerp", "_foreach_lerp_", "_foreach_mul_",
+        "_C",
+        "_schema",
+        "_version",
+        "_amp_update_scale_",
+        "_foreach_copy_",  # torch
+        "_foreach_zero_",
+        "_foreach_norm",
+        "_foreach_lerp",
+        "_foreach_lerp_",
+        "_foreach_mul_",
         "_foreach_add_",
-        "_parameters", "_buffers", "_non_persistent_buffers_set",  # torch.nn.Module
+        "_parameters",
+        "_buffers",
+        "_non_persistent_buffers_set",  # torch.nn.Module
         "_forward_pre_hooks",
         "_get_backend",  # torch.distributed.ProcessGroup
-        "_models", "_optimizers", "_model",  # accelerate.Accelerator
+        "_models",
+        "_optimizers",
+        "_model",  # accelerate.Accelerator
     }
-)  # fmt: skip
+)
 
 
 def test_no_module_imports_a_higher_floor():

@@ -45,12 +45,16 @@ def trained(_group: Any, code: str) -> tuple[float, Tensor]:
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     data = torch.Generator().manual_seed(dist.get_rank())
     scope: dict[str, Any] = {
-        "torch": torch, "shardcast": shardcast, "model": model, "device": "cpu",
-        "loss_of": loss_of, "fully_shard": fully_shard,
+        "torch": torch,
+        "shardcast": shardcast,
+        "model": model,
+        "device": "cpu",
+        "loss_of": loss_of,
+        "fully_shard": fully_shard,
         "DistributedDataParallel": DistributedDataParallel,
         "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer,
         "batches": [torch.randn(8, 16, generator=data) for _ in range(20)],
-    }  # fmt: skip
+    }
     exec(compile(code, "docs/coming-from.md", "exec"), scope)
     weights = [
         (p.full_tensor() if isinstance(p, DTensor) else p).detach().flatten().float()
@@ -99,11 +103,20 @@ def looped(_group: Any, code: str, dtype: torch.dtype, path: str) -> tuple[list[
             losses.append(model(*data.tensors).float().item())
 
     scope: dict[str, Any] = {
-        "torch": torch, "os": os, "contextlib": contextlib, "evaluate": evaluate, "GPT": GPT,
-        "DistributedDataParallel": DistributedDataParallel, "data": data, "path": path,
-        "device": torch.device("cpu"), "dtype": dtype, "rank": dist.get_rank(),
-        "ACCUMULATE": 3, "STEPS": 12,
-    }  # fmt: skip
+        "torch": torch,
+        "os": os,
+        "contextlib": contextlib,
+        "evaluate": evaluate,
+        "GPT": GPT,
+        "DistributedDataParallel": DistributedDataParallel,
+        "data": data,
+        "path": path,
+        "device": torch.device("cpu"),
+        "dtype": dtype,
+        "rank": dist.get_rank(),
+        "ACCUMULATE": 3,
+        "STEPS": 12,
+    }
     for epochs in (1, 3):
         exec(
             compile(code, "docs/coming-from.md", "exec"), {**scope, "EPOCHS": epochs}, result := {}

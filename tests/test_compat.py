@@ -230,9 +230,12 @@ def under_ddp(group: Any) -> dict[str, Any]:
 def test_a_ddp_wrapper_is_seen_from_outside_and_from_inside_its_forward(gloo: SpawnedWorld):
     for found in gloo.run(under_ddp):
         assert found == {
-            "seen": [False, True, False], "is_ddp": (True, False), "compiled": True,
-            "unwrapped": True, "both": True,
-        }  # fmt: skip
+            "seen": [False, True, False],
+            "is_ddp": (True, False),
+            "compiled": True,
+            "unwrapped": True,
+            "both": True,
+        }
 
 
 def test_a_thread_has_process_groups_of_its_own_under_names_of_its_own():
@@ -427,9 +430,13 @@ def test_constants_have_the_same_memory_in_a_storage_of_their_own():
 def test_every_function_of_compat_is_exercised_here():
     source = Path(__file__).read_text()
     for module, called in ((_compat, "_compat"), (mocks, "mocks")):
-        public = {name for name, item in vars(module).items()
-                  if inspect.isfunction(item) and item.__module__ == module.__name__
-                  and not name.startswith("_")}  # fmt: skip
+        public = {
+            name
+            for name, item in vars(module).items()
+            if inspect.isfunction(item)
+            and item.__module__ == module.__name__
+            and not name.startswith("_")
+        }
         assert public and {name for name in public if f"{called}.{name}(" not in source} == set()
 
 

@@ -63,10 +63,14 @@ def trained(_group: Any, section: str, shard: Any) -> list[Tensor]:
     begun = [param.detach().clone() for net in models.values() for param in net.parameters()]
     data = torch.Generator().manual_seed(dist.get_rank())
     scope: dict[str, Any] = {
-        "torch": torch, "nn": nn, "F": F, "copy": copy, **models,
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "copy": copy,
+        **models,
         "shardcast": SimpleNamespace(shard=shard),
         "batches": [[torch.randn(8, n, generator=data) for n in widths] for _ in range(6)],
-    }  # fmt: skip
+    }
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(code, "docs/optimizers.md", "exec"), scope)

@@ -19,16 +19,30 @@ names; the first of these wins. Unknown names are errors.
 """
 GROUPS = {
     "Common": (
-        "param_dtype", "max_grad_norm", "autocast", "keep_fp32", "averages", "guard", "on_error",
-        "metrics", "broadcast_buffers",
+        "param_dtype",
+        "max_grad_norm",
+        "autocast",
+        "keep_fp32",
+        "averages",
+        "guard",
+        "on_error",
+        "metrics",
+        "broadcast_buffers",
     ),
     "Memory": ("accumulate", "master", "moments", "offload", "shard_ranks"),
     "Precision": (
-        "published", "grad_dtype", "reduce_dtype", "fp32_outputs", "cast_forward_inputs",
-        "cast_buffers", "convert_rest", "loss_scale", "loss_scale_init",
+        "published",
+        "grad_dtype",
+        "reduce_dtype",
+        "fp32_outputs",
+        "cast_forward_inputs",
+        "cast_buffers",
+        "convert_rest",
+        "loss_scale",
+        "loss_scale_init",
         "loss_scale_growth_interval",
     ),
-}  # fmt: skip
+}
 REST = "Advanced"  # every other option
 VALUES = {
     "torch.dtype": "bf16, fp16, fp32",

@@ -145,9 +145,13 @@ def train(text: str, folder: Path, data: Path, processes: int, options: Mapping[
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     ended = subprocess.run(
-        [sys.executable, *words, "train.py"], cwd=folder, text=True, check=False,
-        env={**os.environ, **given, "PYTHONPATH": path}, capture_output=True,
-    )  # fmt: skip
+        [sys.executable, *words, "train.py"],
+        cwd=folder,
+        text=True,
+        check=False,
+        env={**os.environ, **given, "PYTHONPATH": path},
+        capture_output=True,
+    )
     if ended.returncode:
         raise SystemExit(f"{folder.name}:\n{ended.stdout[-2000:]}\n{ended.stderr[:6000]}")
     return {int(s): (float(loss), float(ms)) for s, loss, ms in LINE.findall(ended.stdout)}

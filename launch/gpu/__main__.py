@@ -57,9 +57,12 @@ def work(name: str, dry: bool, path: Path, until: float) -> None:
 
 
 def run(
-    name: str, dry: bool, folder: Path, limit: float,
+    name: str,
+    dry: bool,
+    folder: Path,
+    limit: float,
     seen: Callable[[Result], object] = lambda _result: None,
-) -> Result:  # fmt: skip
+) -> Result:
     """One part; never raises for what happens in it.
 
     Args:

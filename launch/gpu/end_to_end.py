@@ -140,9 +140,12 @@ def built(config: GPTConfig, bench: Bench) -> GPT:
 
 
 def losses(
-    forward: Callable[[Tensor, Tensor], Tensor], optimizer: Any, x: Tensor, y: Tensor,
+    forward: Callable[[Tensor, Tensor], Tensor],
+    optimizer: Any,
+    x: Tensor,
+    y: Tensor,
     warmup: int = WARMUP,
-) -> Iterator[Tensor]:  # fmt: skip
+) -> Iterator[Tensor]:
     """The loss before the first step, and after each of :data:`WARMUP` while the rate grows.
 
     Without a warm-up Adam's first steps are as long as its later ones, in the direction of one
@@ -232,9 +235,11 @@ def both(group: dist.ProcessGroup, config: GPTConfig, batch: int, bench: Bench) 
     bench = bench.of_rank(group.rank())
     model = GPT(config).to(bench.device)
     optimizer = shardcast.shard(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-4), param_dtype=torch.bfloat16,
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4),
+        param_dtype=torch.bfloat16,
         process_group=group,
-    )  # fmt: skip
+    )
     x, y = tokens(bench, batch, config.context, config.vocabulary)
     x, y = x.roll(group.rank(), 1), y.roll(group.rank(), 1)
 

@@ -15,9 +15,18 @@ from gpu.bench import Bench
 from gpu.initial import LENGTH, PLACE
 
 PACKAGES = (
-    "torch", "triton", "accelerate", "transformers", "lightning", "apex", "deepspeed",
-    "megatron-fsdp", "flashoptim", "matplotlib", "pytest",
-)  # fmt: skip
+    "torch",
+    "triton",
+    "accelerate",
+    "transformers",
+    "lightning",
+    "apex",
+    "deepspeed",
+    "megatron-fsdp",
+    "flashoptim",
+    "matplotlib",
+    "pytest",
+)
 
 
 def run(bench: Bench) -> None:
@@ -50,8 +59,11 @@ def run(bench: Bench) -> None:
         fields = "driver_version,clocks.max.memory,clocks.sm,power.limit,persistence_mode"
         found["value"] = subprocess.run(
             ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20, check=True,
-        ).stdout.strip()  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout.strip()
 
 
 def backends() -> list[str]:

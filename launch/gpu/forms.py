@@ -18,9 +18,11 @@ def run(bench: Bench) -> None:
         with bench.row(form=name, elements=numel) as found:
             model = flat_model(numel, bench.device)
             optimizer = shardcast.shard(
-                model, torch.optim.AdamW(model.parameters(), lr=1e-4), param_dtype=torch.bfloat16,
+                model,
+                torch.optim.AdamW(model.parameters(), lr=1e-4),
+                param_dtype=torch.bfloat16,
                 **fields,
-            )  # fmt: skip
+            )
             give_gradients(model)
             found["ms"] = bench.time(optimizer.step, rounds=5)
             default = default or found["ms"]

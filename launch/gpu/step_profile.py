@@ -36,9 +36,12 @@ def profiled(group: dist.ProcessGroup | None, bench: Bench) -> dict[str, Any]:
     config, batch = SIZES[bench.dry]
     model = GPT(config).to(bench.device)
     optimizer = shardcast.shard(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
-        param_dtype=torch.bfloat16, max_grad_norm=1.0, process_group=group,
-    )  # fmt: skip
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
+        param_dtype=torch.bfloat16,
+        max_grad_norm=1.0,
+        process_group=group,
+    )
     x, y = tokens(bench, batch, config.context, config.vocabulary)
 
     def step() -> None:

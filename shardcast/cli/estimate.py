@@ -23,9 +23,19 @@ from shardcast.plan.layout import PackLayout
 from shardcast.plan.originals import ELEMENTWISE, OptimizerList
 
 BYTES = (
-    "parameters", "gradients", "masters", "state", "averages", "outside", "frozen", "total", "host",
-    "parcels", "setup_peak", "sent",
-)  # fmt: skip
+    "parameters",
+    "gradients",
+    "masters",
+    "state",
+    "averages",
+    "outside",
+    "frozen",
+    "total",
+    "host",
+    "parcels",
+    "setup_peak",
+    "sent",
+)
 COUNTS = ("sender", "packs", "collectives", "imbalance", "cost_imbalance")
 Row = dict[str, Any]  # the figures of one world size
 
@@ -56,9 +66,10 @@ def estimate(arguments: list[str]) -> int:
     stages = stages_of(model, originals, parsed.tp, parsed.pp, plan)
     # Tensor-parallel neighbors leave fewer data-parallel ranks to a node.
     joined = {
-        "backend": parsed.backend, "ranks_per_node": max(1, parsed.ranks_per_node // parsed.tp),
+        "backend": parsed.backend,
+        "ranks_per_node": max(1, parsed.ranks_per_node // parsed.tp),
         "micro_batches": parsed.micro_batches,
-    }  # fmt: skip
+    }
     rows = [row_of(stages, size, config, joined) for size in parsed.world_size]
     if parsed.json:
         print(json.dumps(rows, indent=2))
@@ -72,32 +83,46 @@ def estimate(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="shardcast estimate", epilog=f"Columns: {page('memory')}")
     parser.add_argument(
-        "model", metavar="MODULE:FUNCTION",
+        "model",
+        metavar="MODULE:FUNCTION",
         help="called without arguments; returns a model, or a model and its optimizer",
-    )  # fmt: skip
+    )
     names = sorted(kind.__name__ for kind in ELEMENTWISE)
     parser.add_argument("--optimizer", choices=names, help="of torch.optim; AdamW if not given")
     parser.add_argument("--config", type=Path, metavar="YAML", help="shardcast configuration")
     parser.add_argument(
-        "--world_size", type=_positive, nargs="+", metavar="RANKS",
-        default=[1, 2, 4, 8, 16, 64, 256], help="numbers of data-parallel ranks",
-    )  # fmt: skip
+        "--world_size",
+        type=_positive,
+        nargs="+",
+        metavar="RANKS",
+        default=[1, 2, 4, 8, 16, 64, 256],
+        help="numbers of data-parallel ranks",
+    )
     parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=_positive, default=1, help="pipeline stages")
     parser.add_argument(
-        "--tp_plan", type=_cut_of, nargs="+", metavar="PATTERN=DIM",
+        "--tp_plan",
+        type=_cut_of,
+        nargs="+",
+        metavar="PATTERN=DIM",
         help="names of parameters, and which of their dimensions is cut; by default the plan that "
         "a transformers model has",
-    )  # fmt: skip
+    )
     parser.add_argument("--backend", default="nccl", help="of the process group (default: nccl)")
     parser.add_argument(
-        "--ranks_per_node", type=_positive, default=8, metavar="RANKS",
+        "--ranks_per_node",
+        type=_positive,
+        default=8,
+        metavar="RANKS",
         help="accelerators of a node (default: 8)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--micro_batches", type=_positive, default=1, metavar="BACKWARDS",
+        "--micro_batches",
+        type=_positive,
+        default=1,
+        metavar="BACKWARDS",
         help="backwards of a step (default: 1); more than eight are added up in fp32",
-    )  # fmt: skip
+    )
     parser.add_argument("--details", action="store_true", help="print all tables too")
     parser.add_argument("--json", action="store_true", help="print it for programs, in bytes")
     return parser.parse_args(arguments)
@@ -157,9 +182,11 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, OptimizerList]:
 
 
 def row_of(
-    stages: Sequence[tuple[nn.Module, OptimizerList]], size: int, config: ShardcastConfig,
+    stages: Sequence[tuple[nn.Module, OptimizerList]],
+    size: int,
+    config: ShardcastConfig,
     joined: Mapping[str, Any],
-) -> Row:  # fmt: skip
+) -> Row:
     """One world size, for programs: :data:`BYTES`, :data:`COUNTS`, what others hold in bytes.
 
     Args:

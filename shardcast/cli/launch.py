@@ -19,9 +19,11 @@ from shardcast.option_files import CONFIG_VARIABLE, check_file, read_yaml
 SECTION = "shardcast_config"
 RUNNER = "shardcast.run"
 FLAGS = {  # of Accelerate's launcher for what distributes by itself
-    "use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "use_megatron_lm": "MEGATRON_LM",
+    "use_deepspeed": "DEEPSPEED",
+    "use_fsdp": "FSDP",
+    "use_megatron_lm": "MEGATRON_LM",
     "tpu": "XLA",
-}  # fmt: skip
+}
 
 
 def launch(arguments: list[str]) -> int:

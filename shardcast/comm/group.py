@@ -24,9 +24,18 @@ from shardcast.messages import page
 from shardcast.plan.algorithms import GROUPED
 
 BROADCAST = {  # by gloo, which knows no 16-bit integers, no fp8: those go as bytes
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
-}  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+}
 TAG, TURNS = 0x5C000000, 1 << 16  # our sends, apart from those of a script
 
 

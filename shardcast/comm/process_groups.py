@@ -24,9 +24,14 @@ class ProcessGroups:
     """
 
     def __init__(
-        self, everyone: Comm, dp: Comm, shard: Comm, model: Comm, groups: Mapping[str, Comm],
+        self,
+        everyone: Comm,
+        dp: Comm,
+        shard: Comm,
+        model: Comm,
+        groups: Mapping[str, Comm],
         parallel_dims: ParallelDims,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.everyone, self.dp, self.shard, self.model = everyone, dp, shard, model
         self.parallel_dims = parallel_dims
         self._groups = groups

@@ -75,9 +75,12 @@ class ReplicaSumReduction(Reduction):
     """
 
     def __init__(
-        self, first: Reduction, comm: Comm, pack: PackLayout,
+        self,
+        first: Reduction,
+        comm: Comm,
+        pack: PackLayout,
         add: Callable[[Sequence[Tensor]], Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._first, self._comm, self._pack, self._add = first, comm, pack, add
         self._total: Tensor | None = None  # whose sum is under way
 

@@ -221,9 +221,14 @@ class _Allocated(NamedTuple):
 
 
 def _allocated(
-    originals: OptimizerList, config: ShardcastConfig, dtype: torch.dtype, group: GroupId,
-    cast: str, numel: int, trained: int,
-) -> _Allocated:  # fmt: skip
+    originals: OptimizerList,
+    config: ShardcastConfig,
+    dtype: torch.dtype,
+    group: GroupId,
+    cast: str,
+    numel: int,
+    trained: int,
+) -> _Allocated:
     """Allocate what a run does for a span, here on ``meta``.
 
     Args:
@@ -268,9 +273,15 @@ class _Share(NamedTuple):
 
 
 def _share(
-    plan: Plan, copies: int, allocated: Callable[..., _Allocated], pack: PackLayout,
-    grad: torch.dtype, numel: int, trained: int, values: int,
-) -> _Share:  # fmt: skip
+    plan: Plan,
+    copies: int,
+    allocated: Callable[..., _Allocated],
+    pack: PackLayout,
+    grad: torch.dtype,
+    numel: int,
+    trained: int,
+    values: int,
+) -> _Share:
     """Return the share of a span of elements, see :func:`_allocated`, with gradients in ``grad``.
 
     Args:

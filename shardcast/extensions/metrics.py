@@ -130,8 +130,9 @@ class Metrics(StepHook):
             own = torch.cat([torch.cat(sums, dim=1), self._numels]) * self._weights
             totals.index_copy_(1, self._places, own)
         for comm in (
-            process_groups.dp, *process_groups.comms(process_groups.parallel_dims.replicating),
-        ):  # fmt: skip
+            process_groups.dp,
+            *process_groups.comms(process_groups.parallel_dims.replicating),
+        ):
             comm.all_reduce(totals, "metrics")
         self._totals = totals
 

@@ -163,9 +163,15 @@ class Encoded:
     """
 
     def __init__(
-        self, codec: Codec, numel: int, row: int, device: torch.device, *,
-        on_host: bool = False, first: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        codec: Codec,
+        numel: int,
+        row: int,
+        device: torch.device,
+        *,
+        on_host: bool = False,
+        first: Tensor | None = None,
+    ) -> None:
         self.codec, self.row = codec, row
         self._numel, self._device, self._on_host = numel, device, on_host
         self._counts = [count for _, count in codec.pieces(row)]

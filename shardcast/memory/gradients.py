@@ -241,7 +241,7 @@ class Gradients:
             if (grad := param.grad) is None
             else not self.holds(position, grad)
             for position, param in enumerate(self.pack.params)
-        )  # fmt: skip
+        )
 
     # -- what ``.grad`` shows -------------------------------------------------------------------
 

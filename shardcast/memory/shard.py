@@ -122,9 +122,13 @@ class Shard:
 
     def _encoded(self, first: Tensor | None) -> Encoded:
         return Encoded(
-            self._codec, self.pack.own.numel, self._row, self.pack.params[0].device,
-            on_host=self._on_host, first=first,
-        )  # fmt: skip
+            self._codec,
+            self.pack.own.numel,
+            self._row,
+            self.pack.params[0].device,
+            on_host=self._on_host,
+            first=first,
+        )
 
     def local(self, start: int, stop: int) -> slice:
         """Return pack elements ``[start, stop)`` as a slice of the own span."""

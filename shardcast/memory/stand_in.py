@@ -60,9 +60,15 @@ _BINARY = (
 )
 # In-place functions that compute each element from itself and from elements of the same place.
 ELEMENTWISE = frozenset(f"{name}_" for name in (_UNARY + " " + _BINARY).split()) - {"rrelu_"} | {
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__idiv__", "__imod__",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ifloordiv__",
+    "__idiv__",
+    "__imod__",
     "__ipow__",
-}  # fmt: skip
+}
 # The same, by places that are counted in the whole parameter.
 PLACED = frozenset(
     "__setitem__ index_fill_ index_add_ index_copy_ index_put_ index_reduce_ _index_put_impl_ "
@@ -222,9 +228,12 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _run_distributed(
-    func: Callable[..., Any], name: str, given: Sequence[Any], args: tuple[Any, ...],
+    func: Callable[..., Any],
+    name: str,
+    given: Sequence[Any],
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> Any:  # fmt: skip
+) -> Any:
     """Run ``func`` for DTensors: metadata are theirs, edits and conversions those of what is here.
 
     Every rank edits its own elements, so other operands must lie as the parameter does.
@@ -381,9 +390,8 @@ def _each(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 
 def _out(
-    func: Callable[..., Any], name: str, out: Any, args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:  # fmt: skip
+    func: Callable[..., Any], name: str, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Run ``torch.mul(grad, 0.5, out=grad)`` as the method in place, or write another result."""
     named = {key: value for key, value in kwargs.items() if key != "out"}
     if not args and "input" in named:
@@ -405,9 +413,12 @@ def _out(
 
 
 def _edit(
-    func: Callable[..., Any], name: str, target: StandIn, args: tuple[Any, ...],
+    func: Callable[..., Any],
+    name: str,
+    target: StandIn,
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> Any:  # fmt: skip
+) -> Any:
     """Edit this rank's part of the mean as ``func`` edits the whole."""
     rest = args[1:], kwargs
     for other in tensors(rest):

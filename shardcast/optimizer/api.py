@@ -129,9 +129,15 @@ def shard(
             for name, param in root.named_parameters()
         }
         process_groups = groups_of(
-            mesh, dp, pipeline=pp, sum_over=grad_sum_over, experts=experts, tied=tied,
-            shapes=shapes, check=given,
-        )  # fmt: skip
+            mesh,
+            dp,
+            pipeline=pp,
+            sum_over=grad_sum_over,
+            experts=experts,
+            tied=tied,
+            shapes=shapes,
+            check=given,
+        )
 
     aliases: list[Alias] = []
 

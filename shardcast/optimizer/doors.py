@@ -61,9 +61,12 @@ class Values:
     """
 
     def __init__(
-        self, name: str, states: Sequence[str], read: Read,
+        self,
+        name: str,
+        states: Sequence[str],
+        read: Read,
         shaped: Callable[[Tensor], Any] = lambda flat: flat,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self._read, self._shaped = name, read, shaped
         self._given: dict[str, tuple[Tensor, Any]] = {}  # by kind: as read, as the script has it
         self.state: Mapping[str, Any] = StateOfValues(self, states)
@@ -148,9 +151,7 @@ class Values:
 class Part(Values):
     """The elements ``[start, stop)`` of a flattened parameter, which this rank owns; all 1-d."""
 
-    def __init__(
-        self, fragment: Fragment, states: Sequence[str], read: Read
-    ) -> None:  # fmt: skip
+    def __init__(self, fragment: Fragment, states: Sequence[str], read: Read) -> None:
         super().__init__(fragment.slot.name, states, read)
         self.start, self.stop = fragment.param_range
 
@@ -643,9 +644,12 @@ def _changed_anywhere(packed: PackedOptimizer, edits: Written) -> dict[Pack, lis
 
 @torch.no_grad()
 def _write(
-    packed: PackedOptimizer, fragments: Fragments, edits: Written,
-    changed: Mapping[Pack, Sequence[bool]], is_grad: bool,
-) -> None:  # fmt: skip
+    packed: PackedOptimizer,
+    fragments: Fragments,
+    edits: Written,
+    changed: Mapping[Pack, Sequence[bool]],
+    is_grad: bool,
+) -> None:
     """Write edits, and send the published values of changed packs to all ranks. Collective.
 
     Args:

@@ -47,9 +47,8 @@ def assign_groups(
         )
     for optimizer in {id(owner): owner for owner, _ in present}.values():
         optimizer.param_groups[:] = [
-            group for group, (owner, _) in zip(replaced, present, strict=True)
-            if owner is optimizer
-        ]  # fmt: skip
+            group for group, (owner, _) in zip(replaced, present, strict=True) if owner is optimizer
+        ]
     return list(groups[len(present) :])
 
 
@@ -74,11 +73,18 @@ def _added(originals: OptimizerList, place: int, group: dict[str, Any]) -> Itera
 def _extend(packed: PackedOptimizer, added: GroupId) -> None:
     plan = agreed(
         lambda: plan_for(
-            packed.model, packed.originals, packed.config, packed.process_groups.parallel_dims,
-            packed.stages, packed.layout, added,
+            packed.model,
+            packed.originals,
+            packed.config,
+            packed.process_groups.parallel_dims,
+            packed.stages,
+            packed.layout,
+            added,
         ),
-        packed.process_groups, packed.device, "add_param_group",
-    )  # fmt: skip
+        packed.process_groups,
+        packed.device,
+        "add_param_group",
+    )
     shards = allocate(plan, packed.process_groups)
     packed.ready_to_read()
     packed.remove_hooks()  # modules that the model got since take part too

@@ -44,9 +44,12 @@ class OptimizerHandle(torch.optim.Optimizer):
     _ready = False  # the base class fills in the groups
 
     def __init__(
-        self, sharded: ShardedOptimizer, packed: PackedOptimizer,
-        handles: Sequence[OptimizerHandle], place: int,
-    ) -> None:  # fmt: skip
+        self,
+        sharded: ShardedOptimizer,
+        packed: PackedOptimizer,
+        handles: Sequence[OptimizerHandle],
+        place: int,
+    ) -> None:
         self._sharded, self._packed, self._handles, self._place = sharded, packed, handles, place
         self._stepped_with: Any = None  # state of the gradients, until all have stepped
         self._zero_grad_after: bool | None = None  # set_to_none of what is put off until then

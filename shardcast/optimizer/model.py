@@ -266,9 +266,13 @@ class ModelHooks:
                     )
 
     def _before_load(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any],
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
         *_strictness: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not prefix:  # what the script calls load_state_dict() of
             self._in_vain[module] = in_vain(module, state_dict)
         before_load(self._shards, self._sync, self._loads, module, state_dict, prefix, metadata)
@@ -287,9 +291,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def before_load(
-    shards: Sequence[Shard], sync: Sync, loads: Loads, module: nn.Module,
-    state_dict: MutableMapping[str, Any], prefix: str, metadata: Mapping[str, Any],
-) -> None:  # fmt: skip
+    shards: Sequence[Shard],
+    sync: Sync,
+    loads: Loads,
+    module: nn.Module,
+    state_dict: MutableMapping[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+) -> None:
     """Give masters the loaded values in full precision; the model gets them cast. Local.
 
     A value that is the cast of its master leaves the master as it is, see :meth:`.Shard.load`. What
@@ -355,9 +364,12 @@ def in_vain(module: nn.Module, state_dict: Mapping[str, Any]) -> str:
 
 
 def _round(
-    shard: Shard, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str,
+    shard: Shard,
+    module: nn.Module,
+    state_dict: MutableMapping[str, Any],
+    prefix: str,
     loaded: Mapping[nn.Parameter, Tensor],
-) -> None:  # fmt: skip
+) -> None:
     """Have torch copy what is published of loaded values; its own cast is another one."""
     pack = shard.pack
     names = {param: name for name, param in module.named_parameters(recurse=False)}

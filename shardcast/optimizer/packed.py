@@ -68,9 +68,13 @@ class PackedOptimizer:
     plain_names: dict[nn.Parameter, dict[str, None]] | None = None
 
     def __init__(
-        self, plan: Plan, shards: Sequence[Shard], process_groups: ProcessGroups,
-        dtypes: Sequence[Mapping[str, torch.dtype]], aliases: Sequence[Alias],
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        shards: Sequence[Shard],
+        process_groups: ProcessGroups,
+        dtypes: Sequence[Mapping[str, torch.dtype]],
+        aliases: Sequence[Alias],
+    ) -> None:
         self.given_dtypes, self.aliases = dtypes, aliases
         originals = self.originals = plan.originals
         self.model, self.stages = plan.model, plan.stages
@@ -90,9 +94,14 @@ class PackedOptimizer:
             )
         self.reduce = Reducer(process_groups, plan.config, at_step)
         self.decider = Decider(
-            self.reduce.grads, process_groups, plan.config, self.device, originals,
-            self.reduce.divisor, self.reduce.history,
-        )  # fmt: skip
+            self.reduce.grads,
+            process_groups,
+            plan.config,
+            self.device,
+            originals,
+            self.reduce.divisor,
+            self.reduce.history,
+        )
         self.decider.check = self.reduce.check
         self.sync = Sync()
         self.buffers_of_training: dict[str, Tensor] = {}

@@ -161,9 +161,21 @@ def plan_for(
     options = [f"{key} = {value}" for key, value in config.to_dict().items()]
     options += parallel_dims.options() + validate.describe_groups(originals, added)
     plan = Plan(
-        inner, tuple(stages) or (inner,), originals, config, precision, layout, new, params,
-        outside, pack_groups_by_name, costs, tuple(begun), tuple(options), unmatched,
-    )  # fmt: skip
+        inner,
+        tuple(stages) or (inner,),
+        originals,
+        config,
+        precision,
+        layout,
+        new,
+        params,
+        outside,
+        pack_groups_by_name,
+        costs,
+        tuple(begun),
+        tuple(options),
+        unmatched,
+    )
     for option in config.extensions().values():
         if option.fits is not None:
             option.fits(plan, parallel_dims)

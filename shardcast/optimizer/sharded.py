@@ -604,9 +604,14 @@ def _own_method(
 
 @torch.no_grad()
 def _call(
-    packed: PackedOptimizer, method: OwnMethod, name: str, decide: Callable[[], Decision], /,
-    *args: Any, **named: Any,
-) -> None:  # fmt: skip
+    packed: PackedOptimizer,
+    method: OwnMethod,
+    name: str,
+    decide: Callable[[], Decision],
+    /,
+    *args: Any,
+    **named: Any,
+) -> None:
     """Call a method that the optimizer's class adds, on masters with the mean in ``.grad``.
 
     Every rank must call it, with the same arguments.

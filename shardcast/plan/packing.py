@@ -78,9 +78,11 @@ def describe(
 
 
 def with_algorithms(
-    layout: Layout, config: ShardcastConfig, topology: Topology,
+    layout: Layout,
+    config: ShardcastConfig,
+    topology: Topology,
     experts: Mapping[str, Topology] | None = None,
-) -> Layout:  # fmt: skip
+) -> Layout:
     """``layout`` with algorithms on ``topology`` for each pack that has none.
 
     Args:
@@ -162,9 +164,17 @@ def plan_packs(
             slots, spans = plan_even(members, size, align)
         packs.append(
             PackLayout(
-                index, key.device, key.dtype, key.requires_grad, key.key,
-                spans[-1].stop, slots, spans, partition=mode, pack_groups=key.pack_groups,
+                index,
+                key.device,
+                key.dtype,
+                key.requires_grad,
+                key.key,
+                spans[-1].stop,
+                slots,
+                spans,
+                partition=mode,
+                pack_groups=key.pack_groups,
                 cast=key.cast,
             )
-        )  # fmt: skip
+        )
     return Layout(parallel_dims.world_size, tuple(packs))

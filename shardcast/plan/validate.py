@@ -117,9 +117,11 @@ def check_groups(
                 )
             if name in groups:
                 owner = originals.owner(groups[name])
-                where = "its groups twice" if owner is optimizer else (
-                    f"two optimizers, {type(owner).__name__} and {type(optimizer).__name__}"
-                )  # fmt: skip
+                where = (
+                    "its groups twice"
+                    if owner is optimizer
+                    else (f"two optimizers, {type(owner).__name__} and {type(optimizer).__name__}")
+                )
                 raise ValueError(f"optimizer: parameter {name!r} is in {where}; list it once")
             groups[name] = number
     if added is not None:

@@ -31,9 +31,15 @@ def _nearest(values):
 
 @triton.jit
 def _block(
-    values, first, second, scales, width,
-    rounds: tl.constexpr, twice: tl.constexpr, side: tl.constexpr,
-):  # fmt: skip
+    values,
+    first,
+    second,
+    scales,
+    width,
+    rounds: tl.constexpr,
+    twice: tl.constexpr,
+    side: tl.constexpr,
+):
     """Quantize a block; write codes and scale, or its values on the grid, maybe twice."""
     row, column = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, side)
@@ -82,9 +88,16 @@ def _launch(values: Tensor, others: Sequence[Tensor], scales: Tensor, rounds: bo
     grid: Any = (height // SIDE, width // SIDE)
     with torch.cuda.device_of(values):
         _block[grid](
-            values, others[0], others[-1], scales, width, rounds=rounds, twice=len(others) > 1,
-            side=SIDE, num_warps=WARPS,
-        )  # fmt: skip
+            values,
+            others[0],
+            others[-1],
+            scales,
+            width,
+            rounds=rounds,
+            twice=len(others) > 1,
+            side=SIDE,
+            num_warps=WARPS,
+        )
 
 
 def round_(masters: Tensor, outputs: Sequence[Tensor]) -> None:

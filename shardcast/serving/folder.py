@@ -331,10 +331,14 @@ def write_changes(path: Path, changes: Changes) -> None:
                 tensors[f"{number}.indices"] = patch.indices.cpu().contiguous()
         patches.append(fact)
     head = {
-        "version": changes.version, "since": changes.since, "part": changes.part,
-        "parts": changes.parts, "aliases": dict(changes.aliases), "checksum": changes.checksum,
+        "version": changes.version,
+        "since": changes.since,
+        "part": changes.part,
+        "parts": changes.parts,
+        "aliases": dict(changes.aliases),
+        "checksum": changes.checksum,
         "patches": patches,
-    }  # fmt: skip
+    }
     with storage.appearing(path, WRITING) as writing:
         save_file(tensors, writing, metadata={HEAD: json.dumps(head)})
 
@@ -354,15 +358,26 @@ def read_changes(path: str | os.PathLike[str]) -> Changes:
             _check_head(head)
             patches = [_patch(file, number, fact) for number, fact in enumerate(head["patches"])]
         return Changes(
-            tuple(patches), head["version"], head["since"], head["part"], head["parts"],
-            head["aliases"], head["checksum"] or "none",
-        )  # fmt: skip
+            tuple(patches),
+            head["version"],
+            head["since"],
+            head["part"],
+            head["parts"],
+            head["aliases"],
+            head["checksum"] or "none",
+        )
     except FileNotFoundError:
         raise
     except (
-        SafetensorError, ValueError, KeyError, TypeError, AttributeError, OSError, OverflowError,
+        SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OSError,
+        OverflowError,
         RecursionError,
-    ) as error:  # fmt: skip
+    ) as error:
         raise DamagedChangesError(
             f"changes: {str(path)!r} is no file of changes, or is damaged: {error}; nothing of it "
             "was written"
@@ -425,6 +440,10 @@ def _files(directory: Path, prefixes: Sequence[str] = ("",)) -> Iterator[_File]:
         for prefix in prefixes:
             if name.startswith(prefix) and (match := NAME.fullmatch(name[len(prefix) :])):
                 yield _File(
-                    directory / name, match["run"], int(match["number"]), match["kind"] == "full",
-                    int(match["part"]), int(match["parts"]),
-                )  # fmt: skip
+                    directory / name,
+                    match["run"],
+                    int(match["number"]),
+                    match["kind"] == "full",
+                    int(match["part"]),
+                    int(match["parts"]),
+                )

@@ -117,9 +117,12 @@ class Form(ABC):
         """View as ``(..., block rows, rows of a block, block columns, columns of a block)``."""
         *stack, rows, columns = values.shape
         return values.view(
-            *stack, rows // self.block_rows, self.block_rows,
-            columns // self.block_columns, self.block_columns,
-        )  # fmt: skip
+            *stack,
+            rows // self.block_rows,
+            self.block_rows,
+            columns // self.block_columns,
+            self.block_columns,
+        )
 
     def _scaled(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Divide blocks by their scales and saturate; return them, to be overwritten, and scales.

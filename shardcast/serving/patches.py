@@ -90,14 +90,16 @@ class Changes(Sequence[WeightPatch]):
     def computed_checksum(self) -> str:
         """Compute what :attr:`checksum` has to be; copies values and indices to the host."""
         facts = {
-            "version": self.version, "since": self.since, "part": [self.part, self.parts],
+            "version": self.version,
+            "since": self.since,
+            "part": [self.part, self.parts],
             "aliases": dict(self.aliases),
             "patches": [
                 [p.name, [*p.shape], str(p.dtype), str(p.values.dtype), p.values.numel()]
                 + ([str(p.indices.dtype), p.indices.numel()] if p.indices is not None else [])
                 for p in self.patches
             ],
-        }  # fmt: skip
+        }
         digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
         for patch in self.patches:
             for tensor in (patch.values, patch.indices):

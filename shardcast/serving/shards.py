@@ -203,9 +203,11 @@ class Serving(Publishing):
 
     def shard(self, pack: Pack) -> Shard:
         kinds = {
-            (False, False): Shard, (True, False): BlockShard,
-            (False, True): FollowedShard, (True, True): FollowedBlockShard,
-        }  # fmt: skip
+            (False, False): Shard,
+            (True, False): BlockShard,
+            (False, True): FollowedShard,
+            (True, True): FollowedBlockShard,
+        }
         return kinds[bool(pack.layout.cast), self._config.changes](pack, self._config)
 
     def wire(self, layout: PackLayout) -> Wire | None:

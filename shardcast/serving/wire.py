@@ -81,8 +81,10 @@ class FormWire(Wire):
         if layout.algorithms.sync == "all_gather":
             sizes = self.nbytes = [max(sizes)] * len(sizes)
         *self.begins, self.size = itertools.accumulate(sizes, initial=0)
-        ranges = {tuple((r.start - s.start, r.stop - s.start, r.width) for r in runs)
-                  for s, runs in zip(layout.spans, self.runs, strict=True)}  # fmt: skip
+        ranges = {
+            tuple((r.start - s.start, r.stop - s.start, r.width) for r in runs)
+            for s, runs in zip(layout.spans, self.runs, strict=True)
+        }
         # Owners whose parts are alike, of one run each, are unpacked in one launch.
         self.is_regular = len(ranges) == 1 and len(self.runs[0]) == 1
 

@@ -12,9 +12,7 @@ CLEARED = "gradients cleared between two backwards of a step"
 SUMMED = "gradients assigned between two backwards that are summed over model-parallel ranks"
 EDITED = "edits of gradients after the clip of the step before"
 HISTORY = BACKWARDS, CLEARS, STALE, ASSIGNED, CLEARED, EDITED
-NOTHING = {
-    BACKWARDS: 0, CLEARS: 0, STALE: 0, ASSIGNED: "", CLEARED: "", SUMMED: "", EDITED: False,
-}  # fmt: skip
+NOTHING = {BACKWARDS: 0, CLEARS: 0, STALE: 0, ASSIGNED: "", CLEARED: "", SUMMED: "", EDITED: False}
 SHOWN = 3  # names
 
 

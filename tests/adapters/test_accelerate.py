@@ -108,10 +108,16 @@ def test_a_loss_that_a_model_of_transformers_computes_is_as_exact_as_its_logits(
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     shape = transformers.BertConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, num_labels=5, hidden_dropout_prob=0.0, classifier_dropout=0.0,
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        num_labels=5,
+        hidden_dropout_prob=0.0,
+        classifier_dropout=0.0,
         attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+    )
     tokens, labels = torch.arange(24).view(4, 6), torch.tensor([0, 1, 2, 3])
     # Named by the user, here as nothing, it is the user's: the control.
     options = {"autocast": False, **({"fp32_outputs": ()} if named else {})}

@@ -63,10 +63,14 @@ def llama() -> Any:
     torch.manual_seed(1)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-            num_attention_heads=2, max_position_embeddings=16,
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=16,
         )
-    )  # fmt: skip
+    )
 
 
 class Module(LightningModule):
@@ -124,11 +128,19 @@ def by_trainer(config: Any, ranks: int, folder: str, kind: Any = ShardcastTraine
             return SequentialSampler(self.train_dataset)
 
     arguments = transformers.TrainingArguments(
-        output_dir=folder, use_cpu=True, per_device_train_batch_size=2, max_steps=STEPS,
-        gradient_accumulation_steps=MICRO_BATCHES // ranks, learning_rate=0.5, max_grad_norm=0,
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        max_steps=STEPS,
+        gradient_accumulation_steps=MICRO_BATCHES // ranks,
+        learning_rate=0.5,
+        max_grad_norm=0,
         optim="sgd",
-        lr_scheduler_type="constant", report_to="none", disable_tqdm=True, save_strategy="no",
-    )  # fmt: skip
+        lr_scheduler_type="constant",
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+    )
     model = llama().eval()  # as from_pretrained gives it
     trainer = InOrder(model, arguments, train_dataset=rows(), shardcast_config=config)
     trainer.train()
@@ -145,19 +157,29 @@ def by_lightning(config: Any, ranks: int, folder: str) -> Any:
 
 def fit_lightning(module: Any, config: Any, ranks: int, folder: str, deals: bool) -> Any:
     trainer = Trainer(
-        strategy=ShardcastStrategy(config), accelerator="cpu", devices=ranks, max_epochs=1,
-        accumulate_grad_batches=MICRO_BATCHES // ranks, use_distributed_sampler=deals,
-        default_root_dir=folder, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, precision="32-true",
-    )  # fmt: skip
+        strategy=ShardcastStrategy(config),
+        accelerator="cpu",
+        devices=ranks,
+        max_epochs=1,
+        accumulate_grad_batches=MICRO_BATCHES // ranks,
+        use_distributed_sampler=deals,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        precision="32-true",
+    )
     trainer.fit(module)
     return trainer.strategy.precision_plugin.sharded[0]
 
 
 FRAMEWORKS = {
-    "accelerate": by_accelerate, "trainer": by_trainer, "counting": by_counting_trainer,
+    "accelerate": by_accelerate,
+    "trainer": by_trainer,
+    "counting": by_counting_trainer,
     "lightning": by_lightning,
-}  # fmt: skip
+}
 
 
 def train(

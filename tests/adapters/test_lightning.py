@@ -78,13 +78,21 @@ def loader(float64: bool = False) -> DataLoader[Any]:
 def trainer_of(folder: str, devices: int = 2, **options: Any) -> Trainer:
     return Trainer(
         **{
-            "strategy": "shardcast", "accelerator": "cpu", "devices": devices, "max_epochs": 2,
-            "precision": "32-true", "default_root_dir": folder, "logger": False,
-            "enable_progress_bar": False, "enable_model_summary": False,
-            "accumulate_grad_batches": 2, "gradient_clip_val": 0.5,
-            "callbacks": [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)], **options,
+            "strategy": "shardcast",
+            "accelerator": "cpu",
+            "devices": devices,
+            "max_epochs": 2,
+            "precision": "32-true",
+            "default_root_dir": folder,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 0.5,
+            "callbacks": [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
+            **options,
         }
-    )  # fmt: skip
+    )
 
 
 class Two(Net):

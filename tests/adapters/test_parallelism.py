@@ -215,11 +215,17 @@ def qwen() -> Any:
     """Tied, and with norms whose gradient on each rank is a part of the sum."""
     return transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
-            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=4, tie_word_embeddings=True,
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=4,
+            tie_word_embeddings=True,
             initializer_range=0.2,
         )
-    )  # fmt: skip
+    )
 
 
 def cut_by_its_plan(model: Any, size: int) -> Any:
@@ -250,13 +256,21 @@ def trained(_group: Any, folder: str, tp: int, resume: bool = False) -> Any:
         model = cut_by_its_plan(model, tp)
     arguments = transformers.TrainingArguments(
         **{
-            "output_dir": folder, "use_cpu": True, "max_steps": STEPS, "logging_steps": 1,
-            "gradient_accumulation_steps": 2, "per_device_train_batch_size": tp,
-            "learning_rate": 1e-2, "adam_epsilon": 1e-4, "max_grad_norm": 0.3, "seed": 1,
-            "save_steps": STEPS // 2, "report_to": [],
+            "output_dir": folder,
+            "use_cpu": True,
+            "max_steps": STEPS,
+            "logging_steps": 1,
+            "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": tp,
+            "learning_rate": 1e-2,
+            "adam_epsilon": 1e-4,
+            "max_grad_norm": 0.3,
+            "seed": 1,
+            "save_steps": STEPS // 2,
+            "report_to": [],
             "disable_tqdm": True,
         }
-    )  # fmt: skip
+    )
     kind = transformers.Trainer if tp == 1 else ShardcastTrainer
     trainer = kind(model=model, args=arguments, train_dataset=Text())
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}" if resume else None)

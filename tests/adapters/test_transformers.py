@@ -52,10 +52,15 @@ def model_of() -> Any:
     torch.manual_seed(1)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-            num_attention_heads=2, max_position_embeddings=16, tie_word_embeddings=True,
+            vocab_size=256,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+            tie_word_embeddings=True,
         )
-    )  # fmt: skip
+    )
 
 
 def pair(model: Any) -> list[torch.optim.Optimizer]:
@@ -82,12 +87,22 @@ def trainer_of(
     config, model = options.pop("shardcast_config", None), model_of()
     arguments = transformers.TrainingArguments(
         **{
-            "output_dir": folder, "use_cpu": True, "max_steps": steps, "logging_steps": 1,
-            "save_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2,
-            "max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "learning_rate": 1e-2,
-            "report_to": "none", "disable_tqdm": True, "seed": 3, **options,
+            "output_dir": folder,
+            "use_cpu": True,
+            "max_steps": steps,
+            "logging_steps": 1,
+            "save_steps": 3,
+            "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": 2,
+            "max_grad_norm": 0.5,
+            "lr_scheduler_type": "cosine",
+            "learning_rate": 1e-2,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "seed": 3,
+            **options,
         }
-    )  # fmt: skip
+    )
     kinds = {"stock": transformers.Trainer, "loss": WithLoss, "creating": Creating}
     cls: Any = kinds.get(kind, ShardcastTrainer)
     given = {} if kind == "stock" else {"shardcast_config": config}
@@ -135,14 +150,23 @@ class Evaluating(ShardcastTrainerMixin, transformers.Trainer):
 def test_an_average_is_in_the_model_while_trainer_evaluates(tmp_path: Path, average: str | None):
     fresh()
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, max_steps=3, report_to="none", disable_tqdm=True,
-        save_strategy="no", learning_rate=1e-2,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        max_steps=3,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        learning_rate=1e-2,
+    )
     trainer = Evaluating(
-        model_of(), arguments, train_dataset=Text(), eval_dataset=Text(),
-        shardcast_config={"averages": {"ema": 0.5}, "metrics": True}, evaluate_average=average,
+        model_of(),
+        arguments,
+        train_dataset=Text(),
+        eval_dataset=Text(),
+        shardcast_config={"averages": {"ema": 0.5}, "metrics": True},
+        evaluate_average=average,
         log_metrics="*.q_proj.*",
-    )  # fmt: skip
+    )
     trainer.args.logging_steps = trainer.state.logging_steps = 1
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -168,9 +192,15 @@ def test_the_first_loss_in_bf16_is_that_of_the_stock_trainer(tmp_path: Path, aut
 
     def first(kind: str, **options: Any) -> tuple[float, float]:
         trainer = trainer_of(
-            str(tmp_path), kind, steps=1, bf16=True, save_strategy="no",
-            gradient_accumulation_steps=3, per_device_train_batch_size=7, **options,
-        )  # fmt: skip
+            str(tmp_path),
+            kind,
+            steps=1,
+            bf16=True,
+            save_strategy="no",
+            gradient_accumulation_steps=3,
+            per_device_train_batch_size=7,
+            **options,
+        )
         trainer.train()
         return logged(trainer)[0]
 

@@ -219,9 +219,12 @@ def test_a_frozen_base_that_was_saved_converted_is_loaded_as_it_came_and_the_rev
         model[0].requires_grad_(False)
         convert = converted is not load
         optimizer = sharded(
-            model, group, lambda m: torch.optim.SGD(m[1].parameters(), lr=0.1),
-            param_dtype=BF16, convert_rest=convert,
-        )  # fmt: skip
+            model,
+            group,
+            lambda m: torch.optim.SGD(m[1].parameters(), lr=0.1),
+            param_dtype=BF16,
+            convert_rest=convert,
+        )
         assert model[0].weight.dtype == (BF16 if convert else FP32)
         if load:
             checkpoint.load(tmp_path, model, optimizer)

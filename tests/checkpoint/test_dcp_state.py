@@ -60,11 +60,15 @@ def train(model: nn.Module, optimizer: Any, count: int = 3) -> None:
 @pytest.mark.parametrize(
     ("dtype", "options", "began"),
     [
-        ("fp32", {}, False), ("fp32", {FULL: True}, True), ("bf16", {FLAT: True}, False),
-        ("bf16", {}, True), ("fp16", {FULL: True}, False), ("fp16", {FLAT: True}, True),
+        ("fp32", {}, False),
+        ("fp32", {FULL: True}, True),
+        ("bf16", {FLAT: True}, False),
+        ("bf16", {}, True),
+        ("fp16", {FULL: True}, False),
+        ("fp16", {FLAT: True}, True),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_state_that_dcp_gets_and_sets_goes_on_with_the_same_masters(
     dtype: str, options: Any, began: bool
 ):
@@ -79,9 +83,12 @@ def test_a_state_that_dcp_gets_and_sets_goes_on_with_the_same_masters(
         weights, state = copy.deepcopy(states)  # which are the optimizer's own tensors
         with resumed.as_plain():
             set_state_dict(
-                other, resumed, model_state_dict=weights, optim_state_dict=state,
+                other,
+                resumed,
+                model_state_dict=weights,
+                optim_state_dict=state,
                 options=StateDictOptions(**options),
-            )  # fmt: skip
+            )
         assert_goes_on_alike((model, optimizer), (other, resumed))
 
     ThreadedWorld(3).run(run)
@@ -186,9 +193,11 @@ class App:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_state_dict(
-            self.model, self.optimizer, model_state_dict=state_dict["model"],
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optim"],
-        )  # fmt: skip
+        )
 
 
 def test_a_checkpoint_of_dcp_resumes_exactly(gloo: SpawnedWorld, tmp_path: Path):

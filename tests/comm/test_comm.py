@@ -81,11 +81,13 @@ def compared(group: Any, lines: dict[int, list[str]]) -> str:
 
 @pytest.mark.parametrize(
     ("lines", "shown"),
-    [({0: ["total 4", "    a (3,)"]}, "first difference: rank 0: a (3,); ranks 1, 2: a (2,)"),
-     ({1: ["total 4", "    a (3,)"]}, "first difference: ranks 0, 2: a (2,); rank 1: a (3,)"),
-     ({1: SAME[1:]}, "ranks 0, 2: total 3; rank 1: (nothing)")],
+    [
+        ({0: ["total 4", "    a (3,)"]}, "first difference: rank 0: a (3,); ranks 1, 2: a (2,)"),
+        ({1: ["total 4", "    a (3,)"]}, "first difference: ranks 0, 2: a (2,); rank 1: a (3,)"),
+        ({1: SAME[1:]}, "ranks 0, 2: total 3; rank 1: (nothing)"),
+    ],
     ids=["of rank 0", "of rank 1", "a line less"],
-)  # fmt: skip
+)
 def test_a_difference_is_named_alike_on_every_rank_the_most_indented_first(
     lines: dict[int, list[str]], shown: str
 ):
@@ -146,9 +148,12 @@ FAILED: list[tuple[dict[int, Exception], type[Exception], str]] = [
     ({1: TypeError("bad")}, TypeError, "rank 1: bad"),
     ({1: OSError(28, "No space")}, RuntimeError, "rank 1: [Errno 28] No space"),
     ({1: KeyError("name")}, RuntimeError, "rank 1: KeyError: 'name'"),
-    ({0: ValueError("bad"), 3: ValueError("bad"), 1: OSError("full")}, RuntimeError,
-     "ranks 0, 3: bad; rank 1: full"),
-]  # fmt: skip
+    (
+        {0: ValueError("bad"), 3: ValueError("bad"), 1: OSError("full")},
+        RuntimeError,
+        "ranks 0, 3: bad; rank 1: full",
+    ),
+]
 
 
 @pytest.mark.parametrize("method", ["together", "collect"])

@@ -73,11 +73,17 @@ def reduced(
 
 @pytest.mark.parametrize(
     ("algorithm", "world", "node", "dtype"),
-    [*(("two_level", world, node, dtype) for world, node in ((4, 2), (6, 3), (8, 4))
-       for dtype in (BF16, torch.float16, torch.float32)),
-     ("all_to_all", MANY - 1, 1, BF16), ("all_to_all", MANY, 1, BF16)],
+    [
+        *(
+            ("two_level", world, node, dtype)
+            for world, node in ((4, 2), (6, 3), (8, 4))
+            for dtype in (BF16, torch.float16, torch.float32)
+        ),
+        ("all_to_all", MANY - 1, 1, BF16),
+        ("all_to_all", MANY, 1, BF16),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_owner_gets_the_exact_sum_over_all_ranks(
     algorithm: str, world: int, node: int, dtype: torch.dtype
 ):
@@ -111,9 +117,17 @@ def topology(process_group: Any) -> Topology:
 
 @pytest.mark.parametrize(
     ("machines", "node"),
-    [("aabb", 2), ("aaaa", 4), ("aaabbb", 3), ("aab", 1), ("abab", 1), ("aabc", 1), ("abba", 1),
-     ("aaab", 1)],
-)  # fmt: skip
+    [
+        ("aabb", 2),
+        ("aaaa", 4),
+        ("aaabbb", 3),
+        ("aab", 1),
+        ("abab", 1),
+        ("aabc", 1),
+        ("abba", 1),
+        ("aaab", 1),
+    ],
+)
 def test_ranks_of_a_node_are_found_where_they_are_numbered_node_by_node(
     nodes: Any, machines: str, node: int
 ):

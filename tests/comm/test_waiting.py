@@ -81,9 +81,8 @@ class GivesUp(FakeGroup):
 
 
 PACK = PackLayout(
-    4, "cpu", BF16, True, "", 8, (Slot("head.weight", (8,), 0, 8),),
-    (Span(0, 0, 4), Span(1, 4, 8)),
-)  # fmt: skip
+    4, "cpu", BF16, True, "", 8, (Slot("head.weight", (8,), 0, 8),), (Span(0, 0, 4), Span(1, 4, 8))
+)
 FULL, HALF = torch.zeros(8), torch.zeros(4)
 CALLS: dict[str, Callable[[Comm], Any]] = {
     "a broadcast of pack 4 ('head.weight')": lambda c: c.broadcast(FULL, 0, PACK),

@@ -25,9 +25,13 @@ pytestmark = pytest.mark.skipif(
 )
 BACKEND = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() > 1 else "gloo"
 FORMS: list[dict[str, Any]] = [
-    {}, {"fuse": "eager"}, {"moments": "bf16"}, {"moments": "int8"}, {"offload": True},
+    {},
+    {"fuse": "eager"},
+    {"moments": "bf16"},
+    {"moments": "int8"},
+    {"offload": True},
     {"guard": {"norm": 6.0, "window": 4}},
-]  # fmt: skip
+]
 
 
 def network() -> nn.Module:

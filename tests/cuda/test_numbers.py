@@ -66,8 +66,9 @@ def test_fp32_steps_are_those_of_torch(
 ) -> None:
     """Within an ulp per step: a compiler may fuse a product and a sum, and divide otherwise."""
     ours, theirs = model_of(1000, 33), model_of(1000, 33)
-    optimizer = shardcast.shard(ours, kind(ours.parameters(), **options), param_dtype="fp32",
-                                fuse=fuse)  # fmt: skip
+    optimizer = shardcast.shard(
+        ours, kind(ours.parameters(), **options), param_dtype="fp32", fuse=fuse
+    )
     reference = kind(theirs.parameters(), **options)
     for step in range(5):
         give(ours, step)
@@ -136,9 +137,12 @@ def test_clipping_bounds_the_update_by_the_global_norm(fuse: str) -> None:
     model, free = model_of(70_000, 33), model_of(70_000, 33)
     options = {"lr": 1.0}
     optimizer = shardcast.shard(
-        model, torch.optim.SGD(model.parameters(), **options), param_dtype="fp32",
-        max_grad_norm=0.5, fuse=fuse,
-    )  # fmt: skip
+        model,
+        torch.optim.SGD(model.parameters(), **options),
+        param_dtype="fp32",
+        max_grad_norm=0.5,
+        fuse=fuse,
+    )
     before = values(model)
     give(model, 0)
     give(free, 0)
@@ -155,9 +159,11 @@ def test_an_overflow_of_fp16_halves_the_scale_and_training_goes_on() -> None:
     x = torch.randn(64, 16, device=DEVICE)
     y = x[:, :1].half()
     optimizer = shardcast.shard(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), param_dtype="fp16",
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        param_dtype="fp16",
         loss_scale_init=2.0**24,
-    )  # fmt: skip
+    )
     losses = []
     for _ in range(40):
         loss = (model(x) - y).float().square().mean()

@@ -78,10 +78,13 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 # Every two of fields, kind, number of ranks and partition meet.
 MEMORY = [
-    *((fields, kind, 1 + (n + m) % 4, ("even", "whole")[(n + m // 2) % 2])
-      for n, fields in enumerate(FIELDS) for m, kind in enumerate(FUSED)),
+    *(
+        (fields, kind, 1 + (n + m) % 4, ("even", "whole")[(n + m // 2) % 2])
+        for n, fields in enumerate(FIELDS)
+        for m, kind in enumerate(FUSED)
+    ),
     *(("bf16", kind, 3, "auto") for kind in OTHERS),
-]  # fmt: skip
+]
 
 
 def ran(group: Any, kind: Kind, fields: dict[str, Any]) -> dict[str, int]:
@@ -177,9 +180,11 @@ def accumulated(group: Any, fields: dict[str, Any], micro_batches: int) -> dict[
     ("fields", "size", "accumulate", "micro_batches"),
     pairwise(
         ({}, {"partition": "whole", "pack_params": 2}, {"grad_dtype": "bf16"}),
-        (1, 2, 4), ("local", "sharded"), (1, 2, 8, 9),
+        (1, 2, 4),
+        ("local", "sharded"),
+        (1, 2, 8, 9),
     ),
-)  # fmt: skip
+)
 def test_the_estimate_has_local_gradients_and_their_long_sums(
     fields: dict[str, Any], size: int, accumulate: str, micro_batches: int
 ):
@@ -310,9 +315,12 @@ class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = (3, 64, 128, 256)
-        self.body = nn.Sequential(*[
-            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
-            for a, b in itertools.pairwise(widths)])  # fmt: skip
+        self.body = nn.Sequential(
+            *[
+                nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+                for a, b in itertools.pairwise(widths)
+            ]
+        )
         self.fixed = nn.Linear(256, 400).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -369,9 +377,14 @@ def test_real_runs_hold_what_was_estimated(name: str, fields: dict[str, Any], gl
 
 def test_peers_hold_what_is_known_of_them_at_two_ranks():
     assert peers(1, 2, 2) == {
-        "DDP + autocast": 16, "ZeroRedundancyOptimizer": 12, "ZeRO-1": 10, "ZeRO-2": 9, "FSDP": 8,
-        "Megatron": 12, "FlashOptim + DDP": 7,
-    }  # fmt: skip
+        "DDP + autocast": 16,
+        "ZeroRedundancyOptimizer": 12,
+        "ZeRO-1": 10,
+        "ZeRO-2": 9,
+        "FSDP": 8,
+        "Megatron": 12,
+        "FlashOptim + DDP": 7,
+    }
 
 
 def test_owners_that_cannot_be_grouped_launch_one_by_one():

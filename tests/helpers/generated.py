@@ -37,11 +37,20 @@ SIZES = {"i1": 1, "u8": 1, "i8": 1, "bf16": 2, "fp16": 2, "i32": 4, "fp32": 4, "
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''\n(.*?)\n''', device_str", re.S)
 ACCESS = re.compile(r"tl\.(?:load|store)\((\w+) \+ \(((?:[^()]|\([^()]*\))*)\)")
 PROPERTIES = types.SimpleNamespace(
-    name="sm_90", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, warp_size=32,
-    regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
-    shared_memory_per_block=49152, shared_memory_per_block_optin=232448, L2_cache_size=50 << 20,
+    name="sm_90",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 << 30,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    L2_cache_size=50 << 20,
     gcnArchName="",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,13 @@ def on_ranks(
 
 
 def check(
-    build: Build, script: Script, *, worlds: tuple[int, ...] = (1, 2, 3), tol: float = 0.0,
+    build: Build,
+    script: Script,
+    *,
+    worlds: tuple[int, ...] = (1, 2, 3),
+    tol: float = 0.0,
     **fields: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Run ``script`` on plain torch and on ``worlds`` ranks; parameters must end equal.
 
     Each rank gets its part of :data:`BATCH`, the oracle all of it. ``tol`` is absolute, for

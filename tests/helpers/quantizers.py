@@ -110,10 +110,15 @@ def train_published(
 
     rank, model = (0 if group is None else group.rank()), gpt()
     optimizer = shardcast.shard(
-        model, torch.optim.AdamW(model.parameters(), lr=3e-3), process_group=group,
-        autocast=False, cast_forward_inputs=False, grad_dtype=torch.float32,
-        published={form: patterns}, **options,
-    )  # fmt: skip
+        model,
+        torch.optim.AdamW(model.parameters(), lr=3e-3),
+        process_group=group,
+        autocast=False,
+        cast_forward_inputs=False,
+        grad_dtype=torch.float32,
+        published={form: patterns},
+        **options,
+    )
     losses = []
     for step, micro in itertools.product(range(steps), range(micro_batches)):
         inputs, targets = batch(step, rank, micro)

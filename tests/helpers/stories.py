@@ -31,25 +31,32 @@ NUMBERS = range(len(SHAPES))
 LAST = (4, 5)  # come with a group of their own, later
 KINDS: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {  # and later options
     "AdamW": (
-        torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1},
+        torch.optim.AdamW,
+        {"lr": 1e-2, "weight_decay": 0.1},
         [{"betas": (0.5, 0.9)}, {"eps": 1e-3}, {"maximize": True}],
     ),
     "SGD": (
-        torch.optim.SGD, {"lr": 0.1, "dampening": 0.25},
+        torch.optim.SGD,
+        {"lr": 0.1, "dampening": 0.25},
         [
-            {"momentum": 0.9}, {"momentum": 0.0}, {"weight_decay": 0.01}, {"maximize": True},
+            {"momentum": 0.9},
+            {"momentum": 0.0},
+            {"weight_decay": 0.01},
+            {"maximize": True},
             {"momentum": 0.5, "nesterov": True, "dampening": 0.0},
         ],
     ),
     "NAdam": (
-        torch.optim.NAdam, {"lr": 1e-2},
+        torch.optim.NAdam,
+        {"lr": 1e-2},
         [{"betas": (0.5, 0.9)}, {"decoupled_weight_decay": True}, {"weight_decay": 0.1}],
     ),
     "RMSprop": (
-        torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.5},
+        torch.optim.RMSprop,
+        {"lr": 1e-2, "momentum": 0.5},
         [{"momentum": 0.9}, {"alpha": 0.5}, {"eps": 1e-3}],
     ),
-}  # fmt: skip
+}
 if torch.__version__ >= (2, 13):  # before, torch's own makes no state for groups that are added
     KINDS["Adagrad"] = torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.3}, []
 SCALE = 4.0  # the first loss scale of fp16
@@ -126,10 +133,15 @@ class Side:
     """One rank, or (no group) plain torch, which adds up what all of ``ranks`` would have."""
 
     def __init__(
-        self, start: Start, ranks: int, group: Any = None, interval: int = 2,
-        frozen: Sequence[bool] | None = None, extended: bool = False,
+        self,
+        start: Start,
+        ranks: int,
+        group: Any = None,
+        interval: int = 2,
+        frozen: Sequence[bool] | None = None,
+        extended: bool = False,
         then: Sequence[tuple[Sequence[bool], bool]] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Args: see :meth:`built`, where this is not the beginning of the story."""
         self.model, self.start, self.ranks, self.group = Dots(), start, ranks, group
         self.bound = 128 if start.dtype == torch.float32 else 8
@@ -172,9 +184,14 @@ class Side:
         if self.start.dtype == torch.float16:
             fields |= {"loss_scale_init": SCALE, "loss_scale_growth_interval": self.interval}
         self.sharded = shardcast.shard(
-            self.model, self.optimizers, process_group=self.group, param_dtype=self.start.dtype,
-            fuse="eager", max_grad_norm=self.start.max_grad_norm, **fields,
-        )  # fmt: skip
+            self.model,
+            self.optimizers,
+            process_group=self.group,
+            param_dtype=self.start.dtype,
+            fuse="eager",
+            max_grad_norm=self.start.max_grad_norm,
+            **fields,
+        )
         self.optimizers = [*self.sharded.optimizers]
 
     @property
@@ -205,9 +222,15 @@ class Side:
     # -- a step -----------------------------------------------------------------------------
 
     def train(
-        self, backwards: list[tuple[Any, ...]], zero: str, clips: tuple[tuple[str, float], ...],
-        edit: str = "", by_closure: bool = False, gather: bool = False, look: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        backwards: list[tuple[Any, ...]],
+        zero: str,
+        clips: tuple[tuple[str, float], ...],
+        edit: str = "",
+        by_closure: bool = False,
+        gather: bool = False,
+        look: bool = True,
+    ) -> None:
         def closure() -> float:
             for backward in backwards:
                 self.backward(*backward)

@@ -137,9 +137,10 @@ def test_a_guard_goes_on_with_its_window_on_another_grid(target: Any, tmp_path: 
     for resumes in (True, False):  # the control: a fresh window is not half full by step 12
         steps = range(SAVED + 1, STEPS)
         ranks = (
-            [guarded(None, steps, tmp_path, resumes)] if target is None
+            [guarded(None, steps, tmp_path, resumes)]
+            if target is None
             else threaded_world(target, guarded, steps, tmp_path / str(resumes * ""), resumes)
-        )  # fmt: skip
+        )
         for skipped, count, _, _ in ranks:
             assert (skipped, count) == (({12}, 2) if resumes else (set(), 0))
 
@@ -152,9 +153,12 @@ FIRST_SCALE, OVERFLOWS = 2.0**6, {1}
 def counted(mesh: Any, accumulate: str) -> list[tuple[dict[str, Tensor], float, bool]]:
     """Parameters, norm and skip of each step; the last stage alone sees the loss to be scaled."""
     _, model, optimizer = build(
-        mesh, param_dtype=torch.float16, loss_scale="dynamic", loss_scale_init=FIRST_SCALE,
+        mesh,
+        param_dtype=torch.float16,
+        loss_scale="dynamic",
+        loss_scale_init=FIRST_SCALE,
         accumulate=accumulate,
-    )  # fmt: skip
+    )
     rank, dims = packed_of(optimizer).comm.rank, mesh.mesh_dim_names
     scales = "pp" not in dims or mesh.get_local_rank("pp") == 1
     seen = []
@@ -178,10 +182,15 @@ def tokens(rank: int, step: int, number: int) -> int:
 
 @pytest.mark.parametrize(
     ("grid", "accumulate"),
-    [({"dp": 2, "cp": 2}, "sharded"), ({"dp": 2, "cp": 2}, "local"), ({"pp": 2, "dp": 2}, "local"),
-     ({"pp": 2, "dp": 2, "cp": 2}, "local"), ({"pp": 2, "dp": 2, "tp": 2}, "local")],
+    [
+        ({"dp": 2, "cp": 2}, "sharded"),
+        ({"dp": 2, "cp": 2}, "local"),
+        ({"pp": 2, "dp": 2}, "local"),
+        ({"pp": 2, "dp": 2, "cp": 2}, "local"),
+        ({"pp": 2, "dp": 2, "tp": 2}, "local"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_counted_fp16_steps_are_those_of_one_process_on_all_tokens(grid: Any, accumulate: str):
     """Context-parallel ranks count their own tokens, stages and tensor-parallel ranks the same."""
     size = grid["dp"] * grid.get("cp", 1)

@@ -89,8 +89,13 @@ def stepped(mesh: DeviceMesh, build: Callable[[DeviceMesh], Step]) -> tuple[Sums
 # -- tensor parallelism ---------------------------------------------------------------------------
 
 SHAPES: dict[str, tuple[int, ...]] = {
-    "rows": (5, 3), "columns": (2, 7), "copy": (3,), "partial": (4,), "plain": (6,), "part": (3, 2),
-}  # fmt: skip
+    "rows": (5, 3),
+    "columns": (2, 7),
+    "copy": (3,),
+    "partial": (4,),
+    "plain": (6,),
+    "part": (3, 2),
+}
 
 
 def tensor_parallel(mesh: DeviceMesh, **options: Any) -> Step:
@@ -111,8 +116,9 @@ def unequal_parts(mesh: DeviceMesh) -> Step:
     place, tp = mesh.get_local_rank("tp"), mesh["tp"].size()
     model = Bag(rows=(3, 8), few=(tp - 1, 3), first=(4,), second=(3,))
     model.place(mesh["tp"], rows=Shard(0), few=Shard(0), first=Replicate(), second=Replicate())
-    grads = {name: numbered(*param.shape) * first_of(mesh) for name, param in
-             model.named_parameters()}  # fmt: skip
+    grads = {
+        name: numbered(*param.shape) * first_of(mesh) for name, param in model.named_parameters()
+    }
     for name in ("rows", "few"):
         pieces = grads[name].chunk(tp)
         grads[name] = pieces[place] if place < len(pieces) else grads[name][:0]
@@ -162,8 +168,11 @@ def pipeline(
     model = Bag(**STAGES[mesh.get_local_rank("pp")])
     for name, param in model.named_parameters():
         param.requires_grad_(name not in frozen)
-    grads = {name: numbered(*param.shape) * mine() for name, param in model.named_parameters()
-             if param.requires_grad}  # fmt: skip
+    grads = {
+        name: numbered(*param.shape) * mine()
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
     return Step(model, grads, {"tied": list(tied), **options}, backwards=3)
 
 
@@ -200,55 +209,86 @@ ONCE = [(0, "embed"), (0, "early"), (1, "late"), (1, "norm")]  # the tied weight
 KNOWN: dict[str, Known] = {
     "tensor-parallel": Known({"dp": 2, "tp": 2}, tensor_parallel, sums_of(1 + 4, 15)),
     "data-parallel neighbours": Known(
-        {"tp": 2, "dp": 3}, lambda mesh: tensor_parallel(mesh, dp="dp"), sums_of(7, 63)),
+        {"tp": 2, "dp": 3}, lambda mesh: tensor_parallel(mesh, dp="dp"), sums_of(7, 63)
+    ),
     "replicas": Known(
-        {"copies": 2, "dp": 2, "tp": 2}, lambda mesh: tensor_parallel(mesh, dp=("copies", "dp")),
-        sums_of(1 + 4 + 16 + 64, 255)),
+        {"copies": 2, "dp": 2, "tp": 2},
+        lambda mesh: tensor_parallel(mesh, dp=("copies", "dp")),
+        sums_of(1 + 4 + 16 + 64, 255),
+    ),
     "a part that is not said to be one": Known(
-        {"dp": 2, "tp": 2}, lambda mesh: tensor_parallel(mesh, grad_sum_over=None),
-        {**sums_of(5, 15), "part": [5, 10, 5, 10]}),
+        {"dp": 2, "tp": 2},
+        lambda mesh: tensor_parallel(mesh, grad_sum_over=None),
+        {**sums_of(5, 15), "part": [5, 10, 5, 10]},
+    ),
     "unequal parts": Known(
-        {"dp": 2, "tp": 2}, unequal_parts, {"rows": 5, "few": 5, "first": 15, "second": 5}),
+        {"dp": 2, "tp": 2}, unequal_parts, {"rows": 5, "few": 5, "first": 15, "second": 5}
+    ),
     "unequal parts of three ranks": Known(
-        {"dp": 3, "tp": 2}, unequal_parts, {"rows": 21, "few": 21, "first": 63, "second": 21}),
+        {"dp": 3, "tp": 2}, unequal_parts, {"rows": 21, "few": 21, "first": 63, "second": 21}
+    ),
     "unequal thirds": Known(
-        {"dp": 1, "tp": 3}, unequal_parts, {"rows": 1, "few": 1, "first": 7, "second": 1}),
+        {"dp": 1, "tp": 3}, unequal_parts, {"rows": 1, "few": 1, "first": 7, "second": 1}
+    ),
     "two model-parallel dimensions": Known(
-        {"dp": 2, "ep": 2, "tp": 2}, two_dimensions, {"block": 3, "first": 1, "other": 2}),
+        {"dp": 2, "ep": 2, "tp": 2}, two_dimensions, {"block": 3, "first": 1, "other": 2}
+    ),
     "experts": Known(
-        {"ep": 2, "edp": 2}, experts, {"router": 15, "expert": [3, 3, 12, 12]},
-        [(0, "router"), (0, "expert"), (2, "expert")]),
+        {"ep": 2, "edp": 2},
+        experts,
+        {"router": 15, "expert": [3, 3, 12, 12]},
+        [(0, "router"), (0, "expert"), (2, "expert")],
+    ),
     "experts without copies": Known(
-        {"ep": 2, "edp": 1}, experts, {"router": 3, "expert": [1, 2]},
-        [(0, "router"), (0, "expert"), (1, "expert")]),
+        {"ep": 2, "edp": 1},
+        experts,
+        {"router": 3, "expert": [1, 2]},
+        [(0, "router"), (0, "expert"), (1, "expert")],
+    ),
     "experts that are not said to be some": Known(
-        {"ep": 2, "edp": 2}, lambda mesh: experts(mesh, named=False),
-        {"router": 15, "expert": 15}),
+        {"ep": 2, "edp": 2}, lambda mesh: experts(mesh, named=False), {"router": 15, "expert": 15}
+    ),
     "experts, by tokens": Known(
-        {"ep": 2, "edp": 2}, counted_experts,
+        {"ep": 2, "edp": 2},
+        counted_experts,
         {"router": 2 * 15 / 16, "expert": [2 * 3 / 16] * 2 + [2 * 12 / 16] * 2},
-        [(0, "router"), (0, "expert"), (2, "expert")]),
+        [(0, "router"), (0, "expert"), (2, "expert")],
+    ),
     "a pipeline": Known(GRID, pipeline, STAGE_SUMS, ONCE),
     "a tie that is not said to be one": Known(
-        GRID, lambda mesh: pipeline(mesh, tied=()), {**STAGE_SUMS, "embed": 15, "head": 30},
-        [*ONCE, (1, "head")]),
+        GRID,
+        lambda mesh: pipeline(mesh, tied=()),
+        {**STAGE_SUMS, "embed": 15, "head": 30},
+        [*ONCE, (1, "head")],
+    ),
     "a frozen tie": Known(
-        GRID, lambda mesh: pipeline(mesh, frozen=("embed", "head")),
-        {**STAGE_SUMS, "embed": 0, "head": 0}, ONCE),
+        GRID,
+        lambda mesh: pipeline(mesh, frozen=("embed", "head")),
+        {**STAGE_SUMS, "embed": 0, "head": 0},
+        ONCE,
+    ),
     "a frozen stage": Known(
-        GRID, lambda mesh: pipeline(mesh, tied=(), frozen=("embed", "early")),
-        {**STAGE_SUMS, "embed": 0, "early": 0, "head": 30}, [*ONCE, (1, "head")]),
+        GRID,
+        lambda mesh: pipeline(mesh, tied=(), frozen=("embed", "early")),
+        {**STAGE_SUMS, "embed": 0, "early": 0, "head": 30},
+        [*ONCE, (1, "head")],
+    ),
     "a frozen parameter beside a tie": Known(
-        GRID, lambda mesh: pipeline(mesh, frozen=("norm",)), {**STAGE_SUMS, "norm": 0}, ONCE),
+        GRID, lambda mesh: pipeline(mesh, frozen=("norm",)), {**STAGE_SUMS, "norm": 0}, ONCE
+    ),
     "patterns that match on one stage": Known(
         {"dp": 1, "pp": 2, "tp": 2},
         lambda mesh: pipeline(mesh, tied=(), grad_sum_over={"tp": ["norm", "la*"]}),
         {"embed": [3, 6], "early": [3, 6], "late": 36, "norm": 36, "head": [0, 0, 12, 24]},
-        [(0, "embed"), (0, "early"), (2, "late"), (2, "norm"), (2, "head")]),
+        [(0, "embed"), (0, "early"), (2, "late"), (2, "norm"), (2, "head")],
+    ),
     "ties with several stages": Known(
-        {"dp": 1, "pp": 4}, several_ties, {"a": 9, "b": 5, "c": 2, "d": 5, "e": 9},
-        [(0, "a"), (0, "b"), (1, "c")]),
-}  # fmt: skip
+        {"dp": 1, "pp": 4},
+        several_ties,
+        {"a": 9, "b": 5, "c": 2, "d": 5, "e": 9},
+        [(0, "a"), (0, "b"), (1, "c")],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -276,16 +316,19 @@ def assigned(mesh: DeviceMesh) -> Sums:
     """Gradients that lie in another way than their parameters, as some operators give them."""
     tp, place = mesh["tp"], mesh.get_local_rank("tp")
     model = Bag(pending=(4, 6), turned=(4, 6), cut=(4, 6), copy=(4, 6), part=(4, 6))
-    model.place(tp, pending=Shard(0), turned=Shard(0), cut=Replicate(), copy=Replicate(),
-                part=Shard(0))  # fmt: skip
+    model.place(
+        tp, pending=Shard(0), turned=Shard(0), cut=Replicate(), copy=Replicate(), part=Shard(0)
+    )
     optimizer = sgd(mesh, model)
     half = (numbered(4, 6) * first_of(mesh)).chunk(2, 1)[place].contiguous()
     sums, means = numbered(4, 6) * mine(), numbered(4, 6) * (2 + 4 * place)
     for param, local, placement in (
-        (model.pending, sums, Partial()), (model.turned, half, Shard(1)),
-        (model.cut, half, Shard(1)), (model.copy, means, Partial("avg")),
+        (model.pending, sums, Partial()),
+        (model.turned, half, Shard(1)),
+        (model.cut, half, Shard(1)),
+        (model.copy, means, Partial("avg")),
         (model.part, means, Partial("avg")),
-    ):  # fmt: skip
+    ):
         param.grad = DTensor.from_local(local, tp, [placement], run_check=False)
     optimizer.step()
     return {name: -whole(param) for name, param in model.named_parameters()}

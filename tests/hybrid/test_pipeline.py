@@ -102,9 +102,12 @@ def pipelined(mesh: DeviceMesh, schedule: str, dtype: torch.dtype, how: How) -> 
     added = params[::3] if how.late else []
     inner.param_groups[0]["params"] = [p for p in params if not any(p is late for late in added)]
     optimizer = shardcast.shard(
-        stages if how.as_list else stages[0], inner, mesh=mesh, param_dtype=dtype,
+        stages if how.as_list else stages[0],
+        inner,
+        mesh=mesh,
+        param_dtype=dtype,
         autocast=how.autocast,
-    )  # fmt: skip
+    )
     parts = [
         PipelineStage(stage, number, count, torch.device("cpu"), group=pp.get_group())
         for number, stage in zip(numbers, stages, strict=True)
@@ -194,10 +197,17 @@ def test_data_parallelism_alone_trains_as_one_process_does():
 
 @pytest.mark.parametrize(
     ("schedule", "dtype"),
-    [("GPipe", FP32), ("1F1B", FP32), ("1F1B", BF16), ("Interleaved1F1B", FP32),
-     ("LoopedBFS", FP32), ("InterleavedZeroBubble", FP32), ("InterleavedZeroBubble", BF16)],
+    [
+        ("GPipe", FP32),
+        ("1F1B", FP32),
+        ("1F1B", BF16),
+        ("Interleaved1F1B", FP32),
+        ("LoopedBFS", FP32),
+        ("InterleavedZeroBubble", FP32),
+        ("InterleavedZeroBubble", BF16),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_pipeline_gives_what_data_parallelism_alone_gives(schedule: str, dtype: torch.dtype):
     ranks = on_four(schedule, dtype)
     expected = without_pipeline(dtype, backwards=schedule == "LoopedBFS")

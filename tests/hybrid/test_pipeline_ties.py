@@ -103,9 +103,14 @@ def trained_in_one_place(mesh: DeviceMesh, clears: bool) -> list[float]:
     copy, parts = model.parameters()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
     optimizer = shardcast.shard(
-        [model], optimizer, mesh=mesh, tied=[("embed", "head")], divisor=1, param_dtype="fp32",
+        [model],
+        optimizer,
+        mesh=mesh,
+        tied=[("embed", "head")],
+        divisor=1,
+        param_dtype="fp32",
         grad_sum_over={"tp": ["parts"]},
-    )  # fmt: skip
+    )
     found = []
     for step in range(3):
         if step == 0 and mesh.get_local_rank("dp") == 0:

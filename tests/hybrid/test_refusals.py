@@ -112,9 +112,12 @@ def unlike_ties(mesh: DeviceMesh, how: str, **options: Any) -> None:
 
 
 def stepped(
-    mesh: DeviceMesh, edit: Callable[[Any], Any], finish: Callable[[Any], Any] | None = None,
-    scaled: Callable[[Any, Tensor], Tensor] = lambda _o, loss: loss, **options: Any,
-) -> None:  # fmt: skip
+    mesh: DeviceMesh,
+    edit: Callable[[Any], Any],
+    finish: Callable[[Any], Any] | None = None,
+    scaled: Callable[[Any, Tensor], Tensor] = lambda _o, loss: loss,
+    **options: Any,
+) -> None:
     """A step after ``edit`` of the optimizer."""
     model, optimizer = sharded(mesh, stages=as_list, **options)
     edit(optimizer)
@@ -132,137 +135,253 @@ Refused = tuple[Callable[[DeviceMesh], Any], type[Exception], str]
 REFUSED: dict[str, Refused] = {
     "a partial parameter on one rank": (
         lambda m: sharded(m, partial(m, "one", m.get_rank() == 3)),
-        TypeError, "'one' is Partial along 'tp'"),
+        TypeError,
+        "'one' is Partial along 'tp'",
+    ),
     "one that is left out on a stage": (left_out, TypeError, "'rest' is Partial along 'tp'"),
     "a buffer without memory": (without_memory, ValueError, "'table' is on the meta device"),
     "no such dimension": (
-        lambda m: sharded(m, dp="data"), ValueError, "dp: expected a dimension .*pp, dp, tp"),
+        lambda m: sharded(m, dp="data"),
+        ValueError,
+        "dp: expected a dimension .*pp, dp, tp",
+    ),
     "none on one rank": (
         lambda m: sharded(m, dp="data" if m.get_rank() == 5 else "dp"),
-        ValueError, "dp: expected .* got 'data'"),
+        ValueError,
+        "dp: expected .* got 'data'",
+    ),
     "another one on one rank": (
-        lambda m: sharded(m, dp="tp" if m.get_rank() == 2 else "dp"), RuntimeError, "dp='tp'.*"),
+        lambda m: sharded(m, dp="tp" if m.get_rank() == 2 else "dp"),
+        RuntimeError,
+        "dp='tp'.*",
+    ),
     "one dimension twice": (
-        lambda m: sharded(m, dp=("dp", "dp")), ValueError, "dp: expected .* different"),
+        lambda m: sharded(m, dp=("dp", "dp")),
+        ValueError,
+        "dp: expected .* different",
+    ),
     "no data-parallel dimension": (
-        lambda m: sharded(m["tp"]), ValueError, "dp: expected a dimension of the mesh.*of tp"),
+        lambda m: sharded(m["tp"]),
+        ValueError,
+        "dp: expected a dimension of the mesh.*of tp",
+    ),
     "a group for a mesh": (
-        lambda m: sharded(m.get_group("dp")), TypeError, "mesh: expected a .*DeviceMesh"),
+        lambda m: sharded(m.get_group("dp")),
+        TypeError,
+        "mesh: expected a .*DeviceMesh",
+    ),
     "a group and a mesh": (
         lambda m: sharded(m, process_group=m.get_group("dp")),
-        ValueError, "process_group: expected None beside mesh="),
+        ValueError,
+        "process_group: expected None beside mesh=",
+    ),
     "cut over data": (
         lambda m: sharded(m, placed(m["dp"], one=Shard(0))),
-        TypeError, "'one' is a DTensor over mesh dimension 'dp'"),
+        TypeError,
+        "'one' is a DTensor over mesh dimension 'dp'",
+    ),
     "two meshes": (
-        two_meshes, ValueError, "'two' is a DTensor over another mesh, whose 'tp' has the ranks"),
+        two_meshes,
+        ValueError,
+        "'two' is a DTensor over another mesh, whose 'tp' has the ranks",
+    ),
     "another mesh": (
         lambda m: sharded(m, placed(in_other_order()["tp"], one=Shard(0))),
-        ValueError, "'one' is a DTensor over another mesh, whose 'tp' has the ranks"),
+        ValueError,
+        "'one' is a DTensor over another mesh, whose 'tp' has the ranks",
+    ),
     "no stages": (
         lambda m: sharded(m, stages=lambda model: [] if at(m, "pp") else [model]),
-        ValueError, "at least one pipeline stage"),
+        ValueError,
+        "at least one pipeline stage",
+    ),
     "a stage without parameters": (
-        lambda m: sharded(m, Bag(), torch.optim.AdamW([{"params": []}]), as_list)
-        if at(m, "pp") else sharded(m, stages=as_list),
-        ValueError, "hold no parameter"),
+        lambda m: (
+            sharded(m, Bag(), torch.optim.AdamW([{"params": []}]), as_list)
+            if at(m, "pp")
+            else sharded(m, stages=as_list)
+        ),
+        ValueError,
+        "hold no parameter",
+    ),
     "stages with other groups": (
-        lambda m: grouped(m, lambda model, place: [[model.one], [model.two]] if place > 1 else [
-            [model.one, model.two]]), RuntimeError, "differ"),
+        lambda m: grouped(
+            m,
+            lambda model, place: (
+                [[model.one], [model.two]] if place > 1 else [[model.one, model.two]]
+            ),
+        ),
+        RuntimeError,
+        "differ",
+    ),
     "copies in other groups": (
-        lambda m: grouped(m, lambda model, place: [[p] for p in model.parameters()][
-            :: 1 - 2 * (place % 2)]),
-        RuntimeError, "group 0.*held as copies over tp"),
+        lambda m: grouped(
+            m, lambda model, place: [[p] for p in model.parameters()][:: 1 - 2 * (place % 2)]
+        ),
+        RuntimeError,
+        "group 0.*held as copies over tp",
+    ),
     "stages with other rates": (
-        lambda m: sharded(m, model := Bag(one=(4,)), torch.optim.AdamW(
-            model.parameters(), lr=0.1 + at(m, "pp")), as_list), RuntimeError, "lr"),
+        lambda m: sharded(
+            m,
+            model := Bag(one=(4,)),
+            torch.optim.AdamW(model.parameters(), lr=0.1 + at(m, "pp")),
+            as_list,
+        ),
+        RuntimeError,
+        "lr",
+    ),
     "stages with another configuration": (
         lambda m: sharded(m, stages=as_list, param_dtype="fp32" if at(m, "pp") else "bf16"),
-        RuntimeError, "param_dtype"),
+        RuntimeError,
+        "param_dtype",
+    ),
     "sharded gradients in a pipeline": (
         lambda m: sharded(m, stages=as_list, accumulate="sharded"),
-        ValueError, "accumulate: expected 'local' in a pipeline"),
+        ValueError,
+        "accumulate: expected 'local' in a pipeline",
+    ),
     "copies of other shapes": (
         lambda m: sharded(m, Bag(one=(4 + at(m, "tp"),))),
-        RuntimeError, "one .*held as copies over tp"),
+        RuntimeError,
+        "one .*held as copies over tp",
+    ),
     "stages with the same names": (
         lambda m: sharded(m, stages=lambda model: [model, Bag(one=(4, 4))]),
-        ValueError, "two pipeline stages .* named 'one'"),
+        ValueError,
+        "two pipeline stages .* named 'one'",
+    ),
     "fp32 of nothing": (
         lambda m: sharded(m, stages=as_list, keep_fp32=["nrm.*"]),
-        ValueError, r"keep_fp32: the pattern 'nrm\.\*' matches no parameter"),
+        ValueError,
+        r"keep_fp32: the pattern 'nrm\.\*' matches no parameter",
+    ),
     "a sum of nothing": (
         lambda m: sharded(m, grad_sum_over={"tp": ["q_norm.*"]}),
-        ValueError, r"grad_sum_over: the pattern 'q_norm.\*' .* matches no"),
+        ValueError,
+        r"grad_sum_over: the pattern 'q_norm.\*' .* matches no",
+    ),
     "a sum over nothing": (
         lambda m: sharded(m, grad_sum_over={"cp": ["one"]}),
-        ValueError, "grad_sum_over: expected a mesh dimension among pp, tp"),
+        ValueError,
+        "grad_sum_over: expected a mesh dimension among pp, tp",
+    ),
     "sums of some ranks": (
         lambda m: sharded(m, grad_sum_over={"tp": ["one"]} if at(m, "tp") else None),
-        RuntimeError, "grad_sum_over"),
+        RuntimeError,
+        "grad_sum_over",
+    ),
     "experts of nothing": (
         lambda m: sharded(m, experts={"tp": ["one"]}),
-        ValueError, "experts: expected a mesh dimension among dp"),
+        ValueError,
+        "experts: expected a mesh dimension among dp",
+    ),
     "a tie within a stage": (
         lambda m: tied(m, {"one": (4,), "two": (4,)}, {"three": (2,)}),
-        ValueError, r"tied: .* found them on stages \[0\]"),
+        ValueError,
+        r"tied: .* found them on stages \[0\]",
+    ),
     "a tie of other shapes": (
         lambda m: tied(m, {"one": (4, 2)}, {"two": (2, 4)}),
-        ValueError, "tied: expected 'one' and 'two' of one shape"),
+        ValueError,
+        "tied: expected 'one' and 'two' of one shape",
+    ),
     "a tie of three": (
-        lambda m: tied(m, {"one": (4,)}, {"two": (4,), "three": (4,)},
-                       lambda _: [("one", "two"), ("one", "three")]),
-        ValueError, "tied: expected each weight in one pair, got 'one' in two"),
+        lambda m: tied(
+            m,
+            {"one": (4,)},
+            {"two": (4,), "three": (4,)},
+            lambda _: [("one", "two"), ("one", "three")],
+        ),
+        ValueError,
+        "tied: expected each weight in one pair, got 'one' in two",
+    ),
     "a tie that is no pair": (
         lambda m: tied(m, {"one": (4,)}, {"two": (4,)}, lambda _: [("one", "two", "three")]),
-        ValueError, r"tied: expected \(name on its first holder"),
+        ValueError,
+        r"tied: expected \(name on its first holder",
+    ),
     "ties of one stage alone": (
         lambda m: tied(m, {"one": (4,)}, {"two": (4,)}, lambda stage: [("one", "two")][stage:]),
-        ValueError, "tied: expected the same names on all .* stages"),
+        ValueError,
+        "tied: expected the same names on all .* stages",
+    ),
     "a tie in other groups": (
         lambda m: unlike_ties(m, "groups"),
-        ValueError, "tied: .* 'one' and 'three' .* group 0 and .* group 1"),
+        ValueError,
+        "tied: .* 'one' and 'three' .* group 0 and .* group 1",
+    ),
     "a tie that is frozen on a stage": (
-        lambda m: unlike_ties(m, "frozen"), ValueError, "tied: .* trained, .* frozen, "),
+        lambda m: unlike_ties(m, "frozen"),
+        ValueError,
+        "tied: .* trained, .* frozen, ",
+    ),
     "a tie that is left out on a stage": (
-        lambda m: unlike_ties(m, "left out"), ValueError, "tied: .* in group 0 and .*in no group"),
+        lambda m: unlike_ties(m, "left out"),
+        ValueError,
+        "tied: .* in group 0 and .*in no group",
+    ),
     "a tie in fp32 on a stage": (
         lambda m: unlike_ties(m, "fp32", keep_fp32=["three"], autocast=False),
-        ValueError, "tied: .*bfloat16.* and torch.float32"),
+        ValueError,
+        "tied: .*bfloat16.* and torch.float32",
+    ),
     "ties without a mesh": (
         lambda m: sharded(None, tied=[("one", "two")]),
-        ValueError, "tied: expected a mesh beside it"),
+        ValueError,
+        "tied: expected a mesh beside it",
+    ),
     "an optimizer of matrices": (
-        lambda m: sharded(m, model := placed(m["tp"], one=Shard(0)),
-                          torch.optim.Muon([model.one])),
-        TypeError, "'one' is cut over .* 'tp', and Muon needs whole"),
+        lambda m: sharded(m, model := placed(m["tp"], one=Shard(0)), torch.optim.Muon([model.one])),
+        TypeError,
+        "'one' is cut over .* 'tp', and Muon needs whole",
+    ),
     "a bad divisor": (
         lambda m: stepped(m, lambda o: setattr(o, "divisor", 0)),
-        ValueError, "divisor: expected a number above 0"),
+        ValueError,
+        "divisor: expected a number above 0",
+    ),
     "another rate in a step": (
         lambda m: stepped(m, change("lr", 0.5 if m.get_rank() == 6 else 0.001)),
-        RuntimeError, "lr of group 0 .*0.001.*; rank 6: 0.5"),
+        RuntimeError,
+        "lr of group 0 .*0.001.*; rank 6: 0.5",
+    ),
     "stages that differ in a step": (
         lambda m: stepped(m, change("betas", (0.9, 0.9 + 0.01 * at(m, "pp")))),
-        RuntimeError, "betas of group 0"),
+        RuntimeError,
+        "betas of group 0",
+    ),
     "opposite differences": (  # whose sums over each two ranks are equal
         lambda m: stepped(m, change("lr", 0.1 + 0.1 * (at(m, "dp") == at(m, "tp")))),
-        RuntimeError, "lr of group 0 "),
+        RuntimeError,
+        "lr of group 0 ",
+    ),
     "other clips": (
         lambda m: stepped(m, lambda o: None, lambda o: o.clip_grad_norm_(1.0 + at(m, "tp"))),
-        RuntimeError, "max_norm"),
+        RuntimeError,
+        "max_norm",
+    ),
     "other tokens on stages": (
         lambda m: stepped(m, lambda o: o.count((3, 5)[at(m, "dp")] * (at(m, "pp") == 0))),
-        RuntimeError, r"optimizer\.count(?=.*\b0\b)(?=.*\b3\b).*\b5\b"),
+        RuntimeError,
+        r"optimizer\.count(?=.*\b0\b)(?=.*\b3\b).*\b5\b",
+    ),
     "other tokens on tensor-parallel ranks": (
         lambda m: stepped(m, lambda o: o.count((3, 5)[at(m, "dp")] * (at(m, "tp") == 0))),
-        RuntimeError, r"optimizer\.count(?=.*\b0\b)(?=.*\b3\b).*\b5\b"),
+        RuntimeError,
+        r"optimizer\.count(?=.*\b0\b)(?=.*\b3\b).*\b5\b",
+    ),
     "a scale that is forgotten": (
         lambda m: stepped(
-            m, lambda o: None, param_dtype="fp16",
-            scaled=lambda o, loss: loss if m.get_rank() % 4 == 3 else o.scale_loss(loss)),
-        RuntimeError, "not scaled on rank 1; .*scale_loss"),
-}  # fmt: skip
+            m,
+            lambda o: None,
+            param_dtype="fp16",
+            scaled=lambda o, loss: loss if m.get_rank() % 4 == 3 else o.scale_loss(loss),
+        ),
+        RuntimeError,
+        "not scaled on rank 1; .*scale_loss",
+    ),
+}
 
 
 def caught(mesh: DeviceMesh, wrong: Callable[[DeviceMesh], None]) -> tuple[type, str]:

@@ -72,16 +72,18 @@ EDITS: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
     "a clamp": (lambda param: param.grad.clamp_(-0.2, 0.1), lambda grad: grad.clamp(-0.2, 0.1)),
     "another DTensor": (
         lambda param: param.grad.add_(like(param, numbers(7)), alpha=2),
-        lambda grad: grad + 2 * numbers(7)),
+        lambda grad: grad + 2 * numbers(7),
+    ),
     "a mask": (
         lambda param: param.grad.masked_fill_(like(param, numbers(8) > 0), 0.0),
-        lambda grad: grad.masked_fill(numbers(8) > 0, 0.0)),
+        lambda grad: grad.masked_fill(numbers(8) > 0, 0.0),
+    ),
     "itself": (lambda param: param.grad.mul_(param.grad), lambda grad: grad * grad),
     "data": (through_data, lambda grad: grad * 3),
     "foreach": (by_foreach, lambda grad: grad * 3),
     "what lies here": (lambda param: param.grad.to_local().mul_(3), lambda grad: grad * 3),
     "zeros": (lambda param: param.grad.zero_(), torch.zeros_like),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", EDITS)
@@ -113,11 +115,13 @@ READS: dict[str, Callable[[Any], Any]] = {
     "an operand": lambda param: param.grad.add_(torch.ones(SHAPE)),
     "another placement": lambda param: param.grad.add_(
         distribute_tensor(
-            numbers(3), param.device_mesh, [Shard(1 - getattr(param.placements[0], "dim", 1))],
+            numbers(3),
+            param.device_mesh,
+            [Shard(1 - getattr(param.placements[0], "dim", 1))],
             src_data_rank=None,
         )
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", READS)

@@ -235,9 +235,12 @@ def test_inspect_and_export_find_the_checkpoint_in_the_folders_of_frameworks(
 @pytest.mark.parametrize("on_terminal", [True, False])
 @pytest.mark.parametrize("has_tqdm", [True, False])
 def test_an_export_shows_how_far_it_is_on_a_terminal_alone(
-    has_tqdm: bool, on_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    has_tqdm: bool,
+    on_terminal: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     model = torch.nn.Linear(300, 200)
     optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
     checkpoint.save(tmp_path / "run", model, optimizer, step=1)
@@ -349,9 +352,14 @@ SHARDS_NOTHING = "import accelerate; a = accelerate.Accelerator(); print('end')"
     ids=["a module that enables by itself", "a script that shards nothing"],
 )
 def test_scripts_of_one_process_are_launched_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-    text: str, words: str, printed: str, error: str,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    text: str,
+    words: str,
+    printed: str,
+    error: str,
+) -> None:
     script(tmp_path, text)
     monkeypatch.setattr(sys, "executable", warm.executable())
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")

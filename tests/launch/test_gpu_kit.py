@@ -160,10 +160,13 @@ def test_a_profile_counts_the_kernels_that_the_step_launched(stream: int, same: 
     """They run later than they are launched; those of the backward before do not count."""
     events = [
         {"cat": "user_annotation", "name": STEP, "ts": 100.0, "dur": 50.0},
-        launch(90.0, 1), kernel("gemm", 140.0, 7, 1),
-        launch(110.0, 2), kernel("triton_update", 200.0, 7, 2),
-        launch(120.0, 3), kernel("ncclDevKernel_Broadcast", 215.0, stream, 3),
-    ]  # fmt: skip
+        launch(90.0, 1),
+        kernel("gemm", 140.0, 7, 1),
+        launch(110.0, 2),
+        kernel("triton_update", 200.0, 7, 2),
+        launch(120.0, 3),
+        kernel("ncclDevKernel_Broadcast", 215.0, stream, 3),
+    ]
     figures = summary(events)
     assert figures["kernels"] == 2
     assert figures["gaps_us"] == 5 and figures["busy_us"] == 20

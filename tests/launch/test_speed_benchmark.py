@@ -133,12 +133,28 @@ def test_the_models_have_the_sizes_that_the_tables_name(name: str, tensors: int,
     [
         pytest.param(["update", "--elements", "4096", "--rounds", "1"], marks=COMPILED),
         pytest.param(
-            ["peers", "--model", "tiny", "--rounds", "1", "--micros", "2", "--clock", "processor",
-             "--systems", "floor", "plain", "autocast", "views", "in fp32"], marks=COMPILED,
+            [
+                "peers",
+                "--model",
+                "tiny",
+                "--rounds",
+                "1",
+                "--micros",
+                "2",
+                "--clock",
+                "processor",
+                "--systems",
+                "floor",
+                "plain",
+                "autocast",
+                "views",
+                "in fp32",
+            ],
+            marks=COMPILED,
         ),
     ],
     ids=lambda arguments: arguments[0],
-)  # fmt: skip
+)
 def test_every_command_prints_its_table(
     arguments: list[str],
     gloo: SpawnedWorld,

@@ -37,10 +37,14 @@ class Views(nn.Module):
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         weight, bias = self.layer.weight, self.layer.bias
         return [
-            (self.data, weight), (self.turned, weight.T), (self.rows[0], weight[2:4]),
-            (self.rows[1]["bias"], bias[1:]), (self.graph, weight[1:].T), (self.seen, bias),
+            (self.data, weight),
+            (self.turned, weight.T),
+            (self.rows[0], weight[2:4]),
+            (self.rows[1]["bias"], bias[1:]),
+            (self.graph, weight[1:].T),
+            (self.seen, bias),
             (self.of_frozen, self.frozen.weight.view(-1)),
-        ]  # fmt: skip
+        ]
 
 
 def assert_views(model: Views) -> None:

@@ -178,15 +178,18 @@ def train(group: Any, steps: int, case: str = "mlp", **fields: Any) -> tuple[Any
 
 @pytest.mark.parametrize(
     ("kind", "other", "world", "steps", "fields"),
-    thinned(2, [
-        ("split16", "", 2, 20, {"partition": "even"}),
-        ("offload", "", 2, 20, {"partition": "whole"}),
-        ("offload", "", 3, 10, {"case": "gpt", "accumulate": "sharded"}),
-        ("split16", "", 3, 10, {"case": "gpt", "accumulate": "sharded"}),
-        ("split16 bf16 offload", "bf16", 1, 20, {"partition": "whole"}),
-        ("split16 int8 offload", "int8", 1, 20, {}),
-    ]),
-)  # fmt: skip
+    thinned(
+        2,
+        [
+            ("split16", "", 2, 20, {"partition": "even"}),
+            ("offload", "", 2, 20, {"partition": "whole"}),
+            ("offload", "", 3, 10, {"case": "gpt", "accumulate": "sharded"}),
+            ("split16", "", 3, 10, {"case": "gpt", "accumulate": "sharded"}),
+            ("split16 bf16 offload", "bf16", 1, 20, {"partition": "whole"}),
+            ("split16 int8 offload", "int8", 1, 20, {}),
+        ],
+    ),
+)
 def test_masters_kept_otherwise_have_the_bits_of_fp32_masters_on_the_device(
     kind: str, other: str, world: int, steps: int, fields: dict[str, Any]
 ):
@@ -355,13 +358,22 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("kind", "case", "make"),
-    thinned(2, [
-        ("split16", "gpt", adamw), ("split16", "tiny", adamw), ("bf16", "scalars", adamw),
-        ("bf16", "gpt", sgd), ("int8", "tiny", adamw), ("int8", "gpt", sgd),
-        ("offload", "scalars", adamw), ("split16 bf16 offload", "gpt", adamw),
-        ("split16 int8 offload", "scalars", adamw), ("split16 int8 offload", "gpt", adamw),
-    ]),
-)  # fmt: skip
+    thinned(
+        2,
+        [
+            ("split16", "gpt", adamw),
+            ("split16", "tiny", adamw),
+            ("bf16", "scalars", adamw),
+            ("bf16", "gpt", sgd),
+            ("int8", "tiny", adamw),
+            ("int8", "gpt", sgd),
+            ("offload", "scalars", adamw),
+            ("split16 bf16 offload", "gpt", adamw),
+            ("split16 int8 offload", "scalars", adamw),
+            ("split16 int8 offload", "gpt", adamw),
+        ],
+    ),
+)
 def test_worlds_of_one_two_and_three_have_the_same_bits_also_from_a_checkpoint(
     kind: str, case: str, make: Any, tmp_path: Path
 ):
@@ -397,8 +409,9 @@ def test_a_checkpoint_loads_whatever_way_it_was_kept(source: str, tmp_path: Path
         if kind.get("moments", "fp32") != "fp32" and kind.get("moments") != source:
             kept -= {"exp_avg", "exp_avg_sq"}  # rounded anew
         mine = parts(loaded)
-        assert_same_bits(*({k: t for k, t in found.items() if k[-1] in kept}
-                           for found in (mine, saved)))  # fmt: skip
+        assert_same_bits(
+            *({k: t for k, t in found.items() if k[-1] in kept} for found in (mine, saved))
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

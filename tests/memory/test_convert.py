@@ -61,9 +61,13 @@ def test_an_expanded_buffer_and_a_meta_module_are_converted():
 
 @pytest.mark.parametrize(
     ("free", "through_host"),
-    [(64 * 64 * 2 * 1.2, []), (1000.0, [(64, 64)]), (256 * 1.2, [(64, 64)]),
-     (256 * 1.2 - 1, [(64, 64), (2, 4)])],
-)  # fmt: skip
+    [
+        (64 * 64 * 2 * 1.2, []),
+        (1000.0, [(64, 64)]),
+        (256 * 1.2, [(64, 64)]),
+        (256 * 1.2 - 1, [(64, 64), (2, 4)]),
+    ],
+)
 def test_what_does_not_fit_goes_through_the_host(
     free: float, through_host: list[Any], monkeypatch: pytest.MonkeyPatch
 ):

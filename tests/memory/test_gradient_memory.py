@@ -150,9 +150,12 @@ def test_gradients_in_memory_that_comes_again_are_added_up(size: int, pack_param
     def run(group: Any) -> list[float]:
         model = nn.ParameterList(torch.zeros(8) for _ in range(2))
         optimizer = shardcast.shard(
-            model, torch.optim.SGD(model.parameters(), lr=1.0), process_group=group,
-            param_dtype="fp32", pack_params=pack_params,
-        )  # fmt: skip
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            process_group=group,
+            param_dtype="fp32",
+            pack_params=pack_params,
+        )
         memory = [torch.zeros(8) for _ in range(2)]
         for step in range(2):
             for value in (1.0, 2.0):

@@ -30,8 +30,14 @@ def few_objects() -> None:
 
 def wide(numel: int = 64) -> nn.Module:
     """Two thirds of a million elements in twelve parameters."""
-    return nn.Sequential(*(nn.Linear(numel * 5, numel * 5 + 3) if i % 2 == 0 else
-                           nn.Linear(numel * 5 + 3, numel * 5) for i in range(6)))  # fmt: skip
+    return nn.Sequential(
+        *(
+            nn.Linear(numel * 5, numel * 5 + 3)
+            if i % 2 == 0
+            else nn.Linear(numel * 5 + 3, numel * 5)
+            for i in range(6)
+        )
+    )
 
 
 def held(size: int, rank: int, **fields: Any) -> tuple[int, Any]:
@@ -85,10 +91,13 @@ def test_a_forgotten_copy_is_noticed():
 @pytest.mark.parametrize(
     ("form", "fields"),
     [
-        ("mxfp8", {}), ("mxfp4", {"overlap_sync": True}), ("mxfp4_rceil", {"sync": "all_gather"}),
-        ("fp8_block128", {}), ("fp8_block128", {"overlap_sync": True}),
+        ("mxfp8", {}),
+        ("mxfp4", {"overlap_sync": True}),
+        ("mxfp4_rceil", {"sync": "all_gather"}),
+        ("fp8_block128", {}),
+        ("fp8_block128", {"overlap_sync": True}),
     ],
-)  # fmt: skip
+)
 def test_parcels_of_a_sync_are_those_of_the_estimate(
     form: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):

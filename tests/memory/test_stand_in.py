@@ -29,10 +29,17 @@ from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(120)
 NAMES: dict[str, Any] = {
-    "F": functional, "clip_grad_norm_": clip_grad_norm_, "clip_grad_value_": clip_grad_value_,
-    "copy": copy, "get_total_norm": get_total_norm, "io": io, "np": np, "operator": operator,
-    "pickle": pickle, "torch": torch,
-}  # fmt: skip
+    "F": functional,
+    "clip_grad_norm_": clip_grad_norm_,
+    "clip_grad_value_": clip_grad_value_,
+    "copy": copy,
+    "get_total_norm": get_total_norm,
+    "io": io,
+    "np": np,
+    "operator": operator,
+    "pickle": pickle,
+    "torch": torch,
+}
 # Of a gradient g of p; a is a plain tensor of its shape.
 EDITS = """
 g.mul_(.5) | operator.imul(g, 2) | operator.iadd(g, 1) | operator.itruediv(g, 2) | g.zero_()
@@ -151,9 +158,15 @@ def test_reads_raise_by_name_and_edits_questions_and_views_do_not(partition: str
 def edited(group: Any, partition: str, codes: list[str]) -> None:
     model = mlp()
     optimizer = shardcast.shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), process_group=group,
-        param_dtype="fp32", fuse="eager", partition=partition, pack_params=2, alignment=8,
-    )  # fmt: skip
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        process_group=group,
+        param_dtype="fp32",
+        fuse="eager",
+        partition=partition,
+        pack_params=2,
+        alignment=8,
+    )
     batch = BATCH.chunk(group.size())[group.rank()]
     p = model[2].weight
     other = torch.arange(p.numel()).view(p.shape) / 8 - 1
@@ -194,11 +207,26 @@ def test_torch_has_no_other_in_place_methods_that_compute_an_element_from_others
     base = torch.rand(4, 5, dtype=torch.float64).mul_(0.5).add_(0.25)
     other, index = torch.rand(4, 5).double(), torch.tensor([2, 0, 1, 3])
     arguments: list[tuple[Any, ...]] = [
-        (), (2.0,), (0,), (other,), (other, other), (0, 1), (2, 0, 0.1), (0, index, other),
-        (0, index[:, None].expand(4, 5), other), (0, index, 1.5), (other > 0.5, 1.5), (other, 0.5),
-        (other > 0.5, other), (other[:, :3], other[:3]), (other[:, 0], other[0]), (0.1, 0.9),
-        (other.view(4, 5), other[0]), ((index,), other), (index, other[:, 0]),
-    ]  # fmt: skip
+        (),
+        (2.0,),
+        (0,),
+        (other,),
+        (other, other),
+        (0, 1),
+        (2, 0, 0.1),
+        (0, index, other),
+        (0, index[:, None].expand(4, 5), other),
+        (0, index, 1.5),
+        (other > 0.5, 1.5),
+        (other, 0.5),
+        (other > 0.5, other),
+        (other[:, :3], other[:3]),
+        (other[:, 0], other[0]),
+        (0.1, 0.9),
+        (other.view(4, 5), other[0]),
+        ((index,), other),
+        (index, other[:, 0]),
+    ]
     mixing, called = set(), set()
     for name in dir(Tensor):
         if not name.endswith("_") or name.endswith("__") or "philox" in name or "spars" in name:
@@ -419,10 +447,15 @@ def test_what_can_be_read_is_what_ddp_shows(size: int, accumulate: str):
         draw, rank = random.Random(seed), group.rank()
         model = Dots()
         optimizer = shardcast.shard(
-            model, torch.optim.SGD(model.parameters(), lr=0.0), process_group=group,
-            partition=draw.choice(["even", "whole"]), pack_params=draw.choice([1, 2, None]),
-            param_dtype="fp32", fuse="eager", accumulate=accumulate,
-        )  # fmt: skip
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            process_group=group,
+            partition=draw.choice(["even", "whole"]),
+            pack_params=draw.choice([1, 2, None]),
+            param_dtype="fp32",
+            fuse="eager",
+            accumulate=accumulate,
+        )
         shown, found, sharded = Shown(size), set(), size > 1 and accumulate == "sharded"
         holds_means = False
         for number in range(24):

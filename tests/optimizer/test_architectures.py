@@ -18,11 +18,22 @@ pytestmark = pytest.mark.timeout(120)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 VOCAB = 50
-LAYERS = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-          "num_attention_heads": 2}  # fmt: skip
+LAYERS = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 IMAGE = {"image_size": 8, "patch_size": 4}
-T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2,
-      "decoder_start_token_id": 0}  # fmt: skip
+T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
 
 
 def ids(length: int = 8) -> Tensor:
@@ -45,36 +56,92 @@ def causal(**rest: Any) -> Callable[[], dict[str, Any]]:
 # The model, a batch, a rule that keeps something awkward in fp32, and the head, if the model
 # computes its loss in what the head returns.
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], Any, Any]] = {
-    "vit": (lambda: of("ViTForImageClassification", num_labels=3, **IMAGE, **LAYERS),
-            lambda: {"pixel_values": images(), "labels": torch.tensor([0, 1])},
-            ("*.cls_token", "*.position_embeddings"), "classifier"),
-    "clip": (lambda: of("CLIPModel", projection_dim=16, vision_config={**IMAGE, **LAYERS},
-                        text_config={"vocab_size": VOCAB, "max_position_embeddings": 16,
-                                     "eos_token_id": 2, **LAYERS}),
-             lambda: {"input_ids": ids(), "pixel_values": images(), "return_loss": True},
-             ("*.class_embedding", "logit_scale"), "*_projection"),
-    "switch": (lambda: of("SwitchTransformersForConditionalGeneration", num_decoder_layers=2,
-                          num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
-                          **T5),
-               lambda: {"input_ids": ids(), "labels": ids()}, "*.router.classifier.*", "lm_head"),
-    "t5": (lambda: of("T5ForConditionalGeneration", **T5),
-           lambda: {"input_ids": ids(), "labels": ids()}, "*.wo.weight", "lm_head"),
-    "whisper": (lambda: of("WhisperForConditionalGeneration", vocab_size=VOCAB, d_model=32,
-                           encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-                           decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
-                           num_mel_bins=8, max_source_positions=10, max_target_positions=16,
-                           pad_token_id=0, bos_token_id=1, eos_token_id=2,
-                           decoder_start_token_id=1),
-                lambda: {"input_features": torch.randn(2, 8, 20), "labels": ids()},
-                "*.embed_positions.weight", "proj_out"),
+    "vit": (
+        lambda: of("ViTForImageClassification", num_labels=3, **IMAGE, **LAYERS),
+        lambda: {"pixel_values": images(), "labels": torch.tensor([0, 1])},
+        ("*.cls_token", "*.position_embeddings"),
+        "classifier",
+    ),
+    "clip": (
+        lambda: of(
+            "CLIPModel",
+            projection_dim=16,
+            vision_config={**IMAGE, **LAYERS},
+            text_config={
+                "vocab_size": VOCAB,
+                "max_position_embeddings": 16,
+                "eos_token_id": 2,
+                **LAYERS,
+            },
+        ),
+        lambda: {"input_ids": ids(), "pixel_values": images(), "return_loss": True},
+        ("*.class_embedding", "logit_scale"),
+        "*_projection",
+    ),
+    "switch": (
+        lambda: of(
+            "SwitchTransformersForConditionalGeneration",
+            num_decoder_layers=2,
+            num_experts=2,
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+            **T5,
+        ),
+        lambda: {"input_ids": ids(), "labels": ids()},
+        "*.router.classifier.*",
+        "lm_head",
+    ),
+    "t5": (
+        lambda: of("T5ForConditionalGeneration", **T5),
+        lambda: {"input_ids": ids(), "labels": ids()},
+        "*.wo.weight",
+        "lm_head",
+    ),
+    "whisper": (
+        lambda: of(
+            "WhisperForConditionalGeneration",
+            vocab_size=VOCAB,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            num_mel_bins=8,
+            max_source_positions=10,
+            max_target_positions=16,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+        ),
+        lambda: {"input_features": torch.randn(2, 8, 20), "labels": ids()},
+        "*.embed_positions.weight",
+        "proj_out",
+    ),
     # Its mixer reads the weights of its children itself: it is kept with all inside.
-    "mamba": (lambda: of("MambaForCausalLM", vocab_size=VOCAB, hidden_size=32, state_size=4,
-                         num_hidden_layers=2),
-              causal(), lambda name, _param: ".mixer." in name, None),
-    "llama": (lambda: of("LlamaForCausalLM", vocab_size=VOCAB, num_key_value_heads=1,
-                         max_position_embeddings=16, **LAYERS),
-              causal(), "lm_head.weight", None),
-}  # fmt: skip
+    "mamba": (
+        lambda: of(
+            "MambaForCausalLM", vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2
+        ),
+        causal(),
+        lambda name, _param: ".mixer." in name,
+        None,
+    ),
+    "llama": (
+        lambda: of(
+            "LlamaForCausalLM",
+            vocab_size=VOCAB,
+            num_key_value_heads=1,
+            max_position_embeddings=16,
+            **LAYERS,
+        ),
+        causal(),
+        "lm_head.weight",
+        None,
+    ),
+}
 
 
 def trained(name: str, group: Any = None, **fields: Any) -> tuple[Tensor, Tensor]:
@@ -87,9 +154,13 @@ def trained(name: str, group: Any = None, **fields: Any) -> tuple[Tensor, Tensor
     with torch.no_grad():
         expected = model(**inputs).loss
     optimizer = shardcast.shard(
-        model, torch.optim.AdamW(model.parameters()), process_group=group, param_dtype=BF16,
-        fuse="eager", **fields,
-    )  # fmt: skip
+        model,
+        torch.optim.AdamW(model.parameters()),
+        process_group=group,
+        param_dtype=BF16,
+        fuse="eager",
+        **fields,
+    )
     with torch.no_grad():
         found = model(**inputs).loss
     before = [param.detach().clone() for param in model.parameters()]

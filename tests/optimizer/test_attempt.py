@@ -397,10 +397,7 @@ def test_without_the_option_attempt_names_it():
     assert not hasattr(optimizer, "attempt")
 
 
-REFUSED = [
-    {"accumulate": "sharded"},
-    {"on_error": "drop", "guard": {"loss": 3.0, "window": 4}},
-]  # fmt: skip
+REFUSED = [{"accumulate": "sharded"}, {"on_error": "drop", "guard": {"loss": 3.0, "window": 4}}]
 
 
 @pytest.mark.parametrize("fields", REFUSED, ids=str)
@@ -532,6 +529,8 @@ def test_processes_do_as_threads(
     for found, failures, skipped in processes.run(of_process, {"on_error": action}, plan):
         assert_same_bits(found, expected)
         assert [(it.step, it.rank) for it in failures] == [
-            (2, 1), (3, 0), *((4, rank) for rank in range(size))
-        ]  # fmt: skip
+            (2, 1),
+            (3, 0),
+            *((4, rank) for rank in range(size)),
+        ]
         assert skipped == (3 if action == "skip" else 1)

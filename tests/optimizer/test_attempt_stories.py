@@ -24,11 +24,20 @@ pytestmark = [
 ]
 PLACES = ["data", "forward", "half way", "hook", "late"]
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"averages": {"ema": 0.75}}, {"metrics": 2}, {"guard": {"norm": 50.0, "window": 64}},
-    {"replica_check": 1}, {"overlap_sync": True}, {"offload": True}, {"pack_params": 1},
-    {"partition": "whole"}, {"max_grad_norm": 1e6}, {"moments": "int8"}, {"master": "split16"},
+    {},
+    {"averages": {"ema": 0.75}},
+    {"metrics": 2},
+    {"guard": {"norm": 50.0, "window": 64}},
+    {"replica_check": 1},
+    {"overlap_sync": True},
+    {"offload": True},
+    {"pack_params": 1},
+    {"partition": "whole"},
+    {"max_grad_norm": 1e6},
+    {"moments": "int8"},
+    {"master": "split16"},
     {"broadcast_buffers": False},
-]  # fmt: skip
+]
 LOW_ONLY, FUSED_ONLY, IN_ANOTHER_FORM = {"master"}, {"moments", "master"}, {"moments"}
 
 

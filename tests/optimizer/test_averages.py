@@ -56,9 +56,7 @@ def diffusers(model: nn.Module) -> Any:
     return update, lambda: shadows
 
 
-AVERAGES: dict[str, Average] = {
-    "torch": torchs, "timm": timms, "diffusers": diffusers,
-}  # fmt: skip
+AVERAGES: dict[str, Average] = {"torch": torchs, "timm": timms, "diffusers": diffusers}
 
 
 def train(average: Average, group: Any = None, before: bool = True, **fields: Any) -> list[Tensor]:

@@ -43,8 +43,12 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 COUNT = int(os.environ.get("STORIES", "48"))
 PARTS = 4
 KEEPS: list[tuple[str, ...]] = [
-    (), ("parameters",), ("masters",), ("state",), ("parameters", "state"),
-]  # fmt: skip
+    (),
+    ("parameters",),
+    ("masters",),
+    ("state",),
+    ("parameters", "state"),
+]
 DOORS = ["step", "digest", "state_dict", "clip", "train"]
 
 
@@ -101,12 +105,15 @@ def told(number: int) -> Beside:
     ]
     sleeps = {
         n: Sleep(
-            draw.choice(KEEPS), draw.random() < 0.3, draw.random() < 0.3, draw.choice(DOORS),
+            draw.choice(KEEPS),
+            draw.random() < 0.3,
+            draw.random() < 0.3,
+            draw.choice(DOORS),
             draw.random() < 0.2,
         )
         for n in range(len(steps))
         if draw.random() < 0.6
-    }  # fmt: skip
+    }
     return Beside(story._replace(size=size, fields=fields, steps=steps), sleeps, bit, in_mesh)
 
 
@@ -133,9 +140,12 @@ def sleep(optimizer: Any, it: Sleep, folder: str) -> None:
     """Sleep, knock at a door, wake up; or leave by an exception that all ranks raise."""
     with contextlib.suppress(Failed), optimizer.asleep(it.keep, folder if it.in_file else None):
         calls = {
-            "step": optimizer.step, "digest": optimizer.digest, "state_dict": optimizer.state_dict,
-            "clip": lambda: optimizer.clip_grad_norm_(1.0), "train": optimizer.train,
-        }  # fmt: skip
+            "step": optimizer.step,
+            "digest": optimizer.digest,
+            "state_dict": optimizer.state_dict,
+            "clip": lambda: optimizer.clip_grad_norm_(1.0),
+            "train": optimizer.train,
+        }
         with refused():
             calls[it.door]()
         if it.raises:
@@ -149,9 +159,14 @@ def play(group: Any, beside: Beside, folder: str) -> Any:
     fields["param_dtype"] = torch.bfloat16 if story.low else torch.float32
     if beside.in_mesh:
         optimizer = shardcast.shard(
-            model, made(model, story), mesh=group, dp=("copies", "dp"), fuse="eager",
-            shard_ranks="all", **fields,
-        )  # fmt: skip
+            model,
+            made(model, story),
+            mesh=group,
+            dp=("copies", "dp"),
+            fuse="eager",
+            shard_ranks="all",
+            **fields,
+        )
     else:
         optimizer = sharded(model, group, lambda it: made(it, story), **fields)
     if beside.bit is not None and rank == beside.bit.rank:

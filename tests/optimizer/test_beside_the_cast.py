@@ -107,9 +107,15 @@ def train(group: Any, case: Any, twin: Twin, state: Any, steps: range, folder: P
     rank, world, model, seen = group.rank(), group.size(), build(), []
     clip = {} if case.max_norm == math.inf else {"max_grad_norm": case.max_norm}
     optimizer = shardcast.shard(
-        model, case.kind(model), process_group=group, averages=AVERAGES, metrics=True,
-        guard=case.guard, pack_params=2, **{"param_dtype": "fp32", **clip, **case.fields},
-    )  # fmt: skip
+        model,
+        case.kind(model),
+        process_group=group,
+        averages=AVERAGES,
+        metrics=True,
+        guard=case.guard,
+        pack_params=2,
+        **{"param_dtype": "fp32", **clip, **case.fields},
+    )
     if steps.start:
         checkpoint.load(folder, model, optimizer)
     for step in steps:
@@ -175,14 +181,21 @@ CASES: list[tuple[Any, tuple[int, int], int, Any, float, bool, dict[str, Any]]] 
     (adamw, (4, 2), 1, CLIPPED, 1.0, False, {**LEAN, "partition": "even"}),
     (of(optim.Adam, weight_decay=0.1), (2, 4), 3, LOSS, 1.0, True, {**LEANEST, "offload": True}),
     (of(optim.AdamW, amsgrad=True), (3, 1), 1, None, math.inf, False, {**FP16, "moments": "int8"}),
-    (of(optim.SGD, momentum=0.9, nesterov=True), (3, 4), 2, CLIPPED, 1.0, True, {
-        "param_dtype": "bf16", "moments": "bf16", "accumulate": "sharded", "partition": "whole"}),
+    (
+        of(optim.SGD, momentum=0.9, nesterov=True),
+        (3, 4),
+        2,
+        CLIPPED,
+        1.0,
+        True,
+        {"param_dtype": "bf16", "moments": "bf16", "accumulate": "sharded", "partition": "whole"},
+    ),
     (of(optim.SGD), (2, 1), 3, NORM, 1.0, False, {**FP16, "partition": "even"}),
     (of(optim.RMSprop), (4, 3), 2, LOSS, math.inf, False, {"param_dtype": "bf16"}),
     (of(optim.Adagrad), (1, 4), 3, CLIPPED, math.inf, True, {**FP16, "partition": "whole"}),
     (of(optim.Adafactor), (3, 2), 1, NORM, 1.0, True, {"param_dtype": "bf16"}),
     (pair, (2, 3), 2, LOSS, math.inf, True, {"accumulate": "sharded", "loss_scale": 4.0}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

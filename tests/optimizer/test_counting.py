@@ -105,14 +105,21 @@ FP16_SCALED = {"loss_scale": 64.0}
 @pytest.mark.parametrize(
     ("size", "case", "dtype", "fields"),
     [
-        (1, "gpt", BF16, EVEN), (1, "gpt", BF16, PURE), (1, "gpt", BF16, WHOLE),
+        (1, "gpt", BF16, EVEN),
+        (1, "gpt", BF16, PURE),
+        (1, "gpt", BF16, WHOLE),
         (1, "gpt", FP16, FP16_SCALED),
-        (1, "gpt", FP16, {**FP16_SCALED, "optimizer": rmsprop}), (1, "gpt", FP32, EVEN),
-        (2, "mlp", BF16, EVEN), (2, "tiny", BF16, {**WHOLE, **PURE}), (2, "gpt", BF16, NORMS),
-        (2, "gpt_reentrant", BF16, EVEN), (2, "gpt_nonreentrant", BF16, NORMS),
-        (2, "gpt_nonreentrant", BF16, EVEN), (2, "tied_reentrant", BF16, NORMS),
+        (1, "gpt", FP16, {**FP16_SCALED, "optimizer": rmsprop}),
+        (1, "gpt", FP32, EVEN),
+        (2, "mlp", BF16, EVEN),
+        (2, "tiny", BF16, {**WHOLE, **PURE}),
+        (2, "gpt", BF16, NORMS),
+        (2, "gpt_reentrant", BF16, EVEN),
+        (2, "gpt_nonreentrant", BF16, NORMS),
+        (2, "gpt_nonreentrant", BF16, EVEN),
+        (2, "tied_reentrant", BF16, NORMS),
     ],
-)  # fmt: skip
+)
 def test_parameters_are_cast_in_the_update_and_never_in_forward_or_backward(
     size: int, case: str, dtype: torch.dtype, fields: dict[str, Any]
 ):

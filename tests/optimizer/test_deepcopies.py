@@ -127,9 +127,9 @@ def test_a_pickled_parameter_says_nothing_of_shardcast(write: Callable[..., Any]
         if write is torch.save and what is model.b.weight:
             loaded = torch.load(file, weights_only=True)
         else:
-            loaded = torch.load(file, weights_only=False) if write is torch.save else (
-                pickle.load(file)
-            )  # fmt: skip
+            loaded = (
+                torch.load(file, weights_only=False) if write is torch.save else (pickle.load(file))
+            )
         params = [*loaded.parameters()] if what is model else [loaded]
         assert [vars(param) for param in params if vars(param)] in ([], [{"tag": "mine"}])
         copied = copy.deepcopy(params[0])

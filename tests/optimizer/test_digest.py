@@ -23,9 +23,12 @@ def test_a_digest_sees_one_bit_of_a_master_and_of_a_moment_and_two_that_change_p
             for param in model.parameters():
                 param.copy_(torch.linspace(-1.0, 1.0, param.numel()).view(param.shape))
         optimizer = shardcast.shard(
-            model, torch.optim.SGD(model.parameters(), lr=1.0), process_group=group,
-            param_dtype="fp32", alignment=8,
-        )  # fmt: skip
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            process_group=group,
+            param_dtype="fp32",
+            alignment=8,
+        )
         model(torch.linspace(-1.0, 1.0, 6).view(2, 3)).square().mean().backward()
         optimizer.step()
         digests = [optimizer.digest(), optimizer.digest()]
@@ -48,9 +51,12 @@ def test_a_digest_sees_the_experts_of_every_rank():
         generator = torch.Generator().manual_seed(seeds[mesh.get_local_rank("ep")])
         model = nn.ParameterDict({"expert": nn.Parameter(torch.randn(8, 8, generator=generator))})
         optimizer = shardcast.shard(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, dp=("ep", "edp"),
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            mesh=mesh,
+            dp=("ep", "edp"),
             experts={"edp": ["expert"]},
-        )  # fmt: skip
+        )
         return optimizer.digest()
 
     seeds = [(0, 1), (0, 2), (3, 1)]

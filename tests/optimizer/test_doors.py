@@ -402,14 +402,18 @@ ASKED: dict[str, tuple[type[Exception], str, Callable[[int, nn.Module], tuple[An
     "nothing": (TypeError, "expected patterns of names, or parameters, got none", lambda r, m: ()),
     "a number": (TypeError, "patterns of names, or parameters, got int", lambda r, m: (1,)),
     "no such name": (ValueError, "pattern 'x.*' matches no parameter", lambda r, m: ("x.*", "0.*")),
-    "another model's": (ValueError, r"does not hold .* of shape \(2,\)", lambda r, m: (
-        nn.Parameter(torch.zeros(2)),
-    )),
-    "others on one rank": (ValueError, "got '2.bias' on other ranks than rank 0", lambda r, m: (
-        "0.bias", *(["2.bias"] * r)
-    )),
+    "another model's": (
+        ValueError,
+        r"does not hold .* of shape \(2,\)",
+        lambda r, m: (nn.Parameter(torch.zeros(2)),),
+    ),
+    "others on one rank": (
+        ValueError,
+        "got '2.bias' on other ranks than rank 0",
+        lambda r, m: ("0.bias", *(["2.bias"] * r)),
+    ),
     "wrong on one rank": (TypeError, "got int", lambda r, m: (1 if r else "0.bias",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", [*ASKED])
@@ -577,9 +581,13 @@ def test_experts_are_edited_where_they_are():
             }
         )
         optimizer = shardcast.shard(
-            model, sgd(model, momentum=0.9), mesh=mesh, dp=("ep", "edp"),
-            experts={"edp": ["expert"]}, param_dtype="fp32",
-        )  # fmt: skip
+            model,
+            sgd(model, momentum=0.9),
+            mesh=mesh,
+            dp=("ep", "edp"),
+            experts={"edp": ["expert"]},
+            param_dtype="fp32",
+        )
         before = values(model)
         with optimizer.owned() as owned:
             for part in owned:

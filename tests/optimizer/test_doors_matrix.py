@@ -75,8 +75,12 @@ def adafactor(params: Mapping[str, nn.Parameter]) -> Optimizers:
 CLASSES = {"AdamW": adamw, "SGD": sgd, "Muon": muon, "Adafactor": adafactor}
 DOORS = ("owned", "whole")
 AXES = {
-    "door": DOORS, "form": [*FORMS], "mesh": [*MESHES], "kind": [*CLASSES], "option": [*OPTIONS],
-}  # fmt: skip
+    "door": DOORS,
+    "form": [*FORMS],
+    "mesh": [*MESHES],
+    "kind": [*CLASSES],
+    "option": [*OPTIONS],
+}
 
 
 def fits(_door: str, form: str, mesh: str, kind: str, option: str) -> bool:
@@ -120,8 +124,11 @@ def shrink(it: Any, _start: int) -> None:
 
 
 EDITS: dict[str, Callable[[Any, int], None]] = {
-    "first": decay, "second": add_noise, "odd": mask, "bias": shrink,
-}  # fmt: skip
+    "first": decay,
+    "second": add_noise,
+    "odd": mask,
+    "bias": shrink,
+}
 
 
 class Flat:

@@ -59,7 +59,10 @@ def trained(recipe: str, code: str, group: Any = None, **fields: Any) -> dict[st
         optimizer.step()
         optimizer.zero_grad()
         names = {
-            "torch": torch, "F": F, "model": model, "optimizer": optimizer,
+            "torch": torch,
+            "F": F,
+            "model": model,
+            "optimizer": optimizer,
             "generator": torch.Generator().manual_seed(step),
             "masks": {name: (p.detach() > 0).float() for name, p in MASKED.named_parameters()},
             "largest": torch.tensor([90.0, 120.0, 400.0]),
@@ -67,7 +70,7 @@ def trained(recipe: str, code: str, group: Any = None, **fields: Any) -> dict[st
             "rollout": lambda model, step=step: seen.update(
                 {f"{step} {name}": value for name, value in values(model).items()}
             ),
-        }  # fmt: skip
+        }
         exec(code, names)
     return {**values(model), **seen}
 

@@ -103,56 +103,96 @@ def but_c(model: nn.Module) -> torch.optim.Optimizer:
 
 
 AT_SHARD = {
-    "no model": Refusal(r"model: expected a torch\.nn\.Module, .* got int", TypeError,
-                        lambda: [3], lambda _model: adamw(MLP())),
+    "no model": Refusal(
+        r"model: expected a torch\.nn\.Module, .* got int",
+        TypeError,
+        lambda: [3],
+        lambda _model: adamw(MLP()),
+    ),
     "other parameters": Refusal(
         r"shape \(3, 5\) that is not one of the model's; build",
-        optimizer=lambda _model: torch.optim.SGD([nn.Parameter(torch.ones(3, 5))], lr=1.0)),
+        optimizer=lambda _model: torch.optim.SGD([nn.Parameter(torch.ones(3, 5))], lr=1.0),
+    ),
     "a copy's": Refusal("this very model", optimizer=lambda m: adamw(copy.deepcopy(m))),
     "one twice": Refusal(r"parameter 'b\.bias' is in its groups twice", optimizer=twice),
     "none": Refusal("its groups hold no parameter", optimizer=emptied),
-    "a class": Refusal(r"expected a torch\.optim\.Optimizer.*not the class", TypeError,
-                       optimizer=lambda _model: torch.optim.AdamW),
-    "a step that was replaced": Refusal("the step of this AdamW was replaced", TypeError,
-                                        optimizer=with_another_step),
-    "complex": Refusal(r"'odd' is complex; expected float32, bfloat16 or float16", TypeError,
-                       with_odd(torch.ones(2, dtype=torch.complex64))),
-    "float64": Refusal(r"'odd' is float64; expected .*model\.float\(\)", TypeError,
-                       with_odd(torch.ones(2, dtype=torch.float64))),
+    "a class": Refusal(
+        r"expected a torch\.optim\.Optimizer.*not the class",
+        TypeError,
+        optimizer=lambda _model: torch.optim.AdamW,
+    ),
+    "a step that was replaced": Refusal(
+        "the step of this AdamW was replaced", TypeError, optimizer=with_another_step
+    ),
+    "complex": Refusal(
+        r"'odd' is complex; expected float32, bfloat16 or float16",
+        TypeError,
+        with_odd(torch.ones(2, dtype=torch.complex64)),
+    ),
+    "float64": Refusal(
+        r"'odd' is float64; expected .*model\.float\(\)",
+        TypeError,
+        with_odd(torch.ones(2, dtype=torch.float64)),
+    ),
     "on meta": Refusal(r"'a\.weight' is on the meta device", model=on_meta),
-    "another parameter on meta": Refusal(r"model: 'c\.weight' is on the meta .* frozen ones",
-                                         optimizer=but_c),
+    "another parameter on meta": Refusal(
+        r"model: 'c\.weight' is on the meta .* frozen ones", optimizer=but_c
+    ),
     "a buffer on meta": Refusal("model: 'stray' is on the meta", model=with_stray_buffer),
     "two on the same memory": Refusal(
         r"'b\.weight' and 'd\.weight' are two objects on the same memory.*tie the Parameter",
-        model=on_same_memory),
-    "DataParallel": Refusal(r"got nn\.DataParallel.*model\.module", TypeError,
-                            lambda: nn.DataParallel(MLP())),
+        model=on_same_memory,
+    ),
+    "DataParallel": Refusal(
+        r"got nn\.DataParallel.*model\.module", TypeError, lambda: nn.DataParallel(MLP())
+    ),
     "a script": Refusal("TorchScript in 'the root'", TypeError, lambda: torch.jit.script(MLP())),
-    "a trace": Refusal("TorchScript in 'the root'", TypeError,
-                       lambda: torch.jit.trace(MLP(), torch.ones(1, 7))),
-    "a script inside": Refusal("TorchScript in '0'", TypeError,
-                               lambda: nn.Sequential(torch.jit.script(MLP()))),
-    "cut, not elementwise": Refusal("Normalized is not elementwise; use 'whole'",
-                                    optimizer=normalized, fields={"partition": "even"}),
-    "all_gather of unequal spans": Refusal("all_gather needs equal spans", optimizer=normalized,
-                                           fields={"sync": "all_gather"}),
-    "reduce_scatter of them": Refusal("reduce_scatter needs equal spans", optimizer=normalized,
-                                      fields={"reduce": "reduce_scatter"}),
-    "own state, split masters": Refusal("master: .* got RMSprop", optimizer=rmsprop,
-                                        fields={"master": "split16"}),
-    "own state, bytes": Refusal("moments: 'int8' needs Adam, AdamW or SGD.* got RMSprop",
-                                optimizer=rmsprop, fields={"moments": "int8"}),
-    "own state, offload": Refusal("offload: .* got RMSprop", optimizer=rmsprop,
-                                  fields={"offload": True}),
-    "fp16, split masters": Refusal("master: split16 needs param_dtype .*float16",
-                                   fields={"master": "split16", "param_dtype": torch.float16}),
-    "no module of that name": Refusal("fp32_outputs: the pattern 'heads' matches no module",
-                                      model=GPT, fields={"fp32_outputs": "heads"}),
-    "no parameter of that name": Refusal(r"keep_fp32: the pattern 'blocks\.\*\.n' matches no param",
-                                         model=GPT, fields={"keep_fp32": "blocks.*.n"}),
+    "a trace": Refusal(
+        "TorchScript in 'the root'", TypeError, lambda: torch.jit.trace(MLP(), torch.ones(1, 7))
+    ),
+    "a script inside": Refusal(
+        "TorchScript in '0'", TypeError, lambda: nn.Sequential(torch.jit.script(MLP()))
+    ),
+    "cut, not elementwise": Refusal(
+        "Normalized is not elementwise; use 'whole'",
+        optimizer=normalized,
+        fields={"partition": "even"},
+    ),
+    "all_gather of unequal spans": Refusal(
+        "all_gather needs equal spans", optimizer=normalized, fields={"sync": "all_gather"}
+    ),
+    "reduce_scatter of them": Refusal(
+        "reduce_scatter needs equal spans",
+        optimizer=normalized,
+        fields={"reduce": "reduce_scatter"},
+    ),
+    "own state, split masters": Refusal(
+        "master: .* got RMSprop", optimizer=rmsprop, fields={"master": "split16"}
+    ),
+    "own state, bytes": Refusal(
+        "moments: 'int8' needs Adam, AdamW or SGD.* got RMSprop",
+        optimizer=rmsprop,
+        fields={"moments": "int8"},
+    ),
+    "own state, offload": Refusal(
+        "offload: .* got RMSprop", optimizer=rmsprop, fields={"offload": True}
+    ),
+    "fp16, split masters": Refusal(
+        "master: split16 needs param_dtype .*float16",
+        fields={"master": "split16", "param_dtype": torch.float16},
+    ),
+    "no module of that name": Refusal(
+        "fp32_outputs: the pattern 'heads' matches no module",
+        model=GPT,
+        fields={"fp32_outputs": "heads"},
+    ),
+    "no parameter of that name": Refusal(
+        r"keep_fp32: the pattern 'blocks\.\*\.n' matches no param",
+        model=GPT,
+        fields={"keep_fp32": "blocks.*.n"},
+    ),
     "no compiler": Refusal(r"fuse: expected a C\+\+ compiler", fields={"fuse": "compile"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", AT_SHARD)
@@ -301,69 +341,143 @@ def convert(to: str) -> Any:
 
 Call = Callable[[Any, Any], Any]
 AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
-    "clip without one": (clip(lambda all: all[:-1], 1.0), ValueError,
-                         "clip_grad_norm_: expected all trained parameters, got all but 1"),
-    "clip with others": (clip(lambda all: [*all, *MLP().parameters()], 1.0), ValueError,
-                         "got 6 others that require"),
-    "another norm": (clip(list, 1.0, math.inf), ValueError,
-                     r"expected norm_type 2\.0, got inf; set norm"),
-    "another norm by name": (clip(1.0, norm_type=1.0), ValueError,
-                             r"expected norm_type 2\.0, got 1\.0"),
-    "an error for infinity": (clip(1.0, error_if_nonfinite=True), ValueError,
-                              "skipped on all ranks"),
+    "clip without one": (
+        clip(lambda all: all[:-1], 1.0),
+        ValueError,
+        "clip_grad_norm_: expected all trained parameters, got all but 1",
+    ),
+    "clip with others": (
+        clip(lambda all: [*all, *MLP().parameters()], 1.0),
+        ValueError,
+        "got 6 others that require",
+    ),
+    "another norm": (
+        clip(list, 1.0, math.inf),
+        ValueError,
+        r"expected norm_type 2\.0, got inf; set norm",
+    ),
+    "another norm by name": (
+        clip(1.0, norm_type=1.0),
+        ValueError,
+        r"expected norm_type 2\.0, got 1\.0",
+    ),
+    "an error for infinity": (
+        clip(1.0, error_if_nonfinite=True),
+        ValueError,
+        "skipped on all ranks",
+    ),
     "clip without a norm": (clip(list), TypeError, "max_norm: expected a number"),
     "clip misspelt": (clip(1.0, max_nrom=1.0), TypeError, "unexpected keyword argument 'max_nrom'"),
     "values without one": (
         lambda model, optimizer: optimizer.clip_grad_value_(list(model.parameters())[:-1], 1.0),
-        ValueError, "clip_grad_value_: expected all trained parameters"),
-    "step with a scale": (lambda _, optimizer: optimizer.step(grad_scale=2.0), TypeError,
-                          "step: expected nothing but a closure, got grad_scale="),
-    "step inside no_sync": (step_inside_no_sync, RuntimeError,
-                            r"step\(\) was called inside no_sync\(\)"),
+        ValueError,
+        "clip_grad_value_: expected all trained parameters",
+    ),
+    "step with a scale": (
+        lambda _, optimizer: optimizer.step(grad_scale=2.0),
+        TypeError,
+        "step: expected nothing but a closure, got grad_scale=",
+    ),
+    "step inside no_sync": (
+        step_inside_no_sync,
+        RuntimeError,
+        r"step\(\) was called inside no_sync\(\)",
+    ),
     "strangers": (
         lambda _, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
-        ValueError, "and add a new module to the model before its group"),
+        ValueError,
+        "and add a new module to the model before its group",
+    ),
     "one in two groups": (
         lambda model, optimizer: optimizer.add_param_group({"params": [model.a.weight]}),
-        ValueError, "more than one parameter group"),
+        ValueError,
+        "more than one parameter group",
+    ),
     "a group on meta": (add_on_meta, ValueError, "on the meta device"),
-    "groups assigned, one less": (assign(lambda groups: groups[:1]), ValueError,
-                                  "param_groups: expected the present groups"),
-    "groups assigned, turned": (assign(turned), ValueError,
-                                "param_groups: expected the present groups"),
+    "groups assigned, one less": (
+        assign(lambda groups: groups[:1]),
+        ValueError,
+        "param_groups: expected the present groups",
+    ),
+    "groups assigned, turned": (
+        assign(turned),
+        ValueError,
+        "param_groups: expected the present groups",
+    ),
     "a state assigned": (set_state, TypeError, r"optimizer\.state is read-only"),
-    "plain state of other groups": (load_other_groups, ValueError,
-                                    r"expected groups with \[2, 4\] parameters, got \[1, 1\]"),
-    "plain state of another shape": (load_another_shape, ValueError,
-                                     r"'exp_avg' of parameter 'b\.bias' has shape \(99,\)"),
-    "state of another layout": (load_another_layout, ValueError,
-                                r"another layout; load .* shardcast\.checkpoint\.load"),
+    "plain state of other groups": (
+        load_other_groups,
+        ValueError,
+        r"expected groups with \[2, 4\] parameters, got \[1, 1\]",
+    ),
+    "plain state of another shape": (
+        load_another_shape,
+        ValueError,
+        r"'exp_avg' of parameter 'b\.bias' has shape \(99,\)",
+    ),
+    "state of another layout": (
+        load_another_layout,
+        ValueError,
+        r"another layout; load .* shardcast\.checkpoint\.load",
+    ),
     "pickled": (lambda _, optimizer: pickle.dumps(optimizer), TypeError, r"use state_dict\(\)"),
     "copied": (lambda _, optimizer: copy.copy(optimizer), TypeError, "cannot be pickled or copied"),
     "copied deeply": (lambda _, optimizer: copy.deepcopy(optimizer), TypeError, "cannot be"),
-    "weights assigned": (lambda model, _: model.load_state_dict(MLP().state_dict(), assign=True),
-                         RuntimeError, "assign=True.* would replace parameters"),
-    "sharded again": (lambda model, _: shardcast.shard(model, adamw(model)), RuntimeError,
-                      r"shard\(\) was called before"),
-    "the sharded sharded": (lambda model, optimizer: shardcast.shard(model, optimizer),
-                            RuntimeError, r"shard\(\) was called before"),
-    "scripted": (lambda model, _: torch.jit.script(model), AttributeError,
-                 r"cannot be scripted.*optimizer\.close\(\)"),
+    "weights assigned": (
+        lambda model, _: model.load_state_dict(MLP().state_dict(), assign=True),
+        RuntimeError,
+        "assign=True.* would replace parameters",
+    ),
+    "sharded again": (
+        lambda model, _: shardcast.shard(model, adamw(model)),
+        RuntimeError,
+        r"shard\(\) was called before",
+    ),
+    "the sharded sharded": (
+        lambda model, optimizer: shardcast.shard(model, optimizer),
+        RuntimeError,
+        r"shard\(\) was called before",
+    ),
+    "scripted": (
+        lambda model, _: torch.jit.script(model),
+        AttributeError,
+        r"cannot be scripted.*optimizer\.close\(\)",
+    ),
     "on several devices": (
-        lambda model, _: model._replicate_for_data_parallel()(torch.ones(1, 7)), RuntimeError,
-        r"wrapped in nn\.DataParallel"),
-    **{f"the original's {name}": (original(name), RuntimeError, rf"call {name}\(\) of the optimize")
-       for name in ("step", "add_param_group", "state_dict", "load_state_dict", "zero_grad",
-                    "register_step_post_hook")},
+        lambda model, _: model._replicate_for_data_parallel()(torch.ones(1, 7)),
+        RuntimeError,
+        r"wrapped in nn\.DataParallel",
+    ),
+    **{
+        f"the original's {name}": (
+            original(name),
+            RuntimeError,
+            rf"call {name}\(\) of the optimize",
+        )
+        for name in (
+            "step",
+            "add_param_group",
+            "state_dict",
+            "load_state_dict",
+            "zero_grad",
+            "register_step_post_hook",
+        )
+    },
     "the original's state": (
         lambda model, optimizer: packed_of(optimizer).originals.optimizers[0].state[model.a.weight],
-        RuntimeError, "state of the original optimizer"),
+        RuntimeError,
+        "state of the original optimizer",
+    ),
     "a copy of the original": (
         lambda _, optimizer: copy.deepcopy(packed_of(optimizer).originals.optimizers[0]),
-        RuntimeError, "state of the original optimizer"),
-    **{f"converted by {to}": (convert(to), RuntimeError, r"'a\.weight' was moved out of its pack")
-       for to in ("double", "half")},
-}  # fmt: skip
+        RuntimeError,
+        "state of the original optimizer",
+    ),
+    **{
+        f"converted by {to}": (convert(to), RuntimeError, r"'a\.weight' was moved out of its pack")
+        for to in ("double", "half")
+    },
+}
 
 
 @pytest.mark.parametrize("case", AFTERWARDS)

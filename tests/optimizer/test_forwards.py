@@ -192,12 +192,14 @@ def batches(seed: int) -> dict[str, Batch]:
         "labels": {"x": x, "labels": 300 * target, "num_items_in_batch": torch.tensor(367.0)},
         "steps": {"x": x, "steps": steps, "target": torch.randn_like(x)},
         "tokens": {"tokens": torch.randint(11, (BATCH, 8))},
-        "counted": {"tokens": torch.randint(37, (BATCH, 8)),
-                    "num_items_in_batch": torch.tensor(367.0)},
+        "counted": {
+            "tokens": torch.randint(37, (BATCH, 8)),
+            "num_items_in_batch": torch.tensor(367.0),
+        },
         "flat": {"x": x[..., 0], "target": 300 * target},
         "plain": {"x": x, "target": target},
         "graph": {"graph": Graph(x[..., 0], torch.randint(BATCH, (2, 40))), "target": 300 * target},
-    }  # fmt: skip
+    }
 
 
 Case = tuple[Callable[[], nn.Module], str, dict[str, Any]]
@@ -217,8 +219,12 @@ SCRIPTS: dict[str, Case] = {
     "an object of the script's own": (GraphNet, "graph", {}),
     "computed weights": (Normed, "plain", {}),
 }
-MODES = [(name, autocast) for name, case in SCRIPTS.items() for autocast in (False, True)
-         if case[2].get("autocast", autocast) == autocast]  # fmt: skip
+MODES = [
+    (name, autocast)
+    for name, case in SCRIPTS.items()
+    for autocast in (False, True)
+    if case[2].get("autocast", autocast) == autocast
+]
 
 
 def loss_and_norm(
@@ -269,9 +275,13 @@ FP16_TOO = ("time steps", "bare weights", "fp32 residual stream")
 
 @pytest.mark.parametrize(
     ("name", "autocast", "dtype"),
-    [(*mode, dtype) for mode in MODES for dtype in (BF16, FP16)
-     if dtype is BF16 or mode[0] in FP16_TOO],
-)  # fmt: skip
+    [
+        (*mode, dtype)
+        for mode in MODES
+        for dtype in (BF16, FP16)
+        if dtype is BF16 or mode[0] in FP16_TOO
+    ],
+)
 def test_a_script_has_the_loss_of_stock_autocast(name: str, autocast: bool, dtype: torch.dtype):
     skip_where_torch_itself_cannot(name, dtype)
     distance, noise, gradients = figures(name, autocast, dtype)
@@ -367,8 +377,18 @@ class Strange(nn.Module):
         return loss
 
 
-STRANGE = ("fourier", "singular", "quantile", "determinant", "spatial", "positions",
-           "reference_energies", "summed_loss", "temperature", "fp32_island")  # fmt: skip
+STRANGE = (
+    "fourier",
+    "singular",
+    "quantile",
+    "determinant",
+    "spatial",
+    "positions",
+    "reference_energies",
+    "summed_loss",
+    "temperature",
+    "fp32_island",
+)
 
 
 @pytest.mark.parametrize("name", STRANGE)
@@ -536,8 +556,9 @@ class Momentum(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            for p_k, p_q in zip(self.encoder_k.parameters(), self.encoder_q.parameters(),
-                                strict=True):  # fmt: skip
+            for p_k, p_q in zip(
+                self.encoder_k.parameters(), self.encoder_q.parameters(), strict=True
+            ):
                 p_k.data.mul_(0.999).add_(p_q.data, alpha=0.001)
             key = self.encoder_k(x)
         return mse_loss(self.encoder_q(x), key + 1)

@@ -50,10 +50,12 @@ def by_hand(model: nn.Module, optimizer: Any, scale: float) -> Norms:
 
 def norms_of(grad: Tensor, weight: Tensor, update: Tensor, swallowed: Any = None) -> Any:
     return {
-        "grad_norm": grad.norm(), "weight_norm": weight.norm(), "update_norm": update.norm(),
+        "grad_norm": grad.norm(),
+        "weight_norm": weight.norm(),
+        "update_norm": update.norm(),
         "update_to_weight": update.norm() / weight.norm(),
         "swallowed": torch.zeros(()).double() if swallowed is None else swallowed.double().mean(),
-    }  # fmt: skip
+    }
 
 
 def compare(found: Norms, expected: Norms) -> None:
@@ -89,11 +91,13 @@ def test_sums_of_long_rows_are_exact():
         (adamw, 2, {"param_dtype": torch.float16, "loss_scale": 64.0}),
         (pair, 2, {"param_dtype": BF16}),
         pytest.param(
-            adamw, 1, {"param_dtype": BF16, "fuse": "compile"},
+            adamw,
+            1,
+            {"param_dtype": BF16, "fuse": "compile"},
             marks=[pytest.mark.slow, needs_compiler, pytest.mark.timeout(240)],
         ),
     ],
-)  # fmt: skip
+)
 def test_metrics_on_an_accelerators_path_are_those_of_one_process_by_hand(
     kind: Any, world: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
@@ -106,9 +110,12 @@ def test_metrics_on_an_accelerators_path_are_those_of_one_process_by_hand(
     def run(group: Any) -> Norms:
         model = CASES["gpt"].build()
         optimizer = shardcast.shard(
-            model, kind(model), process_group=group, metrics=True,
+            model,
+            kind(model),
+            process_group=group,
+            metrics=True,
             **{"param_dtype": FP32, "fuse": "eager", **fields},
-        )  # fmt: skip
+        )
         for step in range(4):
             install(model, step)
             optimizer.scale_loss(torch.zeros(()))  # the installed gradients are those of it
@@ -153,9 +160,15 @@ def test_changes_that_a_form_swallows_are_counted_behind_its_cast(
     def run(group: Any) -> Norms:
         model = gpt()
         optimizer = shardcast.shard(
-            model, kind(model), process_group=group, metrics=True, fuse="eager", autocast=False,
-            published={form: "blocks.*[!12].weight"}, **fields,
-        )  # fmt: skip
+            model,
+            kind(model),
+            process_group=group,
+            metrics=True,
+            fuse="eager",
+            autocast=False,
+            published={form: "blocks.*[!12].weight"},
+            **fields,
+        )
         for of in optimizer.param_groups:
             of["lr"] = 1e-4
         for step in range(4):
@@ -284,12 +297,13 @@ def numbered(*shape: int) -> Tensor:
             {"tied": [("words", "head")]},
         ),
         (  # the experts of two ranks have one name, and are measured as one stack
-            {"ep": 2, "edp": 2}, [{"router": (3,), "expert": (5, 2)}],
+            {"ep": 2, "edp": 2},
+            [{"router": (3,), "expert": (5, 2)}],
             {"router": [3.75], "expert": [0.75, 3.0]},
             {"dp": ("ep", "edp"), "experts": {"edp": ["expert"]}},
         ),
     ],
-)  # fmt: skip
+)
 def test_metrics_are_of_the_whole_parameter_in_pipelines_ties_and_experts(
     grid: dict[str, int], stages: Any, factors: dict[str, list[float]], options: dict[str, Any]
 ):
@@ -298,9 +312,13 @@ def test_metrics_are_of_the_whole_parameter_in_pipelines_ties_and_experts(
         for param in model.parameters():
             param.data = numbered(*param.shape)
         optimizer = shardcast.shard(
-            [model] if "pp" in grid else model, torch.optim.SGD(model.parameters(), lr=0.5),
-            mesh=mesh, param_dtype=FP32, metrics=True, **options,
-        )  # fmt: skip
+            [model] if "pp" in grid else model,
+            torch.optim.SGD(model.parameters(), lr=0.5),
+            mesh=mesh,
+            param_dtype=FP32,
+            metrics=True,
+            **options,
+        )
         for param in model.parameters():
             param.grad = numbered(*param.shape) * 2.0 ** mesh.get_rank()
         optimizer.step()
@@ -331,9 +349,14 @@ def test_metrics_and_averages_are_of_the_whole_parameter_on_a_mesh():
         model = nn.ParameterList([nn.Parameter(part(matrix)), nn.Parameter(vector[0].clone())])
         places = {} if mesh is None else {"mesh": mesh, "dp": ("replicas", "shards")}
         optimizer = shardcast.shard(
-            model, torch.optim.AdamW(model.parameters()), param_dtype=BF16, fuse="eager",
-            metrics=True, averages={"ema": 0.5}, **places,
-        )  # fmt: skip
+            model,
+            torch.optim.AdamW(model.parameters()),
+            param_dtype=BF16,
+            fuse="eager",
+            metrics=True,
+            averages={"ema": 0.5},
+            **places,
+        )
         for grad in grads:
             model[0].grad, model[1].grad = part(grad.to(BF16)), grad[0].to(BF16)
             optimizer.step()

@@ -47,10 +47,14 @@ def outcome(group: Any, bad_rank: int, change: Flip, spoiled: int, **fields: Any
 
 
 FORMS = [
-    {"param_dtype": torch.bfloat16}, {"param_dtype": torch.float16}, {"partition": "whole"},
-    {"param_dtype": torch.bfloat16, "master": "split16"}, {"accumulate": "sharded"},
-    {"overlap_sync": True}, {"max_grad_norm": 0.1},
-]  # fmt: skip
+    {"param_dtype": torch.bfloat16},
+    {"param_dtype": torch.float16},
+    {"partition": "whole"},
+    {"param_dtype": torch.bfloat16, "master": "split16"},
+    {"accumulate": "sharded"},
+    {"overlap_sync": True},
+    {"max_grad_norm": 0.1},
+]
 
 
 @pytest.mark.parametrize(("size", "fields"), pairwise((2, 3, 4), FORMS), ids=str)
@@ -85,9 +89,14 @@ def test_masters_of_copies_that_differ_are_named_before_a_parameter_shows_it():
     def run(mesh: DeviceMesh) -> str:
         model = CASES["mlp"].build()
         optimizer = shardcast.shard(
-            model, torch.optim.AdamW(model.parameters()), mesh=mesh, dp=("copies", "dp"),
-            replica_check=2, fuse="eager", **fields,
-        )  # fmt: skip
+            model,
+            torch.optim.AdamW(model.parameters()),
+            mesh=mesh,
+            dp=("copies", "dp"),
+            replica_check=2,
+            fuse="eager",
+            **fields,
+        )
         if mesh.get_rank() == 3:
             spoil_after_sync(optimizer, model, master, 2)
         case, batch = CASES["mlp"], CASES["mlp"].batch(mesh.get_rank())
@@ -104,9 +113,12 @@ def test_tied_weights_of_two_stages_are_compared():
         name = ("embed", "head")[mesh.get_local_rank("pp")]
         model = Bag(**{name: (6, 5)})
         optimizer = shardcast.shard(
-            [model], torch.optim.AdamW(model.parameters()), mesh=mesh, tied=[("embed", "head")],
+            [model],
+            torch.optim.AdamW(model.parameters()),
+            mesh=mesh,
+            tied=[("embed", "head")],
             replica_check=1,
-        )  # fmt: skip
+        )
         if mesh.get_local_rank("pp"):
             spoil_after_sync(optimizer, model, master, 2)
         return first_error(optimizer, lambda: model({name: torch.ones(6, 5)}).backward(), 4)

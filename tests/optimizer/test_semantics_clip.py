@@ -71,9 +71,13 @@ def test_a_group_with_its_own_bound_keeps_it_when_the_rest_is_clipped_by_hand(
             optimizer.zero_grad()
 
     check(
-        lambda model: split(model, max_grad_norm=0.2), script, worlds=(1, 2, 4), tol=NORM,
-        norm_type=p, partition=partition,
-    )  # fmt: skip
+        lambda model: split(model, max_grad_norm=0.2),
+        script,
+        worlds=(1, 2, 4),
+        tol=NORM,
+        norm_type=p,
+        partition=partition,
+    )
 
 
 class Bounded(torch.optim.SGD):

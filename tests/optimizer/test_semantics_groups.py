@@ -203,11 +203,14 @@ def test_the_state_is_read_only():
     param, digest = model[0].weight, optimizer.digest()
     values = optimizer.state[param]
     writes: list[Callable[[], Any]] = [
-        lambda: optimizer.state.__setitem__(param, {}), lambda: optimizer.state.pop(param),
-        lambda: optimizer.state.clear(), lambda: values.__setitem__("step", torch.tensor(1.0)),
-        lambda: values.update(step=1.0), lambda: values.pop("step"),
+        lambda: optimizer.state.__setitem__(param, {}),
+        lambda: optimizer.state.pop(param),
+        lambda: optimizer.state.clear(),
+        lambda: values.__setitem__("step", torch.tensor(1.0)),
+        lambda: values.update(step=1.0),
+        lambda: values.pop("step"),
         lambda: setattr(optimizer, "state", defaultdict(dict)),
-    ]  # fmt: skip
+    ]
     for write in writes:
         with pytest.raises(TypeError, match=r"read-only.* optimizer\.load_state_dict\(state\)"):
             write()

@@ -55,21 +55,42 @@ class Interleavings(RuleBasedStateMachine):
         self.worlds: list[tuple[int, list[Action], Way]] = []
 
     @initialize(
-        size=sizes, kind=st.sampled_from(sorted(KINDS)), norm=st.sampled_from([None, 1.0]),
-        frozen=st.sampled_from([None, None, 0, 3]), packs=st.sampled_from([1, 2, None]),
-        overlap=st.booleans(), lists=st.booleans(), dtype=st.sampled_from([FP32, BF16, FP16]),
-        averages=st.booleans(), metrics=st.booleans(), split=st.booleans(),
-    )  # fmt: skip
+        size=sizes,
+        kind=st.sampled_from(sorted(KINDS)),
+        norm=st.sampled_from([None, 1.0]),
+        frozen=st.sampled_from([None, None, 0, 3]),
+        packs=st.sampled_from([1, 2, None]),
+        overlap=st.booleans(),
+        lists=st.booleans(),
+        dtype=st.sampled_from([FP32, BF16, FP16]),
+        averages=st.booleans(),
+        metrics=st.booleans(),
+        split=st.booleans(),
+    )
     def begin(
-        self, size: int, kind: str, norm: float | None, frozen: int | None, packs: Any,
-        overlap: bool, lists: bool, dtype: torch.dtype, averages: bool, metrics: bool, split: bool,
-    ) -> None:  # fmt: skip
+        self,
+        size: int,
+        kind: str,
+        norm: float | None,
+        frozen: int | None,
+        packs: Any,
+        overlap: bool,
+        lists: bool,
+        dtype: torch.dtype,
+        averages: bool,
+        metrics: bool,
+        split: bool,
+    ) -> None:
         fields = {
-            "partition": self.partition, "accumulate": self.accumulate, "pack_params": packs,
-            "overlap_sync": overlap, "max_skipped_steps": 1000, "metrics": metrics,
+            "partition": self.partition,
+            "accumulate": self.accumulate,
+            "pack_params": packs,
+            "overlap_sync": overlap,
+            "max_skipped_steps": 1000,
+            "metrics": metrics,
             "averages": AVERAGES if averages else (),
             "master": "split16" if split and dtype == BF16 and kind in FUSED else "fp32",
-        }  # fmt: skip
+        }
         self.start, self.size = Start(kind, norm, frozen, lists, dtype, fields), size
 
     def act(self, method: Callable[..., None], *args: Any) -> None:
@@ -161,9 +182,11 @@ class Interleavings(RuleBasedStateMachine):
         self.dropped = False
 
     @rule(
-        by=st.sampled_from(["local", "plain", "dcp", "checkpoint"]), early=st.booleans(),
-        interval=st.sampled_from([1, 2, 3]), size=sizes,
-    )  # fmt: skip
+        by=st.sampled_from(["local", "plain", "dcp", "checkpoint"]),
+        early=st.booleans(),
+        interval=st.sampled_from([1, 2, 3]),
+        size=sizes,
+    )
     def go_on_in_another_world(self, by: str, early: bool, interval: int, size: int) -> None:
         self.act(Side.clear, "model")  # of those in no group too, which another model has not
         if by == "plain" and self.start.option("master") != "fp32":  # which writes all weights
@@ -193,9 +216,15 @@ class Interleavings(RuleBasedStateMachine):
                 saved = mine if way.by == "local" else mine[:1] * 4
 
     def on_rank(
-        self, group: Any, built: Any, way: Way, actions: list[Action], saved: list[Any],
-        next_way: Way, folder: str,
-    ) -> tuple[list[Seen], dict[str, Any]]:  # fmt: skip
+        self,
+        group: Any,
+        built: Any,
+        way: Way,
+        actions: list[Action],
+        saved: list[Any],
+        next_way: Way,
+        folder: str,
+    ) -> tuple[list[Seen], dict[str, Any]]:
         side = Side(self.start, group.size(), group, **built(), interval=way.interval)
         if saved:
             side.load(copy.deepcopy(saved[group.rank()]), way, folder)
@@ -230,9 +259,14 @@ def run_machine(
     machine = type("Machine", (Interleavings,), {"partition": partition, "accumulate": accumulate})
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     chosen = settings(
-        max_examples=examples, stateful_step_count=12, deadline=None, derandomize=not SEED,
-        suppress_health_check=list(HealthCheck), database=None, phases=phases,
-    )  # fmt: skip
+        max_examples=examples,
+        stateful_step_count=12,
+        deadline=None,
+        derandomize=not SEED,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        phases=phases,
+    )
     run_state_machine_as_test(seed(SEED)(machine) if SEED else machine, settings=chosen)
 
 

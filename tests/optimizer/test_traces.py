@@ -133,9 +133,12 @@ def test_several_ranks_have_one_thread_until_the_last_optimizer_or_group_ends(tm
         ranks = pool.map(lambda rank: told(SEVERAL, store, rank), "01")
         for lines in ranks:
             assert lines == [
-                "open: thread shardcast waiting", "closed:", "forgotten:", "refused:",
+                "open: thread shardcast waiting",
+                "closed:",
+                "forgotten:",
+                "refused:",
                 "without a group:",
-            ]  # fmt: skip
+            ]
 
 
 def test_a_process_ends_by_itself_while_its_thread_writes_into_the_store(tmp_path: Path):

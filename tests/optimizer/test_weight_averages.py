@@ -54,10 +54,14 @@ def test_an_average_is_in_the_model_inside_averaged_and_the_same_bits_are_back_a
             inside = optimizer.state_dict()["state"]
             for number, values_of_param in state.items():
                 assert_same_bits(values_of_param, inside[number])
-            for call in (optimizer.step, optimizer.close, packed_of(optimizer).publish,
-                         lambda: optimizer.averaged("ema").__enter__(),
-                         lambda: checkpoint.load_plain(model, optimizer, other),
-                         lambda: optimizer.load_state_dict({})):  # fmt: skip
+            for call in (
+                optimizer.step,
+                optimizer.close,
+                packed_of(optimizer).publish,
+                lambda: optimizer.averaged("ema").__enter__(),
+                lambda: checkpoint.load_plain(model, optimizer, other),
+                lambda: optimizer.load_state_dict({}),
+            ):
                 with pytest.raises(RuntimeError, match="'ema'"):
                     call()
         assert_same_bits(values(model), weights)
@@ -145,8 +149,9 @@ def test_averages_are_exported_and_added_dropped_and_replaced_at_a_resume(tmp_pa
         else:
             other.load_state_dict(state)
         assert_same_bits(other.full_parameters("new"), optimizer.full_parameters())
-        assert not any("ema" in key for held in other.state_dict()["state"].values()
-                       for key in held)  # fmt: skip
+        assert not any(
+            "ema" in key for held in other.state_dict()["state"].values() for key in held
+        )
         before = other.full_parameters()
         steps(twin, other, 1)
         for name, master in other.full_parameters().items():

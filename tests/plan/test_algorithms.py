@@ -10,8 +10,10 @@ from shardcast.plan.algorithms import Topology, choose
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NCCL, GLOO, CARDS = (
-    Topology("nccl", 8, on_host=False), Topology("gloo", 8), Topology("gloo", 8, on_host=False)
-)  # fmt: skip
+    Topology("nccl", 8, on_host=False),
+    Topology("gloo", 8),
+    Topology("gloo", 8, on_host=False),
+)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +40,13 @@ NCCL, GLOO, CARDS = (
 )
 @pytest.mark.parametrize("length", [128, 1 << 27])
 def test_the_rules_of_auto_hold_at_any_length(
-    topology: Topology, size: int, equal: bool, dtype: torch.dtype, expected: tuple[str, str],
+    topology: Topology,
+    size: int,
+    equal: bool,
+    dtype: torch.dtype,
+    expected: tuple[str, str],
     length: int,
-):  # fmt: skip
+):
     lengths = [length] * (size - 1) + [length - (0 if equal else 64)]
     assert choose(ShardcastConfig(), topology, lengths, dtype)[:2] == expected
 

@@ -19,8 +19,11 @@ pytestmark = pytest.mark.timeout(60)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS: dict[str, Any] = {
-    "pack_mb": 1.0, "pack_params": None, "unpacked_first": 0, "alignment": 64,
-}  # fmt: skip
+    "pack_mb": 1.0,
+    "pack_params": None,
+    "unpacked_first": 0,
+    "alignment": 64,
+}
 
 
 def plan(params: list[ParamInfo], world: int, partition: str, **options: Any) -> Layout:
@@ -195,12 +198,22 @@ changes = st.sampled_from(
 
 
 @settings(max_examples=80, deadline=None)
-@given(models(), st.integers(1, 5), st.sampled_from(["even", "whole"]), options,
-       st.integers(0, 100), changes)  # fmt: skip
+@given(
+    models(),
+    st.integers(1, 5),
+    st.sampled_from(["even", "whole"]),
+    options,
+    st.integers(0, 100),
+    changes,
+)
 def test_the_digest_is_equal_for_equal_plans_and_different_after_any_change(
-    params: list[ParamInfo], size: int, partition: str, chosen: dict[str, Any], which: int,
+    params: list[ParamInfo],
+    size: int,
+    partition: str,
+    chosen: dict[str, Any],
+    which: int,
     change: Any,
-):  # fmt: skip
+):
     layout = plan(params, size, partition, **chosen)
     again = plan([p._replace() for p in params], size, partition, **chosen)
     assert layout == again and hash(layout) == hash(again)

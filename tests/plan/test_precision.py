@@ -151,9 +151,12 @@ def test_tables_of_a_model_without_any_other_matrix_stay_fp32_under_autocast():
     plain, model = Translations(False), Translations(False)
     model.load_state_dict(plain.state_dict())
     adagrad = partial(torch.optim.Adagrad, lr=0.1)
-    optimizers = adagrad(plain.parameters()), sharded(
-        model, optimizer=lambda it: adagrad(it.parameters()), param_dtype=BF16, fuse="eager"
-    )  # fmt: skip
+    optimizers = (
+        adagrad(plain.parameters()),
+        sharded(
+            model, optimizer=lambda it: adagrad(it.parameters()), param_dtype=BF16, fuse="eager"
+        ),
+    )
     assert kept(model) == {"entities.weight", "relations.weight"}
     for step in range(20):
         draw = torch.Generator().manual_seed(step)

@@ -34,14 +34,22 @@ def partition(build: Build, **fields: Any) -> str:
 PARTITIONS: dict[str, tuple[Build, ...]] = {
     "even": (torch.optim.RMSprop, torch.optim.AdamW),
     "whole": (
-        Untouched, foreign.Signs, foreign.Counts, lion_pytorch.Lion,
-        schedulefree.AdamWScheduleFree, schedulefree.RAdamScheduleFree,
+        Untouched,
+        foreign.Signs,
+        foreign.Counts,
+        lion_pytorch.Lion,
+        schedulefree.AdamWScheduleFree,
+        schedulefree.RAdamScheduleFree,
         lambda params: Untouched([{"params": list(params), "lr": 0.0}], foreach=True),
         lambda params: foreign.ByOwnNorm(params, max_grad_norm=None),
-        foreign.Normalized, foreign.RarelyNormalized, foreign.Factored, foreign.DecaysMatrices,
-        foreign.OwnShapes, lambda params: foreign.DecayOfAll(params, weight_decay=0.0),
+        foreign.Normalized,
+        foreign.RarelyNormalized,
+        foreign.Factored,
+        foreign.DecaysMatrices,
+        foreign.OwnShapes,
+        lambda params: foreign.DecayOfAll(params, weight_decay=0.0),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -98,14 +106,17 @@ REFUSED: list[tuple[Build, int, tuple[str, ...]]] = [
     (in_two_groups(foreign.StepSizeOfAll), 2, ("StepSizeOfAll",)),
     (lambda params: foreign.DecayOfAll(params, weight_decay=1e-4), 2, ("DecayOfAll",)),
     (foreign.ScaledBySpread, 2, ("ScaledBySpread",)),
-    (lambda params: foreign.Lookahead(torch.optim.SGD(params, lr=0.1)), 1,
-     ("SGD", "build it around")),
+    (
+        lambda params: foreign.Lookahead(torch.optim.SGD(params, lr=0.1)),
+        1,
+        ("SGD", "build it around"),
+    ),
     (in_list, 1, ("SGD", "build it around")),
     (foreign.QuantizedState, 1, ("QuantizedState", "Wrapped", "exp_avg")),
     (foreign.OwnList, 1, ("OwnList", "listed")),
     (foreign.CommonState, 1, ("CommonState", "'k'")),
     (type("Muon", (foreign.GathersMatrices,), {}), 1, ("torch.optim.Muon",)),  # there is no group
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

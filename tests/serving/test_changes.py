@@ -399,9 +399,13 @@ def test_a_reader_of_codes_has_the_codes_and_scales_of_an_export(
                 noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
                 param.copy_(noise / 16)
         sharded: Any = shardcast.shard(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-5), process_group=group,
-            published={form: ["a", "b"]}, changes=True, **BF16,
-        )  # fmt: skip
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-5),
+            process_group=group,
+            published={form: ["a", "b"]},
+            changes=True,
+            **BF16,
+        )
         told, version = [], None
         for step in range(4):
             if step == 3:
@@ -446,9 +450,13 @@ def test_a_rank_that_owns_no_block_tells_nothing(ranks: int, told: str | None):
     def run(group: Any) -> list[Changes]:
         model = nn.Linear(128, 256, bias=False)
         sharded: Any = shardcast.shard(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-3), process_group=group,
-            published={"fp8_block128": "*"}, changes=True, **BF16,
-        )  # fmt: skip
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-3),
+            process_group=group,
+            published={"fp8_block128": "*"},
+            changes=True,
+            **BF16,
+        )
         answers = [sharded.changes(weights=told)]
         for _ in range(2):
             model.weight.grad = torch.ones_like(model.weight)
@@ -479,9 +487,13 @@ def test_codes_of_tensor_parallel_parts_are_those_of_the_whole():
                 param.copy_(noise / 16)
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         sharded: Any = shardcast.shard(
-            model, torch.optim.AdamW(model.parameters()), mesh=mesh, changes=True,
-            published={"mxfp4": "*"}, **BF16,
-        )  # fmt: skip
+            model,
+            torch.optim.AdamW(model.parameters()),
+            mesh=mesh,
+            changes=True,
+            published={"mxfp4": "*"},
+            **BF16,
+        )
         return sharded.changes(weights="published"), weights(model)
 
     results = ThreadedWorld({"dp": 2, "tp": 2}).run(run)

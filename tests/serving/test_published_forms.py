@@ -289,9 +289,13 @@ def test_sharded_masters_cast_once_are_bf16_masters_quantized_in_each_forward(fo
     def run(group: Any) -> list[float]:
         model = nn.ParameterList([weight.clone() for weight in first])
         optimizer = shardcast.shard(
-            model, torch.optim.SGD(model.parameters(), lr=1.0), process_group=group,
-            autocast=False, grad_dtype=torch.float32, published={form: "?"},
-        )  # fmt: skip
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            process_group=group,
+            autocast=False,
+            grad_dtype=torch.float32,
+            published={form: "?"},
+        )
         losses = []
         for step in range(steps):
             losses.append(loss([*model], step, group.rank()))
@@ -475,9 +479,12 @@ def test_an_added_group_is_on_the_grid_and_a_skipped_step_changes_nothing(form: 
         model = gpt()
         first = [*model.get_submodule("blocks.0").parameters()]
         optimizer = shardcast.shard(
-            model, torch.optim.AdamW(first, lr=1e-2), process_group=group, autocast=False,
+            model,
+            torch.optim.AdamW(first, lr=1e-2),
+            process_group=group,
+            autocast=False,
             published={form: MATRICES.replace("*", "[01]*")},
-        )  # fmt: skip
+        )
         optimizer.add_param_group({"params": [*model.get_submodule("blocks.1").parameters()]})
         assert_on_grid_of(model, form)
         train(model, optimizer, group.rank())
@@ -495,9 +502,13 @@ def test_an_added_group_is_on_the_grid_and_a_skipped_step_changes_nothing(form: 
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {"overlap_sync": True}, {"accumulate": "sharded"}, {"moments": "bf16"},
-    {"sync": "broadcast"}, {"partition": "whole"}, {"fuse": "compile"},
-)  # fmt: skip
+    {"overlap_sync": True},
+    {"accumulate": "sharded"},
+    {"moments": "bf16"},
+    {"sync": "broadcast"},
+    {"partition": "whole"},
+    {"fuse": "compile"},
+)
 
 
 @pytest.mark.parametrize(("form", "options"), thinned(3, FORM_NAMES, OPTIONS), ids=str)
@@ -524,10 +535,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 COVER = [("mxfp4", way) for way in WAYS] + [
-    ("mxfp8", "gathered"), ("mxfp8", "split"), ("fp8_block128", "messages"),
-    ("fp8_block128", "broadcast"), ("fp8_block128", "split"), ("mxfp8_rceil", "messages"),
+    ("mxfp8", "gathered"),
+    ("mxfp8", "split"),
+    ("fp8_block128", "messages"),
+    ("fp8_block128", "broadcast"),
+    ("fp8_block128", "split"),
+    ("mxfp8_rceil", "messages"),
     ("mxfp4_rceil", "broadcast"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("form", "way"), COVER)
@@ -612,19 +627,26 @@ def with_experts(mesh: Any) -> nn.Module:
 MESHES: dict[str, tuple[dict[str, int], Callable[[Any], nn.Module], dict[str, Any]]] = {
     "tensor parallel": ({"dp": 2, "tp": 2}, tensor_parallel, {}),
     "copies of tensor parallel shards": (
-        {"replicas": 2, "shards": 2, "tp": 2}, tensor_parallel, {"dp": ("replicas", "shards")},
+        {"replicas": 2, "shards": 2, "tp": 2},
+        tensor_parallel,
+        {"dp": ("replicas", "shards")},
     ),
     "shard_ranks": (
-        {"dp": 4}, lambda _: nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128)),
+        {"dp": 4},
+        lambda _: nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128)),
         {"shard_ranks": 2},
     ),
     "experts": (
-        {"ep": 2, "edp": 2}, with_experts, {"dp": ("ep", "edp"), "experts": {"edp": ["experts"]}}
+        {"ep": 2, "edp": 2},
+        with_experts,
+        {"dp": ("ep", "edp"), "experts": {"edp": ["experts"]}},
     ),
-}  # fmt: skip
+}
 OF_MESHES = [("mxfp4", name) for name in MESHES] + [
-    ("fp8_block128", "tensor parallel"), ("fp8_block128", "experts"), ("mxfp8", "shard_ranks"),
-]  # fmt: skip
+    ("fp8_block128", "tensor parallel"),
+    ("fp8_block128", "experts"),
+    ("mxfp8", "shard_ranks"),
+]
 
 
 @pytest.mark.parametrize(("form", "where"), OF_MESHES)
@@ -636,10 +658,13 @@ def test_codes_on_the_wire_of_a_mesh_give_the_bits_of_bf16_on_it(form: str, wher
         model = build(mesh)
         matrices = [name for name, param in model.named_parameters() if param.dim() > 1]
         optimizer = shardcast.shard(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-2), autocast=False,
-            published={form: matrices, "wire": wire}, **options,
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            autocast=False,
+            published={form: matrices, "wire": wire},
+            **options,
             **({} if where == "shard_ranks" else {"mesh": mesh}),
-        )  # fmt: skip
+        )
         formed = [shard.pack for shard in packed_of(optimizer).shards if shard.in_blocks]
         assert all((pack.wire is None) == (wire == "bf16") for pack in formed) and formed
         seen = []
@@ -765,8 +790,11 @@ def test_no_block_has_two_owners(form: str, ranks: int, alignment: int):
                 unit = FORMS[form].unit(fragment.slot.shape)
                 assert all(place % unit == 0 for place in fragment.param_range)
                 assert fragment.numel, "a rank has no part, in place of an empty one"
-    sizes = [sum(part for owner, _, part in pack.parts() if owner == rank)
-             for rank in range(ranks) for pack in cut]  # fmt: skip
+    sizes = [
+        sum(part for owner, _, part in pack.parts() if owner == rank)
+        for rank in range(ranks)
+        for pack in cut
+    ]
     assert max(sizes) - min(sizes) <= 2 * 128 * 640 if form == "fp8_block128" else True
 
 

@@ -40,10 +40,14 @@ def trained(group: Any, fields: dict[str, Any], steps: int) -> tuple[dict[str, T
 @pytest.mark.filterwarnings("ignore:step skipped")
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"max_grad_norm": 0.1}, {"norm_type": math.inf, "max_grad_norm": 0.01},
-     {"param_dtype": torch.float16, "loss_scale": "dynamic", "loss_scale_init": 8.0}],
+    [
+        {},
+        {"max_grad_norm": 0.1},
+        {"norm_type": math.inf, "max_grad_norm": 0.01},
+        {"param_dtype": torch.float16, "loss_scale": "dynamic", "loss_scale_init": 8.0},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_training_on_an_accelerator_is_that_on_a_cpu(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):

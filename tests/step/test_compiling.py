@@ -155,9 +155,10 @@ def test_no_kernel_counts_against_the_limit_of_graphs_of_another(monkeypatch: py
     """Of a process, with torch 2.11, where one code object may have eight of them."""
     graphs, compile_ = CompileCounter(), torch.compile
     monkeypatch.setattr(
-        torch, "compile",
+        torch,
+        "compile",
         lambda function, options=None, **kinds: compile_(function, backend=graphs, **kinds),
-    )  # fmt: skip
+    )
     with forgotten(), torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
         warnings.simplefilter("error")
         for dtype in ("bf16", "fp16", "fp32"):

@@ -90,11 +90,18 @@ def test_every_collective_gives_the_values_computed_by_hand() -> None:
     rows = torch.stack([base, base + 10, base + 20])
     bits = rows.int()
     expected = {
-        "SUM": rows.sum(0), "AVG": rows.mean(0), "MAX": rows[2], "MIN": base,
-        "PRODUCT": rows.prod(0), "BAND": bits[0] & bits[1] & bits[2],
-        "BOR": bits[0] | bits[1] | bits[2], "BXOR": bits[0] ^ bits[1] ^ bits[2],
-        "broadcast": rows[1], "all_gather": rows.flatten(), "all_gather_single": rows.flatten(),
-    }  # fmt: skip
+        "SUM": rows.sum(0),
+        "AVG": rows.mean(0),
+        "MAX": rows[2],
+        "MIN": base,
+        "PRODUCT": rows.prod(0),
+        "BAND": bits[0] & bits[1] & bits[2],
+        "BOR": bits[0] | bits[1] | bits[2],
+        "BXOR": bits[0] ^ bits[1] ^ bits[2],
+        "broadcast": rows[1],
+        "all_gather": rows.flatten(),
+        "all_gather_single": rows.flatten(),
+    }
     results = threaded_world(3, lambda group: every_collective(group, ramp(group)))
     for rank, result in enumerate(results):
         for name, value in expected.items():

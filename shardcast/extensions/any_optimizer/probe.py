@@ -205,9 +205,12 @@ def takes_parameters_alone(
 
 
 def _dependence(
-    twins: Twins, samples: Samples, together: torch.optim.Optimizer, tolerance: float,
+    twins: Twins,
+    samples: Samples,
+    together: torch.optim.Optimizer,
+    tolerance: float,
     call: Callable[[torch.optim.Optimizer], None] | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Return what differs if every second parameter is left out; empty if nothing does.
 
     Args:

@@ -42,9 +42,13 @@ class AnyOptimizerUpdate(Update):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, comm: Comm, ready: Ready,
-        config: ShardcastConfig, epilogues: tuple[Epilogue, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer,
+        comm: Comm,
+        ready: Ready,
+        config: ShardcastConfig,
+        epilogues: tuple[Epilogue, ...] = (),
+    ) -> None:
         super().__init__(optimizer, config, epilogues)
         self._comm = comm
         self.elementwise = type(optimizer) in ELEMENTWISE
@@ -318,9 +322,7 @@ class AnyOptimizerUpdate(Update):
         shaped = {name: v.view(param.shape) if v.dim() else v for name, v in averages.items()}
         return {**self._inner.state.get(param, {}), **shaped}
 
-    def edit(
-        self, shard: Shard, number: int, name: str, changed: Tensor, values: Tensor
-    ) -> None:  # fmt: skip
+    def edit(self, shard: Shard, number: int, name: str, changed: Tensor, values: Tensor) -> None:
         state = self._inner.state[self._params[shard][number]][name]
         new = values.view(state.shape).to(state.dtype)
         state.copy_(torch.where(changed.view(state.shape), new, state))

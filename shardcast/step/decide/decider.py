@@ -60,10 +60,15 @@ class Decider:
     left = ""
 
     def __init__(
-        self, grads: Sequence[Gradients], process_groups: ProcessGroups, config: ShardcastConfig,
-        device: torch.device, originals: OptimizerList, divisor: Divisor,
+        self,
+        grads: Sequence[Gradients],
+        process_groups: ProcessGroups,
+        config: ShardcastConfig,
+        device: torch.device,
+        originals: OptimizerList,
+        divisor: Divisor,
         history: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._history = history
         self._grads, self._process_groups, self._device = grads, process_groups, device
         self._divisor = divisor
@@ -74,24 +79,37 @@ class Decider:
         self.check: Callable[[], None] = lambda: None
         self.refusal = Refusal(process_groups, device)
         self._options = OptionCheck(
-            originals.option_names(), lambda: originals.groups, self._trained, process_groups,
+            originals.option_names(),
+            lambda: originals.groups,
+            self._trained,
+            process_groups,
             device,
-        )  # fmt: skip
+        )
         self.tokens = Tokens(process_groups, divisor, device)
         options = config.extensions().values()
         self.signals: list[Signal] = [
-            self._norm, self.refusal, self._presence,
-            *([] if self.loss_scale is None else [self.loss_scale]), self.tokens, self._options,
+            self._norm,
+            self.refusal,
+            self._presence,
+            *([] if self.loss_scale is None else [self.loss_scale]),
+            self.tokens,
+            self._options,
             *(it.signal(config, process_groups, device) for it in options if it.signal),
-        ]  # fmt: skip
+        ]
         # Finite powers have a finite norm here.
         is_finite = process_groups.model.size == 1 and config.norm_type >= 1
         self._report = Report(self.signals, device, is_finite)
         self.skips = SkipReport(
-            self._norm, process_groups.dp, device, self._refuse, self._report,
-            config.max_skipped_steps, self.loss_scale is not None and self.loss_scale.dynamic,
-            self.signals, process_groups.everyone,
-        )  # fmt: skip
+            self._norm,
+            process_groups.dp,
+            device,
+            self._refuse,
+            self._report,
+            config.max_skipped_steps,
+            self.loss_scale is not None and self.loss_scale.dynamic,
+            self.signals,
+            process_groups.everyone,
+        )
         # Those that define a method: in a step the others cost nothing.
         self._gives, self._reads, self._scales, self._judges, self._concludes = (
             defining(method, self.signals)
@@ -125,9 +143,13 @@ class Decider:
 
     @torch.no_grad()
     def decide(
-        self, max_norm: float | None, pending: Decision | None = None,
-        loss: float | Tensor | None = None, judges: bool = True, call: str = "step",
-    ) -> Decision:  # fmt: skip
+        self,
+        max_norm: float | None,
+        pending: Decision | None = None,
+        loss: float | Tensor | None = None,
+        judges: bool = True,
+        call: str = "step",
+    ) -> Decision:
         """Decide over all ranks' own spans. Every rank must call it, after the reduction.
 
         Args:
@@ -174,10 +196,17 @@ class Decider:
         skip = skip if declined is None else skip | declined
         taken, multiplier, increment = self._report.tally(skip, report)
         return Decision(
-            norm=norm, skip=skip, factors=factors, unscale=unscale, verdicts=verdicts,
-            declined=declined, present=self._presence.anywhere(totals[self._presence]),
-            taken=taken, multiplier=multiplier, increment=increment,
-        )  # fmt: skip
+            norm=norm,
+            skip=skip,
+            factors=factors,
+            unscale=unscale,
+            verdicts=verdicts,
+            declined=declined,
+            present=self._presence.anywhere(totals[self._presence]),
+            taken=taken,
+            multiplier=multiplier,
+            increment=increment,
+        )
 
     def _readings(self, totals: Parts) -> Parts:
         """Return what each signal reads in its part of the sum, model-parallel ranks included."""

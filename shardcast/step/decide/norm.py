@@ -59,9 +59,13 @@ class GradientNorm(Signal):
     adds_up = False
 
     def __init__(
-        self, grads: Sequence[Gradients], originals: OptimizerList, process_groups: ProcessGroups,
-        p: float, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        grads: Sequence[Gradients],
+        originals: OptimizerList,
+        process_groups: ProcessGroups,
+        p: float,
+        device: torch.device,
+    ) -> None:
         self._grads, self._originals, self._device = grads, originals, device
         self._rank, self._ranks = process_groups.dp.rank, process_groups.dp.size
         self._model_rank = process_groups.model.rank
@@ -161,9 +165,13 @@ class GradientNorm(Signal):
         return self._of.root(reading[self._ranks :], scale)
 
     def clip(
-        self, reading: Tensor, norm: Tensor, scale: Tensor | None, unscale: Tensor | None,
+        self,
+        reading: Tensor,
+        norm: Tensor,
+        scale: Tensor | None,
+        unscale: Tensor | None,
         before: Tensor | None,
-    ) -> tuple[Tensor, dict[GroupId, Tensor | None]]:  # fmt: skip
+    ) -> tuple[Tensor, dict[GroupId, Tensor | None]]:
         """Return the norm that is clipped, and what the gradients of each group are multiplied by.
 
         Args:
@@ -308,9 +316,14 @@ def product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def clip_factors(
-    norm: PNorm, powers: Tensor, scale: Tensor | None, bound: Tensor | None,
-    bounds: Sequence[Tensor | None], total: Tensor, times: Tensor | None = None,
-) -> list[Tensor | None]:  # fmt: skip
+    norm: PNorm,
+    powers: Tensor,
+    scale: Tensor | None,
+    bound: Tensor | None,
+    bounds: Sequence[Tensor | None],
+    total: Tensor,
+    times: Tensor | None = None,
+) -> list[Tensor | None]:
     """Return per group the factor that keeps its bound, 0-dim fp32; ``None`` without one.
 
     Groups that are clipped together have the same tensor.

@@ -76,10 +76,13 @@ class OptionCheck(Signal):
     skips = (False, True, True)
 
     def __init__(
-        self, names: Iterable[str], groups: Callable[[], Groups],
-        trained: Callable[[], Mapping[nn.Parameter, str]], process_groups: ProcessGroups,
+        self,
+        names: Iterable[str],
+        groups: Callable[[], Groups],
+        trained: Callable[[], Mapping[nn.Parameter, str]],
+        process_groups: ProcessGroups,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._groups, self._names_of_trained = groups, trained
         self.given: dict[str, Any] = {}
         self._names = tuple(dict.fromkeys((*names, "max_grad_norm")))

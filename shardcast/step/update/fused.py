@@ -58,9 +58,11 @@ class _Plan:
         return [one for of_shard in self.ranges.values() for one in of_shard]
 
     def serves(
-        self, present: Mapping[Pack, Sequence[bool]], rules: Sequence[Rule],
+        self,
+        present: Mapping[Pack, Sequence[bool]],
+        rules: Sequence[Rule],
         epilogues: tuple[Epilogue, ...],
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Return whether this step has it too; takes gradients in other memory."""
         if not self.is_steady or epilogues != self.epilogues or rules != self.rules:
             return False
@@ -107,9 +109,11 @@ class FusedUpdate(Update):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, config: ShardcastConfig,
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: ShardcastConfig,
         epilogues: tuple[Epilogue, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(optimizer, config, epilogues)
         self._kind = type(optimizer)
         self._steps = torch.zeros(0, dtype=MASTER_DTYPE)  # per fragment of all shards

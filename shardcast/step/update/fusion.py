@@ -126,9 +126,12 @@ class Fusion:
 
 
 def update_(
-    fusion: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars, factor: Tensor | None,
+    fusion: Fusion,
+    operands: Sequence[Tensor],
+    numbers: UpdateScalars,
+    factor: Tensor | None,
     skip: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Unscale, clip, update and cast one range in place, without asking the device.
 
     Compiled, it is one kernel: what is decoded and cloned here lives in registers there. A product
@@ -258,9 +261,13 @@ class Executor:
         self._run: Callable[..., object] = in_pieces
 
     def __call__(
-        self, fusion: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars,
-        factor: Tensor | None, skip: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        fusion: Fusion,
+        operands: Sequence[Tensor],
+        numbers: UpdateScalars,
+        factor: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
         """Run :func:`update_`; operands are 1-d, begin with a row, may end within one."""
         in_rows: list[Tensor] | None = getattr(operands, "in_rows", None)
         if in_rows is not None:
@@ -342,9 +349,12 @@ class CompiledExecutor(Executor):
 
 
 def _compiled(
-    fusion: Fusion, operands: Sequence[Tensor], numbers: UpdateScalars, factor: Tensor | None,
+    fusion: Fusion,
+    operands: Sequence[Tensor],
+    numbers: UpdateScalars,
+    factor: Tensor | None,
     skip: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Run one kernel for all operands of these dtypes, with or without a factor and a skip."""
     dtypes = tuple(tensor.dtype for tensor in operands)
     run = _kernel(fusion, dtypes, factor is None, skip is None)

@@ -41,9 +41,13 @@ class RuleNumbers:
     """
 
     def __init__(
-        self, rule: Rule, keys: Sequence[Key], steps: Tensor, uniform: bool,
+        self,
+        rule: Rule,
+        keys: Sequence[Key],
+        steps: Tensor,
+        uniform: bool,
         keep: Callable[[Tensor], Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rule, self._steps, device = rule, steps, steps.device
         own = {number: key for number, key in enumerate(keys) if key.rule == rule}
         self._groups = [*dict.fromkeys(key.group for key in own.values())]

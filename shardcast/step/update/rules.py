@@ -82,9 +82,14 @@ class AdamRule:
         """Return :meth:`numbers` for :class:`.StepNumbers`."""
         step_size, weight1, beta2, weight2, _, eps, decay = self.numbers(group, math.inf)
         return (
-            Term(step_size, group["betas"][0], -1.0), Term(weight1), Term(beta2), Term(weight2),
-            Term(1.0, beta2, 0.5), Term(eps), Term(decay),
-        )  # fmt: skip
+            Term(step_size, group["betas"][0], -1.0),
+            Term(weight1),
+            Term(beta2),
+            Term(weight2),
+            Term(1.0, beta2, 0.5),
+            Term(eps),
+            Term(decay),
+        )
 
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
         """Update master and state in place."""
@@ -151,9 +156,16 @@ class TorchAdamRule(AdamRule):
         first, second, *largest = ([tensor] for tensor in state)
         kernel = _compat.fused_adam_ if self.coupled else _compat.fused_adamw_
         kernel(
-            [master], [grad], first, second, *(largest or [[]]), [step], amsgrad=self.amsgrad,
-            maximize=self.maximize, **options,
-        )  # fmt: skip
+            [master],
+            [grad],
+            first,
+            second,
+            *(largest or [[]]),
+            [step],
+            amsgrad=self.amsgrad,
+            maximize=self.maximize,
+            **options,
+        )
 
 
 @dataclass(frozen=True)
@@ -180,9 +192,12 @@ class SGDRule:
     def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
         """Return the numbers of one step; ``step`` is a float, or a 0-dim fp64 tensor."""
         return (
-            -group["lr"], group["weight_decay"], group["momentum"], 1 - group["dampening"],
+            -group["lr"],
+            group["weight_decay"],
+            group["momentum"],
+            1 - group["dampening"],
             step <= 1,
-        )  # fmt: skip
+        )
 
     def terms(self, group: Mapping[str, Any]) -> tuple[Term, ...]:
         """Return :meth:`numbers` for :class:`.StepNumbers`."""
@@ -225,9 +240,14 @@ class TorchSGDRule(SGDRule):
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
         first, options = numbers
         _compat.fused_sgd_(
-            [master], [grad], list(state), is_first_step=first, nesterov=self.nesterov,
-            maximize=self.maximize, **options,
-        )  # fmt: skip
+            [master],
+            [grad],
+            list(state),
+            is_first_step=first,
+            nesterov=self.nesterov,
+            maximize=self.maximize,
+            **options,
+        )
 
 
 Rule: TypeAlias = AdamRule | SGDRule | NoRule

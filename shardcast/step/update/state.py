@@ -317,9 +317,11 @@ class Update(ABC):
     measured = False
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, config: ShardcastConfig,
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: ShardcastConfig,
         epilogues: tuple[Epilogue, ...],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._optimizer, self._config, self.epilogues = optimizer, config, epilogues
         self._states: dict[Shard, ShardState] = {}  # of shards with fragments
         self._places = {
@@ -382,9 +384,7 @@ class Update(ABC):
             torchs = {name: value for name, value in state.items() if not name.startswith(AVERAGE)}
             self._load_state(shard, number, torchs)
 
-    def edit(
-        self, shard: Shard, number: int, name: str, changed: Tensor, values: Tensor
-    ) -> None:  # fmt: skip
+    def edit(self, shard: Shard, number: int, name: str, changed: Tensor, values: Tensor) -> None:
         """Overwrite some elements of a state tensor of one fragment, which has one per element.
 
         Args:

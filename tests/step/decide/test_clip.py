@@ -50,11 +50,13 @@ ACTS: dict[str, tuple[Callable[[nn.ParameterList], Any], tuple[float, float]]] =
     "an edit": (lambda model: model[0].grad.mul_(8), (4.0, 1.0)),
     "an edit of data": (lambda model: model[0].grad.data.mul_(8), (4.0, 1.0)),
     "of all in one call": (
-        lambda model: torch._foreach_mul_([param.grad for param in model], 8.0), (4.0, 8.0)),
+        lambda model: torch._foreach_mul_([param.grad for param in model], 8.0),
+        (4.0, 8.0),
+    ),
     "a cleared gradient": (clears, (0.0, 1.0)),
     "an assigned gradient": (assigns, (5.0, 1.0)),
     "an edit beside a cleared one": (edits_and_clears, (1.0, 0.0)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

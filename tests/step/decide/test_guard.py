@@ -113,10 +113,9 @@ CASES_OF_GUARDS: dict[str, tuple[int, dict[str, Any], str, dict[str, Any]]] = {
     "loss of a closure": (2, {"loss": SIGMA, "window": WINDOW}, "closure", {}),
     "both": (3, {"loss": 2.0, "norm": 4.0, "window": WINDOW}, "loss", {}),
     "clipped": (2, {**NORM, "action": "clip"}, "", {}),
-    "clipped, then by max_grad_norm": (
-        2, {**NORM, "action": "clip"}, "", {"max_grad_norm": 0.5}),
+    "clipped, then by max_grad_norm": (2, {**NORM, "action": "clip"}, "", {"max_grad_norm": 0.5}),
     "clipped twice": (2, {**NORM, "action": "clip"}, "clip", {"loss_scale": 8.0}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES_OF_GUARDS)
@@ -125,8 +124,11 @@ def test_a_spike_of_one_rank_is_judged_by_all_ranks_as_by_hand(case: str):
     clips = how == "clip" or "max_grad_norm" in fields
     expected, expected_guarded = by_hand(size, rule, 0.5 if clips else math.inf)
     assert expected_guarded >= SPIKES - {1}, "the control: these steps are spikes"
-    ranks = [train(None, rule, how, fields)] if size == 1 else run_world(
-        size, train, rule, how, fields)[0]  # fmt: skip
+    ranks = (
+        [train(None, rule, how, fields)]
+        if size == 1
+        else run_world(size, train, rule, how, fields)[0]
+    )
     for trained, skipped, guarded in ranks:
         assert guarded == expected_guarded
         assert skipped == (set() if rule.get("action") == "clip" else guarded)
@@ -170,9 +172,12 @@ def test_ranks_of_a_mesh_judge_alike():
         tp = mesh["tp"]
         parallelize_module(model, tp, ColwiseParallel())
         optimizer = shardcast.shard(
-            model, sgd(model), mesh=mesh, param_dtype="fp32",
+            model,
+            sgd(model),
+            mesh=mesh,
+            param_dtype="fp32",
             guard={"loss": 3.0, "norm": 50.0, "window": 4},
-        )  # fmt: skip
+        )
         skipped = []
         for step in range(8):
             x = torch.ones(2, 4) * (1 + 0.1 * (step % 3))
@@ -295,16 +300,28 @@ def test_a_guard_that_is_none_is_refused_by_name(bad: str):
         (None, lambda o, rank: o.step(loss=1.0), TypeError, "guard"),
         (NORM, lambda o, rank: o.step(loss=1.0), TypeError, "guard"),
         ({"loss": 6.0, "window": 8}, lambda o, rank: o.step(), RuntimeError, "loss=loss"),
-        ({"loss": 6.0, "window": 8}, lambda o, rank: o.step(**({"loss": 1.0} if rank else {})),
-         RuntimeError, "loss differs"),
-        ({"loss": 6.0, "window": 8}, lambda o, rank: o.clip_grad_norm_(1.0), RuntimeError,
-         "max_grad_norm"),
-        (lambda norm, loss: norm > 9, lambda o, rank: (o.clip_grad_norm_(1.0), o.step(loss=1.0)),
-         TypeError, "max_grad_norm"),
+        (
+            {"loss": 6.0, "window": 8},
+            lambda o, rank: o.step(**({"loss": 1.0} if rank else {})),
+            RuntimeError,
+            "loss differs",
+        ),
+        (
+            {"loss": 6.0, "window": 8},
+            lambda o, rank: o.clip_grad_norm_(1.0),
+            RuntimeError,
+            "max_grad_norm",
+        ),
+        (
+            lambda norm, loss: norm > 9,
+            lambda o, rank: (o.clip_grad_norm_(1.0), o.step(loss=1.0)),
+            TypeError,
+            "max_grad_norm",
+        ),
         (lambda norm, loss: True, lambda o, rank: o.step(), TypeError, "0-dim tensor of bool"),
     ],
     ids=["no guard", "of the norm", "no loss", "on some ranks", "a clip", "after a clip", "a bool"],
-)  # fmt: skip
+)
 def test_a_loss_that_is_missing_or_of_no_use_is_refused_on_all_ranks(
     guard: Any, call: Callable[[Any, int], Any], kind: type[Exception], names: str
 ):

@@ -31,9 +31,14 @@ def scales(group: Any, plan: list[int | None], interval: int) -> list[tuple[floa
     rank = 0 if group is None else group.rank()
     model = nn.Linear(3, 2)
     optimizer = sharded(
-        model, group, lambda m: torch.optim.SGD(m.parameters(), lr=1e-3), param_dtype=FP16,
-        loss_scale="dynamic", loss_scale_init=2.0**4, loss_scale_growth_interval=interval,
-    )  # fmt: skip
+        model,
+        group,
+        lambda m: torch.optim.SGD(m.parameters(), lr=1e-3),
+        param_dtype=FP16,
+        loss_scale="dynamic",
+        loss_scale_init=2.0**4,
+        loss_scale_growth_interval=interval,
+    )
     seen = []
     for bad in plan:
         # Small enough for fp16 at the largest scale that sixty steps can reach.
@@ -104,8 +109,13 @@ def test_fp16_has_a_dynamic_scale_and_bf16_none():
 
 def test_a_resumed_scale_goes_on_and_one_that_the_saved_run_had_not_stays():
     def optimizer(scale: Any) -> Any:
-        return sharded(nn.Linear(2, 2), param_dtype=FP16, loss_scale=scale, loss_scale_init=4.0,
-                       loss_scale_growth_interval=2)  # fmt: skip
+        return sharded(
+            nn.Linear(2, 2),
+            param_dtype=FP16,
+            loss_scale=scale,
+            loss_scale_init=4.0,
+            loss_scale_growth_interval=2,
+        )
 
     def step(optimizer: Any, size: float = 1.0) -> float:
         loss = packed_of(optimizer).model(torch.ones(1, 2)).float().sum() * size
@@ -185,9 +195,12 @@ def test_a_step_that_the_guard_skips_says_nothing_of_the_scale():
     model = CASES["mlp"].build()
     spikes = [False, True, True, False, True, False]
     optimizer = sharded(
-        model, loss_scale_growth_interval=3, loss_scale_init=4.0, loss_scale="dynamic",
+        model,
+        loss_scale_growth_interval=3,
+        loss_scale_init=4.0,
+        loss_scale="dynamic",
         guard=lambda _norm, _loss: torch.tensor(spikes[packed_of(optimizer).comm.steps]),
-    )  # fmt: skip
+    )
     seen = []
     for step in range(len(spikes)):
         optimizer.scale_loss(CASES["mlp"].loss(model, CASES["mlp"].batch(step))).backward()

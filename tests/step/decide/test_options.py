@@ -24,9 +24,12 @@ FP16 = torch.float16
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
-        [{"params": model.a.parameters()},
-         {"params": [*model.b.parameters(), *model.c.parameters()]}], lr=1e-2,
-    )  # fmt: skip
+        [
+            {"params": model.a.parameters()},
+            {"params": [*model.b.parameters(), *model.c.parameters()]},
+        ],
+        lr=1e-2,
+    )
 
 
 def outcomes(size: int, drift: Callable[[Any, nn.Module, int], Any], **fields: Any) -> list[str]:
@@ -106,17 +109,27 @@ DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
     "a bound": (change(max_grad_norm=0.5), ["max_grad_norm of group 1", "rank 1: 0.5"]),
     "a tensor": (change(lr=torch.tensor(0.5)), ["lr of group 1", "rank 1: 0.5"]),
     "a tensor in place": (fill_in_place, ["lr of group 1", "rank 1: 0.5"]),
-    "a clip": (at_step(lambda o, rank: o.clip_grad_norm_(2.0 if rank == 1 else 1.0)),
-               ["max_norm", "ranks 0, 2: 1.0", "rank 1: 2.0"]),
-    "a value": (at_step(lambda o, rank: o.clip_grad_value_(1.0) if rank != 1 else None),
-                ["clip_value", "ranks 0, 2: 1.0", "rank 1: None"]),
-    "a divisor": (lambda o, _m, rank: setattr(o, "divisor", 96.0 if rank == 1 else None),
-                  ["divisor", "ranks 0, 2: None", "rank 1: 96.0"]),
-    "a count": (lambda o, _m, rank: o.count(8) if rank else None,
-                ["optimizer.count", "rank 0: False", "ranks 1, 2: True"]),
-    "its tensor": (lambda o, _m, rank: setattr(o, "divisor", torch.tensor(96.0 + rank // 2)),
-                   ["divisor", "ranks 0, 1: 96.0", "rank 2: 97.0"]),
-}  # fmt: skip
+    "a clip": (
+        at_step(lambda o, rank: o.clip_grad_norm_(2.0 if rank == 1 else 1.0)),
+        ["max_norm", "ranks 0, 2: 1.0", "rank 1: 2.0"],
+    ),
+    "a value": (
+        at_step(lambda o, rank: o.clip_grad_value_(1.0) if rank != 1 else None),
+        ["clip_value", "ranks 0, 2: 1.0", "rank 1: None"],
+    ),
+    "a divisor": (
+        lambda o, _m, rank: setattr(o, "divisor", 96.0 if rank == 1 else None),
+        ["divisor", "ranks 0, 2: None", "rank 1: 96.0"],
+    ),
+    "a count": (
+        lambda o, _m, rank: o.count(8) if rank else None,
+        ["optimizer.count", "rank 0: False", "ranks 1, 2: True"],
+    ),
+    "its tensor": (
+        lambda o, _m, rank: setattr(o, "divisor", torch.tensor(96.0 + rank // 2)),
+        ["divisor", "ranks 0, 1: 96.0", "rank 2: 97.0"],
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore:step. requires_grad")
@@ -198,10 +211,15 @@ SAME = groups_with(1, 1e-3)
 
 @pytest.mark.parametrize(
     "ranks",
-    [*([SAME] * rank + [groups_with(1, 5e-4)] + [SAME] * (1023 - rank) for rank in (0, 511, 1023)),
-     [groups_with(2, 1e-3 * 2.0 ** -(rank % 2)) for rank in range(64)]],
+    [
+        *(
+            [SAME] * rank + [groups_with(1, 5e-4)] + [SAME] * (1023 - rank)
+            for rank in (0, 511, 1023)
+        ),
+        [groups_with(2, 1e-3 * 2.0 ** -(rank % 2)) for rank in range(64)],
+    ],
     ids=["the first of 1024", "one amid them", "the last one", "half of 64"],
-)  # fmt: skip
+)
 def test_a_difference_is_noticed_whatever_ranks_have_it(ranks: list[Any]):
     assert not differ([SAME] * len(ranks))
     assert differ(ranks)
@@ -252,8 +270,10 @@ def tensors(rates: tuple[float, float], beta: float) -> Callable[..., torch.opti
 
     def build(model: nn.Module) -> torch.optim.Optimizer:
         first, *others = model.parameters()
-        groups = [{"params": [first], "lr": torch.tensor(rates[0])},
-                  {"params": others, "lr": torch.tensor(rates[1])}]  # fmt: skip
+        groups = [
+            {"params": [first], "lr": torch.tensor(rates[0])},
+            {"params": others, "lr": torch.tensor(rates[1])},
+        ]
         betas = torch.tensor(beta), torch.tensor(0.99)
         return torch.optim.AdamW(groups, betas=betas, foreach=False)
 
@@ -274,21 +294,40 @@ Act = Callable[[Any, int], Any]
 ON_DEVICE: dict[str, tuple[Callable[[int], Any], dict[str, Any], Act, str]] = {
     "lr": (lambda _: adamw, {}, own_rate, "has lr of group 0"),
     "a scale": (lambda _: adamw, SCALED, nothing, "the loss was not scaled on rank 1"),
-    "no tokens": (lambda _: adamw, {}, lambda o, _: o.count(0),
-                  "optimizer.count: expected more than 0 tokens"),
-    **{f"a tensor rate times {factor}": (
-        lambda rank, factor=factor: tensors((0.1, 0.1 * (factor if rank else 1)), 0.9), {},
-        nothing, "ranks differ in options.* lr of group 1")
-       for factor in (0.5, 1 + 2**-20, -1.0, 0.0)},
+    "no tokens": (
+        lambda _: adamw,
+        {},
+        lambda o, _: o.count(0),
+        "optimizer.count: expected more than 0 tokens",
+    ),
+    **{
+        f"a tensor rate times {factor}": (
+            lambda rank, factor=factor: tensors((0.1, 0.1 * (factor if rank else 1)), 0.9),
+            {},
+            nothing,
+            "ranks differ in options.* lr of group 1",
+        )
+        for factor in (0.5, 1 + 2**-20, -1.0, 0.0)
+    },
     "tensor rates that changed places": (
-        lambda rank: tensors((0.1, 0.2)[:: 1 - 2 * rank], 0.9), {}, nothing,
-        "ranks differ in options.* lr of group 0"),
-    "tensor betas": (lambda rank: tensors((0.1, 0.1), 0.9 / (1 + rank)), {}, nothing,
-                     "ranks differ in options.* betas of group 0"),
+        lambda rank: tensors((0.1, 0.2)[:: 1 - 2 * rank], 0.9),
+        {},
+        nothing,
+        "ranks differ in options.* lr of group 0",
+    ),
+    "tensor betas": (
+        lambda rank: tensors((0.1, 0.1), 0.9 / (1 + rank)),
+        {},
+        nothing,
+        "ranks differ in options.* betas of group 0",
+    ),
     "a tensor divisor": (
-        lambda _: adamw, {}, lambda o, rank: setattr(o, "divisor", torch.tensor(7.0 + rank)),
-        "ranks differ in options.* divisor"),
-}  # fmt: skip
+        lambda _: adamw,
+        {},
+        lambda o, rank: setattr(o, "divisor", torch.tensor(7.0 + rank)),
+        "ranks differ in options.* divisor",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)

@@ -70,13 +70,25 @@ def skipping(group: Any, value: float, bad_rank: int, fields: dict[str, Any], ki
 
 @pytest.mark.parametrize(
     ("size", "value", "fields", "kind"),
-    [*((size, value, {"param_dtype": dtype, "pack_params": 2}, "adamw")
-       for size, value, dtype in [(1, NAN, BF16), (2, INF, FP32), (3, -INF, BF16)]),
-     *((2, NAN, {"param_dtype": BF16, **fields}, kind) for kind in ("sgd", "rmsprop")
-       for fields in ({}, {"partition": "whole"}, {"max_grad_norm": 1.0}, {"norm_type": INF},
-                      {"norm_type": 1.0}))],
+    [
+        *(
+            (size, value, {"param_dtype": dtype, "pack_params": 2}, "adamw")
+            for size, value, dtype in [(1, NAN, BF16), (2, INF, FP32), (3, -INF, BF16)]
+        ),
+        *(
+            (2, NAN, {"param_dtype": BF16, **fields}, kind)
+            for kind in ("sgd", "rmsprop")
+            for fields in (
+                {},
+                {"partition": "whole"},
+                {"max_grad_norm": 1.0},
+                {"norm_type": INF},
+                {"norm_type": 1.0},
+            )
+        ),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_one_ranks_bad_gradient_skips_the_step_everywhere_and_changes_nothing(
     size: int, value: float, fields: dict[str, Any], kind: str
 ):

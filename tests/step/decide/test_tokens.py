@@ -106,7 +106,7 @@ WAYS: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
     "the gathered mean": (2, sgd, "gather norm", {}),
     "whole parameters": (3, adagrad, "no_sync", {"partition": "whole"}),
     "two optimizers": (2, muon_beside_adamw, "no_sync norm", {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler")
@@ -115,8 +115,11 @@ def test_a_step_of_counted_tokens_is_that_of_one_process_on_all_of_them(way: str
     size, make, how, fields = WAYS[way]
     expected = by_hand(size, make, how)
     inside = how.replace("by option norm", "")
-    ranks = [train(None, make, inside, fields)] if size == 1 else run_world(
-        size, train, make, inside, fields)[0]  # fmt: skip
+    ranks = (
+        [train(None, make, inside, fields)]
+        if size == 1
+        else run_world(size, train, make, inside, fields)[0]
+    )
     for trained in ranks:
         torch.testing.assert_close(trained, expected, rtol=1e-6, atol=1e-6)
 
@@ -138,11 +141,14 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
 
 LOW = {"param_dtype": "bf16"}
 FORMS: list[tuple[Any, dict[str, Any]]] = [
-    (sgd, LOW), (adamw, {**LOW, "master": "split16", "accumulate": "sharded"}),
-    (adamw, {**LOW, "moments": "int8"}), (adamw, {"offload": True, "averages": {"ema": 0.9}}),
-    (muon_beside_adamw, {**LOW, "overlap_sync": True}), (adafactor, {"partition": "whole"}),
+    (sgd, LOW),
+    (adamw, {**LOW, "master": "split16", "accumulate": "sharded"}),
+    (adamw, {**LOW, "moments": "int8"}),
+    (adamw, {"offload": True, "averages": {"ema": 0.9}}),
+    (muon_beside_adamw, {**LOW, "overlap_sync": True}),
+    (adafactor, {"partition": "whole"}),
     (adagrad, {"param_dtype": "fp16", "loss_scale": "dynamic", "loss_scale_init": 64}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.filterwarnings("ignore:step skipped", "ignore:.*lr_scheduler")
@@ -190,10 +196,13 @@ DROPS: dict[str, Callable[[nn.Module, Any], None]] = {
     "model.zero_grad": lambda model, optimizer: model.zero_grad(),
     "a clip": lambda model, optimizer: (optimizer.clip_grad_norm_(1.0), model.zero_grad()),
     "a skip": lambda model, optimizer: (
-        optimizer.gather_gradients(), model.a.bias.grad.fill_(math.nan), optimizer.step(),
-        model.zero_grad()),
+        optimizer.gather_gradients(),
+        model.a.bias.grad.fill_(math.nan),
+        optimizer.step(),
+        model.zero_grad(),
+    ),
     "every handle": lambda model, optimizer: [it.zero_grad() for it in optimizer.optimizers],
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:step skipped")

@@ -94,10 +94,13 @@ def trained(group: Any, steps: list[list[Act]], fields: dict[str, Any]) -> list[
     if "mesh" in fields:
         fields = {**fields, "mesh": group}
     optimizer = shardcast.shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
         process_group=None if isinstance(group, DeviceMesh) else group,
-        param_dtype="fp32", fuse="eager", **fields,
-    )  # fmt: skip
+        param_dtype="fp32",
+        fuse="eager",
+        **fields,
+    )
     rank = group.get_rank() if isinstance(group, DeviceMesh) else group.rank()
     for acts in steps:
         for kind, seed, use in acts:
@@ -133,10 +136,11 @@ def test_what_is_assigned_between_backwards_is_trained_as_under_ddp(
         draw = random.Random(seed)
         steps = drawn(draw)
         fields = {
-            "accumulate": accumulate, "pack_params": draw.choice([1, 2, None]),
+            "accumulate": accumulate,
+            "pack_params": draw.choice([1, 2, None]),
             "partition": draw.choice(["even", "whole"]),
             **COPIES.get(copies, {}),
-        }  # fmt: skip
+        }
         axes = {"out": 2, "in": 2} if copies == "mesh" else {"dp": size}
         world = ThreadedWorld(axes if copies else size, timeout=20)
         results = world.run(trained, steps, fields)
@@ -166,9 +170,11 @@ def test_all_ranks_raise_for_what_one_assigned_alone_or_to_another_parameter(
     def run(group: Any, others: int | None) -> None:
         model = Dots()
         optimizer = shardcast.shard(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            process_group=group,
             accumulate=accumulate,
-        )  # fmt: skip
+        )
         model(0, range(4)).backward()
         if accumulate == "sharded":
             with optimizer.no_sync():
@@ -197,9 +203,13 @@ def test_all_ranks_raise_where_what_is_assigned_is_summed_over_model_parallel_ra
     def run(mesh: Any) -> None:
         model = Dots()
         optimizer = shardcast.shard(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, dp="dp",
-            grad_sum_over={"tp": ["all.1"]}, param_dtype="fp32",
-        )  # fmt: skip
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            mesh=mesh,
+            dp="dp",
+            grad_sum_over={"tp": ["all.1"]},
+            param_dtype="fp32",
+        )
         for step in range(2):
             model(0, range(4)).backward()
             if step and mesh.get_rank() in by:
@@ -220,9 +230,12 @@ def test_what_takes_the_place_of_zeros_is_no_difference_between_ranks(size: int)
     def run(group: Any) -> list[Tensor]:
         model = Dots()
         optimizer = shardcast.shard(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group,
-            param_dtype="fp32", fuse="eager",
-        )  # fmt: skip
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            process_group=group,
+            param_dtype="fp32",
+            fuse="eager",
+        )
         for step in range(3):
             with optimizer.no_sync():
                 if group.rank() == 0:

@@ -125,9 +125,16 @@ class Cell(Side):
     """A side of one cell; along ``tp`` of a mesh, in place of a group, ranks have copies."""
 
     def __init__(
-        self, ranks: int, kind: str, group: Any, mesh: Any, copies: int, rank: int = 0,
-        sleeps: bool = False, **fields: Any,
-    ) -> None:  # fmt: skip
+        self,
+        ranks: int,
+        kind: str,
+        group: Any,
+        mesh: Any,
+        copies: int,
+        rank: int = 0,
+        sleeps: bool = False,
+        **fields: Any,
+    ) -> None:
         self.mesh, self.copies, self.rank, self.sleeps = mesh, copies, rank, sleeps
         super().__init__(ranks, kind, group, **fields)
 
@@ -173,14 +180,29 @@ def local(tensor: Any) -> Tensor:
 def sequences(seed: int) -> list[list[Action]]:
     first, last = (Side.backward, (1, (EVERY,) * 4)), (Side.step, ())
     usual: list[Action] = [
-        first, last, (Side.clear, ("none",)), (Side.backward, (2, (EVERY,) * 4)), first,
-        (Side.clip, ()), last, (Side.clear, ("zeros",)), first, last,
-    ]  # fmt: skip
+        first,
+        last,
+        (Side.clear, ("none",)),
+        (Side.backward, (2, (EVERY,) * 4)),
+        first,
+        (Side.clip, ()),
+        last,
+        (Side.clear, ("zeros",)),
+        first,
+        last,
+    ]
     return [usual, *(random_sequence(random.Random(seed + number)) for number in range(2))]
 
 
-def of_cell(group: Any, size: int, layout: str, kind: str, sequence: list[Action],
-            sleeps: bool, fields: dict[str, Any]) -> Any:  # fmt: skip
+def of_cell(
+    group: Any,
+    size: int,
+    layout: str,
+    kind: str,
+    sequence: list[Action],
+    sleeps: bool,
+    fields: dict[str, Any],
+) -> Any:
     """What a rank has seen, or which action it has refused."""
     torch.set_num_threads(1)
     has_mesh = hasattr(group, "mesh_dim_names")
@@ -189,9 +211,11 @@ def of_cell(group: Any, size: int, layout: str, kind: str, sequence: list[Action
     if layout == "copy along tp":
         copies = tensor_parallel(size)
         dims = "dp", "tp"
-        mesh = group if has_mesh else init_device_mesh(
-            "cpu", (size // copies, copies), mesh_dim_names=dims
-        )  # fmt: skip
+        mesh = (
+            group
+            if has_mesh
+            else init_device_mesh("cpu", (size // copies, copies), mesh_dim_names=dims)
+        )
     return told(Cell(size, kind, group, mesh, copies, rank, sleeps, **fields), sequence)
 
 

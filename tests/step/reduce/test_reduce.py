@@ -79,9 +79,11 @@ class Chain(nn.Module):
             if number == fails_at:
                 x = Fail.apply(x)
             operands = x, self.all[number], grad
-            x = Give.apply(*operands) if not nests else checkpoint(
-                Give.apply, *operands, use_reentrant=True
-            )  # fmt: skip
+            x = (
+                Give.apply(*operands)
+                if not nests
+                else checkpoint(Give.apply, *operands, use_reentrant=True)
+            )
         return x
 
 
@@ -298,53 +300,108 @@ LAST: list[Action] = [(Side.backward, (2, APART)), (Side.step, ())]
 SEQUENCES: dict[str, list[Action]] = {
     "a step twice": [(Side.backward, (0, APART)), (Side.step, ()), (Side.step, ())],
     **{
-        f"{begun} upon {name}, cleared": [(Side.backward, (0, uses)), action,
-                                          (Side.clear, ("model",)), *LAST]
+        f"{begun} upon {name}, cleared": [
+            (Side.backward, (0, uses)),
+            action,
+            (Side.clear, ("model",)),
+            *LAST,
+        ]
         for name, uses in (("all", ALL[:2]), ("some", APART))
-        for begun, action in (("quiet", (Side.backward, (1, ALL[:2], True))),
-                              ("failed", (Side.failed, (1, ALL[:2], 1))))
+        for begun, action in (
+            ("quiet", (Side.backward, (1, ALL[:2], True))),
+            ("failed", (Side.failed, (1, ALL[:2], 1))),
+        )
     },
-    "failed upon clipped means": [
-        FIRST, (Side.clip, ()), (Side.failed, (1, ALL[:2], 4)), *LAST],
+    "failed upon clipped means": [FIRST, (Side.clip, ()), (Side.failed, (1, ALL[:2], 4)), *LAST],
     "ten backwards, of which one is reduced": [
-        *((Side.backward, (seed, ALL[:2], True)) for seed in range(9)), FIRST, (Side.step, ())],
+        *((Side.backward, (seed, ALL[:2], True)) for seed in range(9)),
+        FIRST,
+        (Side.step, ()),
+    ],
     "failed after some packs were sent, cleared, and stepped": [
-        FIRST, (Side.failed, (1, ALL[:2], 0)), (Side.clear, ("model",)), (Side.step, ()), *LAST],
+        FIRST,
+        (Side.failed, (1, ALL[:2], 0)),
+        (Side.clear, ("model",)),
+        (Side.step, ()),
+        *LAST,
+    ],
     "failed after some packs were sent, one cleared": [
-        FIRST, (Side.failed, (1, ALL[:2], 0)), (Side.clear_one, ()), (Side.clip, ()), *LAST],
+        FIRST,
+        (Side.failed, (1, ALL[:2], 0)),
+        (Side.clear_one, ()),
+        (Side.clip, ()),
+        *LAST,
+    ],
     **{
         f"{begun} upon used ones, cleared": [
-            FIRST, (Side.step, ()), action, (Side.clear, ("model",)), *LAST]
-        for begun, action in (("quiet", (Side.backward, (1, ALL[:2], True))),
-                              ("failed", (Side.failed, (1, ALL[:2], 1))))
+            FIRST,
+            (Side.step, ()),
+            action,
+            (Side.clear, ("model",)),
+            *LAST,
+        ]
+        for begun, action in (
+            ("quiet", (Side.backward, (1, ALL[:2], True))),
+            ("failed", (Side.failed, (1, ALL[:2], 1))),
+        )
     },
     "quiet upon all, cleared, quiet upon some": [
-        FIRST, (Side.backward, (1, ALL[:2], True)), (Side.clear, ("none",)),
-        (Side.backward, (2, APART, True)), (Side.backward, (3, ALL[:2])), (Side.step, ())],
+        FIRST,
+        (Side.backward, (1, ALL[:2], True)),
+        (Side.clear, ("none",)),
+        (Side.backward, (2, APART, True)),
+        (Side.backward, (3, ALL[:2])),
+        (Side.step, ()),
+    ],
     "zeroed after one that failed where another rank's had been used": [
-        (Side.backward, (0, (use(3), use(4)))), (Side.step, ()),
-        (Side.failed, (1, (use(0, 4), use(0, 2, 4)), 0)), (Side.clear, ("zeros",)),
-        (Side.backward, (2, (use(3), use(4)))), (Side.step, ())],
+        (Side.backward, (0, (use(3), use(4)))),
+        (Side.step, ()),
+        (Side.failed, (1, (use(0, 4), use(0, 2, 4)), 0)),
+        (Side.clear, ("zeros",)),
+        (Side.backward, (2, (use(3), use(4)))),
+        (Side.step, ()),
+    ],
     "two that fail upon means, the second one before it comes as far": [
-        (Side.backward, (0, (EVERY, EVERY - {0}))), (Side.failed, (1, ALL[:2], 0)),
-        (Side.failed, (2, ALL[:2], 2)), (Side.backward, (3, ALL[:2])), (Side.step, ())],
+        (Side.backward, (0, (EVERY, EVERY - {0}))),
+        (Side.failed, (1, ALL[:2], 0)),
+        (Side.failed, (2, ALL[:2], 2)),
+        (Side.backward, (3, ALL[:2])),
+        (Side.step, ()),
+    ],
     **{
         f"a hook fails at {number} upon means, cleared: {bool(clear)}": [
-            FIRST, (Side.hook_fails, (1, ALL[:2], number)), *clear, *LAST]
+            FIRST,
+            (Side.hook_fails, (1, ALL[:2], number)),
+            *clear,
+            *LAST,
+        ]
         for number in (0, 3, 4)
         for clear in ([], [(Side.clear, ("model",))])
     },
     "a hook fails, and the step follows": [
-        FIRST, (Side.hook_fails, (1, ALL[:2], 4)), (Side.step, ()), (Side.step, ()), *LAST],
+        FIRST,
+        (Side.hook_fails, (1, ALL[:2], 4)),
+        (Side.step, ()),
+        (Side.step, ()),
+        *LAST,
+    ],
     "a hook fails upon used means": [
-        FIRST, (Side.step, ()), (Side.hook_fails, (1, ALL[:2], 2)), *LAST],
+        FIRST,
+        (Side.step, ()),
+        (Side.hook_fails, (1, ALL[:2], 2)),
+        *LAST,
+    ],
     **{
         f"one cleared after the last, quiet: {quiet}": [
-            FIRST, (Side.backward, (1, ALL[:2], quiet)), (Side.clear_one, ()), (Side.step, ()),
-            (Side.step, ())]
+            FIRST,
+            (Side.backward, (1, ALL[:2], quiet)),
+            (Side.clear_one, ()),
+            (Side.step, ()),
+            (Side.step, ()),
+        ]
         for quiet in (False, True)
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
@@ -428,9 +485,13 @@ def test_random_sequences_of_backwards_clears_and_steps_equal_plain_torch(accumu
         pack_params = draw.choice([1, 2, 2, None])
         try:
             compare(
-                actions, size, kind, accumulate=accumulate, partition=partition,
+                actions,
+                size,
+                kind,
+                accumulate=accumulate,
+                partition=partition,
                 pack_params=pack_params,
-            )  # fmt: skip
+            )
         except BaseException:
             print(f"STORIES_SEED={SEED}, sequence {number}")
             raise
@@ -441,9 +502,12 @@ def test_clearing_one_gradient_between_two_backwards_of_a_step_drops_its_mean_al
     accumulate: str,
 ):
     actions: list[Action] = [
-        (Side.backward, (0, ALL[:2])), (Side.clear_one, ()), (Side.backward, (1, APART)),
-        (Side.clip, ()), (Side.step, ()),
-    ]  # fmt: skip
+        (Side.backward, (0, ALL[:2])),
+        (Side.clear_one, ()),
+        (Side.backward, (1, APART)),
+        (Side.clip, ()),
+        (Side.step, ()),
+    ]
     compare(actions, 2, accumulate=accumulate)
 
 
@@ -478,9 +542,14 @@ def test_a_cleared_mean_is_in_no_norm_whether_or_not_its_owner_had_a_gradient(
     uses = (use(0, 1, 2, 3), use(0, 2, 3, 4))
     for quiet in (False, True):
         actions: list[Action] = [
-            (Side.backward, (825, ALL[:2])), (Side.step, ()), (Side.clear, ("none",)),
-            (Side.backward, (439, uses, quiet)), (clear, ()), (Side.clip, ()), (Side.step, ()),
-        ]  # fmt: skip
+            (Side.backward, (825, ALL[:2])),
+            (Side.step, ()),
+            (Side.clear, ("none",)),
+            (Side.backward, (439, uses, quiet)),
+            (clear, ()),
+            (Side.clip, ()),
+            (Side.step, ()),
+        ]
         compare(actions, 2, accumulate=accumulate)
 
 
@@ -524,7 +593,7 @@ def assert_as_plain(ranks: list[dict[str, Tensor]], case: str) -> None:
         ("mlp", "gpt", "gpt_reentrant", "gpt_nonreentrant", "tied_reentrant"),
         ((1, 3), (2, 1), (4, 3), (2, 3)),
     ),
-)  # fmt: skip
+)
 def test_ranks_with_parts_of_a_batch_equal_plain_training_on_the_whole(
     case: str, how: tuple[int, int]
 ):
@@ -555,9 +624,12 @@ def test_gradients_that_are_zeroed_on_their_way_are_told_of_and_training_goes_on
     gloo: SpawnedWorld,
 ):
     actions: list[Action] = [
-        (Side.backward, (0, ALL[:2])), (Side.step, ()), (Side.clear, ("none",)),
-        (Side.backward, (3, ALL[:2])), (Side.step, ()),
-    ]  # fmt: skip
+        (Side.backward, (0, ALL[:2])),
+        (Side.step, ()),
+        (Side.clear, ("none",)),
+        (Side.backward, (3, ALL[:2])),
+        (Side.step, ()),
+    ]
     expected = play(Side(2, "sgd"), actions)[-2:]
     for models in gloo.run(zero_what_was_sent):
         for params, plain in zip(models, expected, strict=True):

@@ -290,10 +290,13 @@ def test_a_buffer_that_comes_into_being_later_is_named():
 @pytest.mark.filterwarnings("ignore")  # torch's own, of what is in beta or goes
 @pytest.mark.parametrize(
     "make",
-    [Tensor.to_sparse, Tensor.to_sparse_csr,
-     lambda x: torch.quantize_per_tensor(x, 0.5, 0, torch.qint8)],
+    [
+        Tensor.to_sparse,
+        Tensor.to_sparse_csr,
+        lambda x: torch.quantize_per_tensor(x, 0.5, 0, torch.qint8),
+    ],
     ids=["sparse", "compressed", "quantised"],
-)  # fmt: skip
+)
 def test_sparse_and_quantised_buffers_become_rank_zeros(make: Any):
     def run(group: Any) -> Tensor:
         model = nn.Linear(3, 3)

@@ -328,8 +328,21 @@ def parts_strung_together(run: Run) -> None:
         run.step(model)
 
 
-ACTS = [load, load_a_part, load_optimizer, surgery, add_group, save_and_load, clip, skip, closure,
-        report, two_forwards, no_forward, parts_strung_together]  # fmt: skip
+ACTS = [
+    load,
+    load_a_part,
+    load_optimizer,
+    surgery,
+    add_group,
+    save_and_load,
+    clip,
+    skip,
+    closure,
+    report,
+    two_forwards,
+    no_forward,
+    parts_strung_together,
+]
 EDITS = {act.__name__: then_steps(act) for act in ACTS}
 
 

@@ -55,9 +55,13 @@ def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_launch_of
     case: str, size: int, partition: str
 ):
     fields = {
-        "param_dtype": BF16, "partition": partition, "pack_params": 5, "alignment": 16,
-        "sync": "broadcast", "autocast": False,
-    }  # fmt: skip
+        "param_dtype": BF16,
+        "partition": partition,
+        "pack_params": 5,
+        "alignment": 16,
+        "sync": "broadcast",
+        "autocast": False,
+    }
     ranks, _ = run_world(size, log_of_a_step, case, fields)  # asserts that the sequences agree
     for phases in ranks:
         layout: Any = phases["layout"]
@@ -123,6 +127,8 @@ def test_packs_that_differ_in_algorithm_or_gather_other_dtypes_take_a_launch_for
         for call in sync:
             launches.setdefault(call.launch, set()).add(call.op)
         assert sorted(map(sorted, launches.values())) == [
-            ["all_gather_single"], ["all_gather_single"], ["broadcast"],
-        ]  # fmt: skip
+            ["all_gather_single"],
+            ["all_gather_single"],
+            ["broadcast"],
+        ]
         assert not any(call.async_op for call in sync)

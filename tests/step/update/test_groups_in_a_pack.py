@@ -92,9 +92,15 @@ def test_a_group_is_clipped_by_its_own_bound(fuse: str, size: int, pack_params: 
         inner = torch.optim.SGD(in_two(model), lr=0.1)
         inner.param_groups[0]["max_grad_norm"] = 0.05
         optimizer = shardcast.shard(
-            model, inner, process_group=group, param_dtype="fp32", max_grad_norm=0.4, fuse=fuse,
-            pack_params=pack_params, unpacked_first=0,
-        )  # fmt: skip
+            model,
+            inner,
+            process_group=group,
+            param_dtype="fp32",
+            max_grad_norm=0.4,
+            fuse=fuse,
+            pack_params=pack_params,
+            unpacked_first=0,
+        )
         for step in range(3):
             model(BATCH.chunk(size)[group.rank()]).square().mean().mul(50).backward()
             if step == 2:  # after the clip another bound, and another clip

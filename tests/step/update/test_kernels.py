@@ -50,9 +50,15 @@ def maker(combination: str, **more: Any) -> Make:
 
 
 def check(
-    make: Make, plain: Make, case: str = "gpt", steps: int = 20, edit: Any = None,
-    param_dtype: torch.dtype = torch.float32, compare: Any = assert_same_bits, **fields: Any,
-) -> None:  # fmt: skip
+    make: Make,
+    plain: Make,
+    case: str = "gpt",
+    steps: int = 20,
+    edit: Any = None,
+    param_dtype: torch.dtype = torch.float32,
+    compare: Any = assert_same_bits,
+    **fields: Any,
+) -> None:
     """Parameters are the cast of those of torch's optimizer, masters and state are its own."""
     model = CASES[case].build() if isinstance(case, str) else case
     twin = copy.deepcopy(model)
@@ -252,9 +258,14 @@ def test_lengths_places_and_numbers_trigger_no_recompilation(
     model = CASES["gpt"].build()
     options = {"momentum": 0.9} if kind is SGD else {}
     optimizer = sharded(
-        model, optimizer=lambda m: kind(m.parameters(), lr=1e-2, weight_decay=0.1, **options),
-        param_dtype=torch.bfloat16, pack_params=3, max_grad_norm=1.0, fuse="compile", **fields,
-    )  # fmt: skip
+        model,
+        optimizer=lambda m: kind(m.parameters(), lr=1e-2, weight_decay=0.1, **options),
+        param_dtype=torch.bfloat16,
+        pack_params=3,
+        max_grad_norm=1.0,
+        fuse="compile",
+        **fields,
+    )
     lengths = {master.published.numel() for master in packed_of(optimizer).shards}
     assert len(lengths) > 3
     install(model, 0)

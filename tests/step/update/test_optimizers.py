@@ -71,12 +71,16 @@ def test_every_other_class_of_torch_is_sharded(name: str):
     ("build", "fields", "error", "message"),
     [
         (builder("LBFGS"), {}, TypeError, "LBFGS cannot be sharded .*use a first-order"),
-        (lambda m: torch.optim.SparseAdam(list(m.parameters())), {}, TypeError,
-         "SparseAdam cannot be sharded .*use a first-order"),
+        (
+            lambda m: torch.optim.SparseAdam(list(m.parameters())),
+            {},
+            TypeError,
+            "SparseAdam cannot be sharded .*use a first-order",
+        ),
         (builder("Muon"), {"partition": "even"}, ValueError, "not elementwise; use 'whole'"),
         (builder("AdamW", differentiable=True), {}, ValueError, "differentiable=True cannot be"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_sharded_is_refused_with_a_reason(
     build: Any, fields: Any, error: Any, message: str
 ):
@@ -139,9 +143,13 @@ def test_an_optimizer_that_has_stepped_already_goes_on(name: str):
         for step in range(6):
             if step == cut:
                 optimizer = shardcast.shard(
-                    model, optimizer, param_dtype="fp32", pack_params=2, fuse="eager",
+                    model,
+                    optimizer,
+                    param_dtype="fp32",
+                    pack_params=2,
+                    fuse="eager",
                     process_group=group,
-                )  # fmt: skip
+                )
             set_grads(model, step)
             optimizer.step()
             optimizer.zero_grad()
@@ -206,9 +214,12 @@ def test_state_goes_on_through_every_door_at_other_numbers_of_ranks(
         model = build()
         inner = optimizers_of(model)
         return model, shardcast.shard(
-            model, inner if several else inner[0], process_group=group, param_dtype="fp32",
+            model,
+            inner if several else inner[0],
+            process_group=group,
+            param_dtype="fp32",
             pack_params=2,
-        )  # fmt: skip
+        )
 
     def train(model: nn.Module, optimizers: Any, seeds: range) -> None:
         for seed in seeds:
@@ -257,8 +268,9 @@ def test_state_goes_on_through_every_door_at_other_numbers_of_ranks(
         model = build()
         model.load_state_dict(saved[0][2])
         plain = optimizers_of(model)
-        for optimizer, state in zip(plain, exported if door == "export" else saved[0][1],
-                                    strict=True):  # fmt: skip
+        for optimizer, state in zip(
+            plain, exported if door == "export" else saved[0][1], strict=True
+        ):
             optimizer.load_state_dict(state)
         train(model, plain, range(3, 6))
         assert difference(model, expected) <= tol

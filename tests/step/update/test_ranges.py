@@ -38,9 +38,8 @@ def optimizer_of(group: Any, kind: type[torch.optim.Optimizer] = torch.optim.Ada
     usual = {"param_dtype": torch.bfloat16, "max_grad_norm": 1.0, "fuse": "compile"}
     fields = {**usual, "pack_params": 1, **fields}
     optimizer = shardcast.shard(
-        model, kind(groups, lr=3e-3, weight_decay=0.1, **options),
-        process_group=group, **fields,
-    )  # fmt: skip
+        model, kind(groups, lr=3e-3, weight_decay=0.1, **options), process_group=group, **fields
+    )
     return model, optimizer
 
 

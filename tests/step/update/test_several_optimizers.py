@@ -75,9 +75,10 @@ def three(model: nn.Module) -> Optimizers:
     muon, adamw = pair(model)
     biases = adamw.param_groups[0]["params"]
     return [
-        torch.optim.AdamW(biases[:1], lr=1e-3), muon,
+        torch.optim.AdamW(biases[:1], lr=1e-3),
+        muon,
         torch.optim.AdamW(biases[1:], lr=1e-2, betas=(0.5, 0.9)),
-    ]  # fmt: skip
+    ]
 
 
 def counting(model: nn.Module) -> Optimizers:
@@ -88,10 +89,14 @@ def counting(model: nn.Module) -> Optimizers:
 
 @pytest.mark.parametrize(
     ("build", "tol"),
-    [(pair, TOL), (lambda m: pair(m, nesterov=False, weight_decay=0.5), TOL), (three, TOL),
-     (counting, 0)],
+    [
+        (pair, TOL),
+        (lambda m: pair(m, nesterov=False, weight_decay=0.5), TOL),
+        (three, TOL),
+        (counting, 0),
+    ],
     ids=["muon and adamw", "options", "three", "one that counts"],
-)  # fmt: skip
+)
 def test_several_optimizers_together_equal_those_of_plain_torch(build: Build, tol: float):
     check(build=build, tol=tol)
 
@@ -111,8 +116,12 @@ def test_a_non_finite_gradient_of_one_optimizer_skips_the_step_of_all(name: str)
 
     def spoiled(model: nn.Module, optimizers: Any) -> None:
         train(model, optimizers, 2)
-        train(model, optimizers, range(2, 3),
-              lambda: model.get_parameter(name).grad.view(-1)[0].fill_(math.nan))  # fmt: skip
+        train(
+            model,
+            optimizers,
+            range(2, 3),
+            lambda: model.get_parameter(name).grad.view(-1)[0].fill_(math.nan),
+        )
         train(model, optimizers, range(3, 5))
 
     def without(model: nn.Module, optimizers: Any) -> None:
@@ -360,9 +369,13 @@ def test_the_joint_list_of_groups_of_several_optimizers_is_not_changed():
     copied = copy.deepcopy(groups)
     assert type(copied) is list and [g["lr"] for g in copied] == [g["lr"] for g in groups]
     for change in (
-        groups.clear, groups.pop, lambda: groups.append({}), lambda: groups.extend([]),
-        lambda: groups.__delitem__(0), lambda: groups.__setitem__(-1, copied[-1]),
-    ):  # fmt: skip
+        groups.clear,
+        groups.pop,
+        lambda: groups.append({}),
+        lambda: groups.extend([]),
+        lambda: groups.__delitem__(0),
+        lambda: groups.__setitem__(-1, copied[-1]),
+    ):
         with pytest.raises(RuntimeError, match=r"param_groups: .*add_param_group"):
             change()
 
@@ -453,22 +466,37 @@ def take_vector(muon: Any, adamw: Any) -> None:
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (edited(lambda muon, adamw: adamw[0]["params"].append(muon[0]["params"][0])), ValueError,
-         r"'0.weight' is in two optimizers, Muon and AdamW; list it once"),
-        (edited(lambda _, adamw: adamw[0]["params"].pop(0)), ValueError,
-         r"'0.bias' is in none of Muon \+ AdamW; add it to one"),
-        (edited(take_vector), ValueError,
-         r"'4.bias' of shape \(3,\) is no matrix, which Muon needs"),
-        (edited(lambda muon, _: muon[0].update(row_splits=(7, 6))), ValueError,
-         r"row_splits: .* 11 rows of parameter '2.weight' .*got \[7, 6\]"),
+        (
+            edited(lambda muon, adamw: adamw[0]["params"].append(muon[0]["params"][0])),
+            ValueError,
+            r"'0.weight' is in two optimizers, Muon and AdamW; list it once",
+        ),
+        (
+            edited(lambda _, adamw: adamw[0]["params"].pop(0)),
+            ValueError,
+            r"'0.bias' is in none of Muon \+ AdamW; add it to one",
+        ),
+        (
+            edited(take_vector),
+            ValueError,
+            r"'4.bias' of shape \(3,\) is no matrix, which Muon needs",
+        ),
+        (
+            edited(lambda muon, _: muon[0].update(row_splits=(7, 6))),
+            ValueError,
+            r"row_splits: .* 11 rows of parameter '2.weight' .*got \[7, 6\]",
+        ),
         (lambda _: [], ValueError, "expected at least one, got an empty list"),
         (lambda m: [*pair(m)[:1], "adamw"], TypeError, "or a list of them, got str"),
         (lambda m: [torch.optim.LBFGS(m.parameters())], TypeError, "LBFGS cannot be sharded"),
-        (lambda m: [foreign.StepSizeOfAll(pair(m)[0].param_groups[0]["params"]), pair(m)[1]],
-         TypeError, "StepSizeOfAll cannot be sharded"),
+        (
+            lambda m: [foreign.StepSizeOfAll(pair(m)[0].param_groups[0]["params"]), pair(m)[1]],
+            TypeError,
+            "StepSizeOfAll cannot be sharded",
+        ),
     ],
     ids=["twice", "in none", "a vector", "rows", "empty", "no optimizer", "LBFGS", "wants all"],
-)  # fmt: skip
+)
 def test_what_cannot_be_sharded_together_is_named_on_every_rank_and_nothing_is_changed(
     build: Any, error: Any, message: str
 ):
@@ -490,12 +518,18 @@ def test_what_cannot_be_sharded_together_is_named_on_every_rank_and_nothing_is_c
         (lambda h, *_: h.step(lambda: 0), TypeError, "handle of Muon takes no closure"),
         (lambda h, *_: h.state_dict(), RuntimeError, "have one state; call state_dict"),
         (lambda h, *_: h.load_state_dict({}), RuntimeError, "have one state; call load_state_dict"),
-        (lambda _, o, __: o.add_param_group({"params": []}), RuntimeError,
-         "Muon .* sharded together"),
-        (lambda h, _, m: h.add_param_group({"params": [m[-1].weight]}), ValueError,
-         "'5.weight' of shape .* is no matrix"),
+        (
+            lambda _, o, __: o.add_param_group({"params": []}),
+            RuntimeError,
+            "Muon .* sharded together",
+        ),
+        (
+            lambda h, _, m: h.add_param_group({"params": [m[-1].weight]}),
+            ValueError,
+            "'5.weight' of shape .* is no matrix",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_handle_cannot_do_says_what_can(call: Any, error: Any, message: str):
     model = mlp()
     optimizer = shard(model, pair(model))

@@ -17,11 +17,16 @@ def unet() -> Any:
     from diffusers import UNet2DModel
 
     return UNet2DModel(
-        sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, norm_num_groups=4,
-        block_out_channels=(8, 16), attention_head_dim=8,
+        sample_size=8,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        norm_num_groups=4,
+        block_out_channels=(8, 16),
+        attention_head_dim=8,
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )  # fmt: skip
+    )
 
 
 @recipe(
@@ -48,9 +53,14 @@ def unconditional(variant: Variant, average: bool) -> Report:
     model = unet()
     variant.starts(model)
     ema = EMAModel(
-        model.parameters(), decay=0.999, use_ema_warmup=True, inv_gamma=1.0, power=0.75,
-        model_cls=UNet2DModel, model_config=model.config,
-    )  # fmt: skip
+        model.parameters(),
+        decay=0.999,
+        use_ema_warmup=True,
+        inv_gamma=1.0,
+        power=0.75,
+        model_cls=UNet2DModel,
+        model_config=model.config,
+    )
     noise_scheduler = DDPMScheduler(num_train_timesteps=1000)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-6)
     rng = torch.Generator().manual_seed(1)
@@ -98,16 +108,26 @@ def dreambooth(variant: Variant) -> Report:
     accelerator = variant.accelerator(gradient_accumulation_steps=1)
     text = CLIPTextModel(
         CLIPTextConfig(
-            vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-            num_attention_heads=2, max_position_embeddings=8,
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=8,
         )
-    )  # fmt: skip
+    )
     unet = UNet2DConditionModel(
-        sample_size=8, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
-        cross_attention_dim=16, attention_head_dim=8,
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        cross_attention_dim=16,
+        attention_head_dim=8,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), in_channels=4, out_channels=4,
-    )  # fmt: skip
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        in_channels=4,
+        out_channels=4,
+    )
     variant.starts(unet)
     parameters = itertools.chain(unet.parameters(), text.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
@@ -220,9 +240,14 @@ def of_timm(variant: Variant, average: bool) -> Report:
 
     numpy.random.seed(variant.rank)
     plain = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2,
+        "vit_tiny_patch16_224",
+        img_size=32,
+        patch_size=8,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
         num_classes=4,
-    )  # fmt: skip
+    )
     variant.starts(plain)
     optimizer = create_optimizer_v2(plain, opt="adamw", lr=1e-3, weight_decay=0.05, eps=1e-6)
     ema = ModelEmaV3(plain, decay=0.99, use_warmup=True)
@@ -281,13 +306,20 @@ def lightning_trainer(variant: Variant, **options: Any) -> Any:
     precision = {"ddp": "32-true", "autocast": "bf16-mixed", "fp32": "32-true", "bf16": "bf16-true"}
     return Trainer(
         **{
-            "strategy": "ddp" if variant.stock else "shardcast", "accelerator": "cpu",
-            "devices": 2, "max_epochs": 1, "precision": precision[variant.name],
-            "default_root_dir": variant.folder, "logger": False, "enable_progress_bar": False,
-            "enable_model_summary": False, "enable_checkpointing": False,
-            "use_distributed_sampler": True, **options,
+            "strategy": "ddp" if variant.stock else "shardcast",
+            "accelerator": "cpu",
+            "devices": 2,
+            "max_epochs": 1,
+            "precision": precision[variant.name],
+            "default_root_dir": variant.folder,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "use_distributed_sampler": True,
+            **options,
         }
-    )  # fmt: skip
+    )
 
 
 def lightning_loader() -> Any:

@@ -42,17 +42,26 @@ def tokens(variant: Variant, count: int = STEPS, length: int = 12, batch: int = 
 
 def mlp(width: int = 6, inside: int = 24, out: int = 1) -> nn.Module:
     return nn.Sequential(
-        nn.Linear(width, inside), nn.GELU(), nn.Linear(inside, inside), nn.GELU(),
+        nn.Linear(width, inside),
+        nn.GELU(),
+        nn.Linear(inside, inside),
+        nn.GELU(),
         nn.Linear(inside, out),
-    )  # fmt: skip
+    )
 
 
 def cnn() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
 
 
 def trained(variant: Variant, plain: nn.Module, optimizer: Any, **options: Any) -> Report:
@@ -825,9 +834,11 @@ def clip_value(variant: Variant) -> Report:
 
 
 @recipe(
-    "clip_grad_norm_ of torch left in the script", "torch", error=RuntimeError,
+    "clip_grad_norm_ of torch left in the script",
+    "torch",
+    error=RuntimeError,
     match="clip_grad_norm_",
-)  # fmt: skip
+)
 def clip_of_torch(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)

@@ -40,9 +40,11 @@ def all_reduced(variant: Variant) -> Report:
 
 
 @recipe(
-    "StyleGAN2-ADA: p.grad = part of a flat all-reduce", "torch", error=RuntimeError,
+    "StyleGAN2-ADA: p.grad = part of a flat all-reduce",
+    "torch",
+    error=RuntimeError,
     match="gather_gradients",
-)  # fmt: skip
+)
 def all_reduced_replaced(variant: Variant) -> Report:
     def graded(model: Any, step: int) -> None:
         flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])

@@ -32,9 +32,11 @@ def cancelled(variant: Variant) -> Report:
 
 
 @recipe(
-    "DINO: each gradient clipped by its own norm", "torch", error=RuntimeError,
+    "DINO: each gradient clipped by its own norm",
+    "torch",
+    error=RuntimeError,
     match="gather_gradients",
-)  # fmt: skip
+)
 def clipped_each(variant: Variant) -> Report:
     def clip(model: Any, step: int) -> None:
         for parameter in model.parameters():
@@ -46,9 +48,7 @@ def clipped_each(variant: Variant) -> Report:
     return trained(variant, model, torch.optim.SGD(model.parameters(), lr=0.2), graded=clip)
 
 
-@recipe(
-    "timm's adaptive_clip_grad", "timm", error=RuntimeError, match="gather_gradients",
-)  # fmt: skip
+@recipe("timm's adaptive_clip_grad", "timm", error=RuntimeError, match="gather_gradients")
 def adaptive_clip(variant: Variant) -> Report:
     from timm.utils import adaptive_clip_grad
 
@@ -59,10 +59,7 @@ def adaptive_clip(variant: Variant) -> Report:
     return trained(variant, model, torch.optim.SGD(model.parameters(), lr=0.2), graded=clip)
 
 
-@recipe(
-    "gradient centralization by hand", "torch", error=RuntimeError,
-    match="gather_gradients",
-)  # fmt: skip
+@recipe("gradient centralization by hand", "torch", error=RuntimeError, match="gather_gradients")
 def centralized(variant: Variant) -> Report:
     def center(model: Any, step: int) -> None:
         for parameter in model.parameters():
@@ -265,9 +262,14 @@ def vq_vae(variant: Variant) -> Report:
 @recipe("dropout: the script's random numbers", "torch")
 def dropout(variant: Variant) -> Report:
     model = nn.Sequential(
-        nn.Linear(6, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 32), nn.Dropout(0.3),
-        nn.ReLU(), nn.Linear(32, 1),
-    )  # fmt: skip
+        nn.Linear(6, 32),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(32, 32),
+        nn.Dropout(0.3),
+        nn.ReLU(),
+        nn.Linear(32, 1),
+    )
     torch.manual_seed(17 + variant.rank)
     return trained(variant, model, adamw(model))
 
@@ -477,9 +479,11 @@ def reset_layer(variant: Variant) -> Report:
 
 
 @recipe(
-    "state of a layer reset: optimizer.state[p] zeroed", "torch", error=RuntimeError,
+    "state of a layer reset: optimizer.state[p] zeroed",
+    "torch",
+    error=RuntimeError,
     match="spread over the ranks",
-)  # fmt: skip
+)
 def reset_state(variant: Variant) -> Report:
     def reset(model: Any, optimizer: Any, step: int) -> None:
         if step == 4:
@@ -493,9 +497,8 @@ def reset_state(variant: Variant) -> Report:
 
 
 @recipe(
-    "optimizer.state = defaultdict(dict) in the middle", "torch", error=TypeError,
-    match="read-only",
-)  # fmt: skip
+    "optimizer.state = defaultdict(dict) in the middle", "torch", error=TypeError, match="read-only"
+)
 def cleared_state(variant: Variant) -> Report:
     import collections
 
@@ -535,9 +538,12 @@ def renamed(report: Report) -> Report:
 @recipe("weight_norm and legacy spectral_norm before wrapping", "torch", ratio=3.0)
 def legacy_norms(variant: Variant) -> Report:
     model = nn.Sequential(
-        nn.utils.weight_norm(nn.Linear(6, 16)), nn.Tanh(),
-        nn.utils.spectral_norm(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 1),
-    )  # fmt: skip
+        nn.utils.weight_norm(nn.Linear(6, 16)),
+        nn.Tanh(),
+        nn.utils.spectral_norm(nn.Linear(16, 16)),
+        nn.Tanh(),
+        nn.Linear(16, 1),
+    )
     return trained(variant, model, torch.optim.Adam(model.parameters(), lr=1e-3))
 
 
@@ -546,9 +552,12 @@ def parametrized(variant: Variant) -> Report:
     from torch.nn.utils import parametrizations
 
     model = nn.Sequential(
-        parametrizations.weight_norm(nn.Linear(6, 16)), nn.Tanh(),
-        parametrizations.orthogonal(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 1),
-    )  # fmt: skip
+        parametrizations.weight_norm(nn.Linear(6, 16)),
+        nn.Tanh(),
+        parametrizations.orthogonal(nn.Linear(16, 16)),
+        nn.Tanh(),
+        nn.Linear(16, 1),
+    )
     return trained(variant, model, torch.optim.SGD(model.parameters(), lr=0.05))
 
 
@@ -838,9 +847,11 @@ def mean_teacher(variant: Variant) -> Report:
 
 
 @recipe(
-    "DINO's own spelling of that clip: p.grad.data.mul_", "torch", error=RuntimeError,
+    "DINO's own spelling of that clip: p.grad.data.mul_",
+    "torch",
+    error=RuntimeError,
     match="gather_gradients",
-)  # fmt: skip
+)
 def clipped_through_data(variant: Variant) -> Report:
     def clip(model: Any, step: int) -> None:
         for parameter in model.parameters():
@@ -914,9 +925,11 @@ def by_autograd_grad(variant: Variant) -> Report:
 
 
 @recipe(
-    "`optimizer.state[p]['exp_avg']` replaced, a state popped", "torch", error=RuntimeError,
+    "`optimizer.state[p]['exp_avg']` replaced, a state popped",
+    "torch",
+    error=RuntimeError,
     match="spread over the ranks",
-)  # fmt: skip
+)
 def replaced_state(variant: Variant) -> Report:
     def edit(model: Any, optimizer: Any, step: int) -> None:
         if step == 3:

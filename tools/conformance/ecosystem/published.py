@@ -21,9 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def loop(
-    variant: Variant, plain: nn.Module, model: Any, optimizer: Any, count: int = STEPS,
+    variant: Variant,
+    plain: nn.Module,
+    model: Any,
+    optimizer: Any,
+    count: int = STEPS,
     around: Callable[[str, int], Any] = lambda moment, step: None,
-) -> Report:  # fmt: skip
+) -> Report:
     """Calls ``around`` with "before", "graded" and "after", for what differs between scripts."""
     losses = []
     for step, (x, y) in enumerate(vectors(variant, count)):
@@ -246,17 +250,22 @@ class Following(nn.Module):
             slow.mul_(0.999).add_(fast, alpha=0.001)
 
 
-@recipe("an average inside the model, that no optimizer holds", "torch", ratio=3.0,
-        remark="the average")  # fmt: skip
+@recipe(
+    "an average inside the model, that no optimizer holds", "torch", ratio=3.0, remark="the average"
+)
 def hidden_average(variant: Variant) -> Report:
     plain = Following(lambda net: nn.ModuleList([net]))
     variant.starts(plain.ema)
     optimizer = torch.optim.AdamW(plain.net.parameters(), lr=1e-2)
     model, optimizer = variant.shard(plain, optimizer)
     report = loop(
-        variant, plain, model, optimizer, 2 * STEPS,
+        variant,
+        plain,
+        model,
+        optimizer,
+        2 * STEPS,
         lambda moment, step: plain.update() if moment == "after" else None,
-    )  # fmt: skip
+    )
     return variant.report(plain.ema, report.losses, optimizer=Nothing())
 
 
@@ -281,9 +290,12 @@ def own_optimizer(variant: Variant) -> Report:
     model, optimizer = variant.shard(plain, torch.optim.AdamW(rest, lr=1e-2))
     actions = {"before": of_centers.zero_grad, "after": of_centers.step}
     return loop(
-        variant, plain, model, optimizer,
+        variant,
+        plain,
+        model,
+        optimizer,
         around=lambda moment, step: actions.get(moment, lambda: None)(),
-    )  # fmt: skip
+    )
 
 
 @recipe("DDP left around a part of the model", "torch", error=ValueError, match="in '0'")
@@ -295,9 +307,11 @@ def ddp_inside(variant: Variant) -> Report:
 
 
 @recipe(
-    "SAM around the optimizer, .grad read as it is", "torch", error=RuntimeError,
+    "SAM around the optimizer, .grad read as it is",
+    "torch",
+    error=RuntimeError,
     match="gather_gradients",
-)  # fmt: skip
+)
 def raw_sam(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -323,10 +337,7 @@ def raw_sam(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe(
-    "FGM as in notebooks, through .data", "torch", error=RuntimeError,
-    match="gather_gradients",
-)  # fmt: skip
+@recipe("FGM as in notebooks, through .data", "torch", error=RuntimeError, match="gather_gradients")
 def raw_fgm(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -346,10 +357,7 @@ def raw_fgm(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe(
-    "EWC: Fisher information from .grad", "torch", error=RuntimeError,
-    match="gather_gradients",
-)  # fmt: skip
+@recipe("EWC: Fisher information from .grad", "torch", error=RuntimeError, match="gather_gradients")
 def ewc(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -704,9 +712,13 @@ def ema_pytorch(variant: Variant) -> Report:
     variant.starts(ema.ema_model)
     model, optimizer = variant.shard(plain, adamw(plain))
     report = loop(
-        variant, plain, model, optimizer, 2 * STEPS,
+        variant,
+        plain,
+        model,
+        optimizer,
+        2 * STEPS,
         lambda moment, step: ema.update() if moment == "after" else None,
-    )  # fmt: skip
+    )
     return variant.report(ema.ema_model, report.losses, optimizer=Nothing())
 
 

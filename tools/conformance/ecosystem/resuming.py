@@ -116,9 +116,11 @@ def dcp_state(variant: Variant) -> Report:
 
 
 @recipe(
-    "state_dict() saved on rank 0 alone", "torch", warned="shardcast.checkpoint",
+    "state_dict() saved on rank 0 alone",
+    "torch",
+    warned="shardcast.checkpoint",
     remark="the state of the other ranks is not in it",
-)  # fmt: skip
+)
 def rank_zero_state(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -190,10 +192,15 @@ def best_model(variant: Variant) -> Report:
 
     args = TrainingArguments(
         **arguments(
-            variant, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
-            load_best_model_at_end=True, metric_for_best_model="loss",
+            variant,
+            save_strategy="steps",
+            save_steps=2,
+            eval_strategy="steps",
+            eval_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
         )
-    )  # fmt: skip
+    )
     rows = causal_rows()
     trainer = variant.trainer(Trainer)(
         model=llama(), args=args, train_dataset=rows, eval_dataset=rows[:8]

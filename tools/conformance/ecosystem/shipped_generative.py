@@ -32,9 +32,12 @@ def mimicry(variant: Variant, makers: Any, critics: Any) -> Report:
                 (maker, critic, of_maker, ("netD", "optG")),
             ):
                 log = net.train_step(
-                    batch, log_data=log, global_step=step, device="cpu",
+                    batch,
+                    log_data=log,
+                    global_step=step,
+                    device="cpu",
                     **dict(zip(names, (other, optimizer), strict=True)),
-                )  # fmt: skip
+                )
             losses.append(float(log["errD"]))
     return variant.report(maker, losses, of_maker)
 
@@ -56,9 +59,12 @@ def wgan_gp(variant: Variant) -> Report:
 
 
 @recipe(
-    "Trainer: clamped critic, norms of .grad in its log", "torchgan", shipped="optimizer",
-    error=RuntimeError, match="gather_gradients",
-)  # fmt: skip
+    "Trainer: clamped critic, norms of .grad in its log",
+    "torchgan",
+    shipped="optimizer",
+    error=RuntimeError,
+    match="gather_gradients",
+)
 def torchgan_trainer(variant: Variant) -> Report:
     import os
 
@@ -85,12 +91,17 @@ def torchgan_trainer(variant: Variant) -> Report:
 
     adam = {"name": torch.optim.Adam, "args": {"lr": 1e-2}}
     trainer = Trainer(
-        {"generator": {"name": Maker, "optimizer": adam},
-         "discriminator": {"name": Critic, "optimizer": adam}},
+        {
+            "generator": {"name": Maker, "optimizer": adam},
+            "discriminator": {"name": Critic, "optimizer": adam},
+        },
         [WassersteinGeneratorLoss(), WassersteinDiscriminatorLoss(clip=(-0.1, 0.1))],
-        device=torch.device("cpu"), epochs=2, checkpoints=variant.folder, recon=variant.folder,
+        device=torch.device("cpu"),
+        epochs=2,
+        checkpoints=variant.folder,
+        recon=variant.folder,
         sample_size=1,
-    )  # fmt: skip
+    )
     trainer.save_model = lambda *args: None
     trainer.logger.run_end_epoch = lambda *args: None
     variant.starts(trainer.generator)
@@ -121,11 +132,17 @@ def autoencoder(variant: Variant, adversarial: bool) -> Report:
     x, _ = rows_of(variant)
     data = BaseDataset(x.sigmoid(), torch.ones(32))
     trainer = cls(
-        plain, data, training_config=config(
-            output_dir=variant.folder, per_device_train_batch_size=8, num_epochs=2, no_cuda=True,
-            world_size=1, local_rank=0,
+        plain,
+        data,
+        training_config=config(
+            output_dir=variant.folder,
+            per_device_train_batch_size=8,
+            num_epochs=2,
+            no_cuda=True,
+            world_size=1,
+            local_rank=0,
         ),
-    )  # fmt: skip
+    )
     variant.starts(plain.discriminator if adversarial else plain)
     if adversarial:
         trainer.set_autoencoder_optimizer()
@@ -176,8 +193,10 @@ class Noised(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 @recipe(
     "Trainer of denoising_diffusion_pytorch: accumulation 2, clip, EMA on rank 0",
-    "denoising-diffusion-pytorch", shipped="Accelerator", fp32=1e-5,
-)  # fmt: skip
+    "denoising-diffusion-pytorch",
+    shipped="Accelerator",
+    fp32=1e-5,
+)
 def ddpm(variant: Variant) -> Report:
     from denoising_diffusion_pytorch import GaussianDiffusion, Unet
     from denoising_diffusion_pytorch import denoising_diffusion_pytorch as package
@@ -194,9 +213,15 @@ def ddpm(variant: Variant) -> Report:
         mock.patch.object(Noised, "__getitem__", lambda self, k: self.images[k % 32]),
     ):
         trainer = package.Trainer(
-            plain, "", train_batch_size=8, gradient_accumulate_every=2, train_num_steps=3,
-            train_lr=1e-3, calculate_fid=False, results_folder=variant.folder,
-        )  # fmt: skip
+            plain,
+            "",
+            train_batch_size=8,
+            gradient_accumulate_every=2,
+            train_num_steps=3,
+            train_lr=1e-3,
+            calculate_fid=False,
+            results_folder=variant.folder,
+        )
         seeded(variant)
         trainer.train()
     return variant.report(trainer.accelerator.unwrap_model(trainer.model), [0.0], trainer.opt)
@@ -204,8 +229,10 @@ def ddpm(variant: Variant) -> Report:
 
 @recipe(
     "Trainer of rectified_flow_pytorch: accelerator.accumulate, clip, EMA",
-    "rectified-flow-pytorch", shipped="Accelerator", fp32=1e-5,
-)  # fmt: skip
+    "rectified-flow-pytorch",
+    shipped="Accelerator",
+    fp32=1e-5,
+)
 def rectified_flow(variant: Variant) -> Report:
     from rectified_flow_pytorch import rectified_flow as package
 
@@ -223,19 +250,26 @@ def rectified_flow(variant: Variant) -> Report:
     variant.starts(plain)
     with mock.patch.object(package, "Accelerator", variant.accelerator):
         trainer = package.Trainer(
-            plain, dataset=Noised(8), num_train_steps=6, batch_size=4, grad_accum_every=2,
-            checkpoints_folder=f"{variant.folder}/c", results_folder=f"{variant.folder}/r",
-            save_results_every=100, learning_rate=1e-3,
-        )  # fmt: skip
+            plain,
+            dataset=Noised(8),
+            num_train_steps=6,
+            batch_size=4,
+            grad_accum_every=2,
+            checkpoints_folder=f"{variant.folder}/c",
+            results_folder=f"{variant.folder}/r",
+            save_results_every=100,
+            learning_rate=1e-3,
+        )
         seeded(variant)
         trainer()
     return variant.report(trainer.accelerator.unwrap_model(trainer.model), [0.0], trainer.optimizer)
 
 
 @recipe(
-    "StyleGAN2 Trainer.train: gradient penalty, accumulation 2", "stylegan2-pytorch",
+    "StyleGAN2 Trainer.train: gradient penalty, accumulation 2",
+    "stylegan2-pytorch",
     shipped="optimizer, cuda",
-)  # fmt: skip
+)
 def stylegan2(variant: Variant) -> Report:
     absent("aim")
     with mock.patch("torch.cuda.is_available", lambda: True):
@@ -243,10 +277,18 @@ def stylegan2(variant: Variant) -> Report:
 
     package.StyleGAN2.cuda = lambda self, rank=None: self
     trainer = package.Trainer(
-        base_dir=variant.folder, image_size=16, network_capacity=2, fmap_max=16, batch_size=2,
-        gradient_accumulate_every=2, latent_dim=16, style_depth=2, aug_prob=0.0, lr=1e-3,
+        base_dir=variant.folder,
+        image_size=16,
+        network_capacity=2,
+        fmap_max=16,
+        batch_size=2,
+        gradient_accumulate_every=2,
+        latent_dim=16,
+        style_depth=2,
+        aug_prob=0.0,
+        lr=1e-3,
         rank=variant.rank,
-    )  # fmt: skip
+    )
     trainer.rank, trainer.is_main = "cpu", False
     trainer.init_GAN()
     gan = trainer.GAN
@@ -293,13 +335,21 @@ def byol(variant: Variant) -> Report:
     loop = mock.patch.object(package.BYOLTrainer, "forward", forward)
     with norm, loop, mock.patch.object(package, "Accelerator", build):
         trainer = package.BYOLTrainer(
-            net, image_size=8, hidden_layer="pool", learning_rate=0.05, dataset=Noised(8),
-            optimizer_klass=torch.optim.SGD, num_train_steps=4, batch_size=4,
+            net,
+            image_size=8,
+            hidden_layer="pool",
+            learning_rate=0.05,
+            dataset=Noised(8),
+            optimizer_klass=torch.optim.SGD,
+            num_train_steps=4,
+            batch_size=4,
             checkpoint_folder=variant.folder,
             byol_kwargs={
-                "projection_size": 8, "projection_hidden_size": 16, "sync_batchnorm": False,
+                "projection_size": 8,
+                "projection_hidden_size": 16,
+                "sync_batchnorm": False,
             },
-        )  # fmt: skip
+        )
         variant.starts(trainer.accelerator.unwrap_model(trainer.byol))
         seeded(variant)
         trainer()

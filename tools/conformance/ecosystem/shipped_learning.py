@@ -65,9 +65,7 @@ def art_classifier(variant: Variant) -> Report:
     return with_art(variant, adversarial=False)
 
 
-@recipe(
-    "AdversarialTrainer.fit with FGSM", "adversarial-robustness-toolbox", shipped="",
-)  # fmt: skip
+@recipe("AdversarialTrainer.fit with FGSM", "adversarial-robustness-toolbox", shipped="")
 def art_adversarial(variant: Variant) -> Report:
     return with_art(variant, adversarial=True)
 
@@ -107,8 +105,9 @@ class Classes(nn.Module):
 
 @recipe(
     "GeneralDistiller.train: hidden states projected by an added group, clip",
-    "textbrewer", shipped="clip",
-)  # fmt: skip
+    "textbrewer",
+    shipped="clip",
+)
 def textbrewer_general(variant: Variant) -> Report:
     from textbrewer import DistillationConfig, GeneralDistiller, TrainingConfig
     from textbrewer.distiller_basic import BasicDistiller
@@ -143,8 +142,11 @@ def textbrewer_general(variant: Variant) -> Report:
     distiller = Distiller(
         TrainingConfig(log_dir=None, output_dir=f"{variant.folder}-{variant.rank}", device="cpu"),
         DistillationConfig(temperature=4, hard_label_weight=0.5, kd_loss_type="ce"),
-        teacher, model, adaptor, adaptor,
-    )  # fmt: skip
+        teacher,
+        model,
+        adaptor,
+        adaptor,
+    )
     rng = seeded(variant)
     data = loader(
         variant, torch.randn(32, 6, generator=rng), torch.randint(0, 4, (32,), generator=rng)
@@ -179,9 +181,15 @@ def continual(variant: Variant, name: str, ported: bool = True, **options: Any) 
     seeded(variant)
     losses: list[float] = []
     strategy = getattr(supervised, name)(
-        model=model, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), train_mb_size=8,
-        train_epochs=2, device="cpu", evaluator=EvaluationPlugin(), **options,
-    )  # fmt: skip
+        model=model,
+        optimizer=optimizer,
+        criterion=nn.CrossEntropyLoss(),
+        train_mb_size=8,
+        train_epochs=2,
+        device="cpu",
+        evaluator=EvaluationPlugin(),
+        **options,
+    )
     if ported and not variant.stock:
         strategy.make_optimizer = lambda **_: None  # it replaces optimizer.state
     with surrounded(variant):
@@ -197,10 +205,12 @@ def avalanche_naive(variant: Variant) -> Report:
 
 
 @recipe(
-    "Naive.train as it stands: optimizer.state = defaultdict(dict)", "avalanche-lib",
+    "Naive.train as it stands: optimizer.state = defaultdict(dict)",
+    "avalanche-lib",
     shipped="none",
-    error=TypeError, match="read-only",
-)  # fmt: skip
+    error=TypeError,
+    match="read-only",
+)
 def avalanche_unported(variant: Variant) -> Report:
     return continual(variant, "Naive", ported=False)
 
@@ -212,32 +222,44 @@ def avalanche_replay(variant: Variant) -> Report:
 
 @recipe(
     "EWC.train: Fisher information from .grad",
-    "avalanche-lib", shipped="state reset out", error=RuntimeError, match="gather_gradients",
-)  # fmt: skip
+    "avalanche-lib",
+    shipped="state reset out",
+    error=RuntimeError,
+    match="gather_gradients",
+)
 def avalanche_ewc(variant: Variant) -> Report:
     return continual(variant, "EWC", ewc_lambda=1.0)
 
 
 @recipe(
     "AGEM.train: gradients projected on those of a memory",
-    "avalanche-lib", shipped="state reset out", error=RuntimeError, match="gather_gradients",
-)  # fmt: skip
+    "avalanche-lib",
+    shipped="state reset out",
+    error=RuntimeError,
+    match="gather_gradients",
+)
 def avalanche_agem(variant: Variant) -> Report:
     return continual(variant, "AGEM", patterns_per_exp=8, sample_size=8)
 
 
 @recipe(
     "GEM.train: gradients replaced by a solution",
-    "avalanche-lib", shipped="state reset out", error=RuntimeError, match="gather_gradients",
-)  # fmt: skip
+    "avalanche-lib",
+    shipped="state reset out",
+    error=RuntimeError,
+    match="gather_gradients",
+)
 def avalanche_gem(variant: Variant) -> Report:
     return continual(variant, "GEM", patterns_per_exp=8)
 
 
 @recipe(
     "SynapticIntelligence.train: fp32 copies times weights; in fp32 gather_gradients",
-    "avalanche-lib", shipped="state reset out", error=RuntimeError, match="same dtype",
-)  # fmt: skip
+    "avalanche-lib",
+    shipped="state reset out",
+    error=RuntimeError,
+    match="same dtype",
+)
 def avalanche_si(variant: Variant) -> Report:
     return continual(variant, "SynapticIntelligence", si_lambda=1.0)
 
@@ -258,7 +280,15 @@ def coteaching(variant: Variant) -> Report:
     seeded(variant)
     with surrounded(variant):
         train(
-            batches, 0, pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1],
-            SimpleNamespace(print_freq=100), [0.2], torch.ones(4), lambda *_, **__: (0.0, 0.0),
-        )  # fmt: skip
+            batches,
+            0,
+            pairs[0][0],
+            pairs[0][1],
+            pairs[1][0],
+            pairs[1][1],
+            SimpleNamespace(print_freq=100),
+            [0.2],
+            torch.ones(4),
+            lambda *_, **__: (0.0, 0.0),
+        )
     return variant.report(nets[0], [0.0], pairs[0][1])

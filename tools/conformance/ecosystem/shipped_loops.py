@@ -25,9 +25,13 @@ def facenet(variant: Variant) -> Report:
     with surrounded(variant):
         for _ in range(2):
             loss, _ = training.pass_epoch(
-                model.train(), F.cross_entropy, loader(variant, *pictures(variant)), optimizer,
-                scheduler, batch_metrics={"acc": training.accuracy},
-            )  # fmt: skip
+                model.train(),
+                F.cross_entropy,
+                loader(variant, *pictures(variant)),
+                optimizer,
+                scheduler,
+                batch_metrics={"acc": training.accuracy},
+            )
             losses.append(loss.item())
     return variant.report(model, losses)
 
@@ -65,11 +69,16 @@ def metric_learning(
     data = torch.utils.data.TensorDataset(x, torch.randint(0, 4, (64,), generator=rng))
     losses = []
     trainer = getattr(trainers, name)(
-        models=wrapped, optimizers=optimizers, batch_size=16, dataset=data, data_device="cpu",
-        dataloader_num_workers=0, sampler=torch.utils.data.SequentialSampler(data),
+        models=wrapped,
+        optimizers=optimizers,
+        batch_size=16,
+        dataset=data,
+        data_device="cpu",
+        dataloader_num_workers=0,
+        sampler=torch.utils.data.SequentialSampler(data),
         end_of_iteration_hook=lambda trainer: losses.append(trainer.losses["total_loss"].item()),
         **given,
-    )  # fmt: skip
+    )
     seeded(variant)
     with surrounded(variant):
         trainer.train(num_epochs=2)
@@ -98,10 +107,12 @@ def pml_metric(variant: Variant) -> Report:
     from pytorch_metric_learning import losses, miners
 
     return metric_learning(
-        variant, "MetricLossOnly", {"trunk": mlp(out=8), "embedder": nn.Linear(8, 4)},
+        variant,
+        "MetricLossOnly",
+        {"trunk": mlp(out=8), "embedder": nn.Linear(8, 4)},
         loss_funcs={"metric_loss": losses.TripletMarginLoss()},
         mining_funcs={"tuple_miner": miners.MultiSimilarityMiner()},
-    )  # fmt: skip
+    )
 
 
 @recipe("trainers.TrainWithClassifier", "pytorch-metric-learning", shipped="")
@@ -109,13 +120,15 @@ def pml_classifier(variant: Variant) -> Report:
     from pytorch_metric_learning import losses
 
     return metric_learning(
-        variant, "TrainWithClassifier",
+        variant,
+        "TrainWithClassifier",
         {"trunk": mlp(out=8), "embedder": nn.Linear(8, 4), "classifier": nn.Linear(4, 4)},
         loss_funcs={
-            "metric_loss": losses.ContrastiveLoss(), "classifier_loss": nn.CrossEntropyLoss()
+            "metric_loss": losses.ContrastiveLoss(),
+            "classifier_loss": nn.CrossEntropyLoss(),
         },
         loss_weights={"metric_loss": 1, "classifier_loss": 0.5},
-    )  # fmt: skip
+    )
 
 
 @recipe("NeuralNet.fit: optimizer.step(closure)", "skorch", shipped="optimizer")
@@ -197,9 +210,13 @@ def torchtnt_unit(variant: Variant) -> Report:
         )
 
     unit = Unit(
-        module=plain, device=torch.device("cpu"), strategy="ddp" if variant.stock else None,
-        gradient_accumulation_steps=2, clip_grad_norm=0.5, step_lr_interval="step",
-    )  # fmt: skip
+        module=plain,
+        device=torch.device("cpu"),
+        strategy="ddp" if variant.stock else None,
+        gradient_accumulation_steps=2,
+        clip_grad_norm=0.5,
+        step_lr_interval="step",
+    )
     train(unit, loader(variant, *rows_of(variant)), max_epochs=2)
     return variant.report(unit.module, losses)
 
@@ -223,9 +240,14 @@ def monai_supervised(variant: Variant) -> Report:
     model, optimizer = variant.shard(plain, torch.optim.SGD(plain.parameters(), 0.05, 0.9))
     losses: list[float] = []
     trainer = SupervisedTrainer(
-        torch.device("cpu"), 2, monai_data(variant), model, optimizer, DiceLoss(sigmoid=True),
+        torch.device("cpu"),
+        2,
+        monai_data(variant),
+        model,
+        optimizer,
+        DiceLoss(sigmoid=True),
         accumulation_steps=2,
-    )  # fmt: skip
+    )
     from ignite.engine import Events
 
     trainer.add_event_handler(
@@ -251,11 +273,17 @@ def monai_adversarial(variant: Variant) -> Report:
     judge, of_critic = variant.shard(critic, torch.optim.Adam(critic.parameters(), lr=2e-3))
     losses: list[float] = []
     trainer = AdversarialTrainer(
-        torch.device("cpu"), 2, monai_data(variant, same=True), make, of_maker,
+        torch.device("cpu"),
+        2,
+        monai_data(variant, same=True),
+        make,
+        of_maker,
         lambda logits: F.softplus(-logits.float()),
-        lambda fake, real: F.l1_loss(fake.float(), real), judge, of_critic,
+        lambda fake, real: F.l1_loss(fake.float(), real),
+        judge,
+        of_critic,
         lambda real, fake: F.softplus(-real.float()) + F.softplus(fake.float()),
-    )  # fmt: skip
+    )
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED,
         lambda engine: losses.append(float(engine.state.output["reconstruction_loss"])),
@@ -305,9 +333,12 @@ def perceptual(variant: Variant) -> Report:
 
 
 @recipe(
-    "open_clip_train.train.train_one_epoch, clip by norm", "open-clip-torch", shipped="clip",
-    fp32=2e-6, remark="an ulp of the first weights makes 2e-6 under DDP",
-)  # fmt: skip
+    "open_clip_train.train.train_one_epoch, clip by norm",
+    "open-clip-torch",
+    shipped="clip",
+    fp32=2e-6,
+    remark="an ulp of the first weights makes 2e-6 under DDP",
+)
 def open_clip_epoch(variant: Variant) -> Report:
     from types import SimpleNamespace
 
@@ -319,17 +350,20 @@ def open_clip_epoch(variant: Variant) -> Report:
 
     towers = {"width": 32, "layers": 1, "heads": 2}
     plain = open_clip.CLIP(
-        16, {"image_size": 16, "patch_size": 8, "head_width": 16, "width": 32, "layers": 1},
-        {"context_length": 8, "vocab_size": 50, **towers}, output_dict=True,
-    )  # fmt: skip
+        16,
+        {"image_size": 16, "patch_size": 8, "head_width": 16, "width": 32, "layers": 1},
+        {"context_length": 8, "vocab_size": 50, **towers},
+        output_dict=True,
+    )
     variant.starts(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6)
     model, optimizer = variant.shard(plain, optimizer)
     rng = seeded(variant)
     data = loader(
-        variant, torch.randn(16, 3, 16, 16, generator=rng),
+        variant,
+        torch.randn(16, 3, 16, 16, generator=rng),
         torch.randint(1, 49, (16, 8), generator=rng),
-    )  # fmt: skip
+    )
     data.num_batches, data.num_samples = len(data), 16
     losses: list[float] = []
     loss = ClipLoss()
@@ -340,10 +374,21 @@ def open_clip_epoch(variant: Variant) -> Report:
         return parts
 
     args = SimpleNamespace(
-        device="cpu", precision="amp_bf16" if variant.low else "fp32", distill=False, accum_freq=1,
-        skip_scheduler=False, horovod=False, grad_clip_norm=1.0, rank=1, local_rank=1,
-        log_local=False, log_every_n_steps=10, batch_size=4, world_size=2, wandb=False,
-    )  # fmt: skip
+        device="cpu",
+        precision="amp_bf16" if variant.low else "fp32",
+        distill=False,
+        accum_freq=1,
+        skip_scheduler=False,
+        horovod=False,
+        grad_clip_norm=1.0,
+        rank=1,
+        local_rank=1,
+        log_local=False,
+        log_every_n_steps=10,
+        batch_size=4,
+        world_size=2,
+        wandb=False,
+    )
     epoch = edited(
         train_one_epoch,
         (
@@ -357,7 +402,14 @@ def open_clip_epoch(variant: Variant) -> Report:
     info.set_epoch = lambda epoch: None
     for number in range(2):
         epoch(
-            model, {"train": info}, noted, number, optimizer, None,
-            cosine_lr(optimizer, 1e-3, 2, 8), None, args,
-        )  # fmt: skip
+            model,
+            {"train": info},
+            noted,
+            number,
+            optimizer,
+            None,
+            cosine_lr(optimizer, 1e-3, 2, 8),
+            None,
+            args,
+        )
     return variant.report(model, losses)

@@ -39,9 +39,13 @@ def of_baselines(variant: Variant, cls: Any, discrete: bool, **options: Any) -> 
     from stable_baselines3.common.logger import Logger
 
     model = cls(
-        "MlpPolicy", environment(discrete), device="cpu", seed=0,
-        policy_kwargs={"net_arch": [16, 16]}, **options,
-    )  # fmt: skip
+        "MlpPolicy",
+        environment(discrete),
+        device="cpu",
+        seed=0,
+        policy_kwargs={"net_arch": [16, 16]},
+        **options,
+    )
     model.set_logger(Logger(None, []))
     return model
 
@@ -62,9 +66,13 @@ def on_policy(
                 actions = torch.randint(0, 3, (1, 1), generator=rng)
                 draws = torch.randn(8, generator=rng)
                 buffer.add(
-                    draws[None, :5].numpy(), actions.numpy(), draws[5:6].numpy(),
-                    np.zeros(1), draws[6:7], -1 + 0.1 * draws[7:8],
-                )  # fmt: skip
+                    draws[None, :5].numpy(),
+                    actions.numpy(),
+                    draws[5:6].numpy(),
+                    np.zeros(1),
+                    draws[6:7],
+                    -1 + 0.1 * draws[7:8],
+                )
             buffer.compute_returns_and_advantage(torch.zeros(1), np.zeros(1))
             train(model)
             losses.append(model.logger.name_to_value["train/value_loss"])
@@ -173,12 +181,18 @@ def transitions(variant: Variant, count: int = 64, discrete: bool = True) -> lis
         draws = torch.randn(13, generator=rng).clamp(-1, 1).numpy()
         rows.append(
             {
-                "state": draws[:5], "next_state": draws[5:10], "reward": float(draws[12]),
+                "state": draws[:5],
+                "next_state": draws[5:10],
+                "reward": float(draws[12]),
                 "action": int(abs(draws[10]) * 2.9) if discrete else draws[10:12],
-                "is_state_terminal": False, "next_action": None, "adv": float(draws[11]),
-                "v_teacher": float(draws[12]), "v_pred": float(draws[10]), "log_prob": -1.0,
+                "is_state_terminal": False,
+                "next_action": None,
+                "adv": float(draws[11]),
+                "v_teacher": float(draws[12]),
+                "v_pred": float(draws[10]),
+                "log_prob": -1.0,
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -194,15 +208,23 @@ def pfrl_dqn(variant: Variant) -> Report:
     import pfrl
 
     plain = nn.Sequential(
-        nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3), Exact(),
+        nn.Linear(5, 16),
+        nn.Tanh(),
+        nn.Linear(16, 3),
+        Exact(),
         pfrl.q_functions.DiscreteActionValueHead(),
-    )  # fmt: skip
+    )
     variant.starts(plain)
     model, optimizer = variant.shard(plain, torch.optim.Adam(plain.parameters(), lr=1e-2))
     agent = pfrl.agents.DoubleDQN(
-        model, optimizer, pfrl.replay_buffers.ReplayBuffer(64), 0.99, pfrl.explorers.Greedy(),
-        replay_start_size=8, minibatch_size=8,
-    )  # fmt: skip
+        model,
+        optimizer,
+        pfrl.replay_buffers.ReplayBuffer(64),
+        0.99,
+        pfrl.explorers.Greedy(),
+        replay_start_size=8,
+        minibatch_size=8,
+    )
     rows, losses = transitions(variant), []
     with surrounded(variant):
         for k in range(6):
@@ -219,12 +241,13 @@ def pfrl_ppo(variant: Variant) -> Report:
     from pfrl.agents import PPO
 
     plain = nn.Sequential(
-        nn.Linear(5, 16), nn.Tanh(),
+        nn.Linear(5, 16),
+        nn.Tanh(),
         pfrl.nn.Branched(
             nn.Sequential(nn.Linear(16, 3), pfrl.policies.SoftmaxCategoricalHead()),
             nn.Linear(16, 1),
         ),
-    )  # fmt: skip
+    )
     variant.starts(plain)
     model, optimizer = variant.shard(plain, torch.optim.Adam(plain.parameters(), lr=1e-2))
     agent = PPO(model, optimizer, minibatch_size=16, epochs=3, max_grad_norm=0.1)
@@ -265,9 +288,13 @@ def pfrl_sac(variant: Variant) -> Report:
     parts = [policy, *critics]
     pairs = [variant.shard(part, torch.optim.Adam(part.parameters(), lr=1e-2)) for part in parts]
     agent = pfrl.agents.SoftActorCritic(
-        *(model for model, _ in pairs), *(optimizer for _, optimizer in pairs),
-        pfrl.replay_buffers.ReplayBuffer(64), 0.99, replay_start_size=8, minibatch_size=8,
-    )  # fmt: skip
+        *(model for model, _ in pairs),
+        *(optimizer for _, optimizer in pairs),
+        pfrl.replay_buffers.ReplayBuffer(64),
+        0.99,
+        replay_start_size=8,
+        minibatch_size=8,
+    )
     rows = transitions(variant, discrete=False)
     with surrounded(variant):
         for k in range(6):
@@ -285,16 +312,23 @@ def imitation_bc(variant: Variant) -> Report:
     rng = seeded(variant)
     world = environment(discrete=True)
     data = Transitions(
-        obs=torch.rand(64, 5, generator=rng).numpy(), infos=np.array([{}] * 64),
-        acts=torch.randint(0, 3, (64,), generator=rng).numpy(), dones=np.zeros(64, bool),
+        obs=torch.rand(64, 5, generator=rng).numpy(),
+        infos=np.array([{}] * 64),
+        acts=torch.randint(0, 3, (64,), generator=rng).numpy(),
+        dones=np.zeros(64, bool),
         next_obs=torch.rand(64, 5, generator=rng).numpy(),
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     agent = BC(
-        observation_space=world.observation_space, action_space=world.action_space,
-        rng=np.random.default_rng(0), demonstrations=data, batch_size=32, minibatch_size=16,
-        device="cpu", custom_logger=HierarchicalLogger(Logger(None, [])),
-    )  # fmt: skip
+        observation_space=world.observation_space,
+        action_space=world.action_space,
+        rng=np.random.default_rng(0),
+        demonstrations=data,
+        batch_size=32,
+        minibatch_size=16,
+        device="cpu",
+        custom_logger=HierarchicalLogger(Logger(None, [])),
+    )
     variant.starts(agent.policy)
     agent.optimizer = averaged(variant, agent.policy, agent.optimizer)
     seeded(variant)
@@ -322,24 +356,39 @@ def legged(variant: Variant, ported: bool) -> Report:
     critic = MLPModel(first, groups, "critic", 1, (16,))
     storage = RolloutStorage("rl", 4, 8, first, [2], "cpu")
     agent = PPO(
-        actor, critic, storage, num_learning_epochs=2, num_mini_batches=2, schedule="fixed",
-        max_grad_norm=0.5, multi_gpu_cfg=None if ported and not variant.stock else {
-            "global_rank": variant.rank, "local_rank": variant.rank, "world_size": 2,
+        actor,
+        critic,
+        storage,
+        num_learning_epochs=2,
+        num_mini_batches=2,
+        schedule="fixed",
+        max_grad_norm=0.5,
+        multi_gpu_cfg=None
+        if ported and not variant.stock
+        else {
+            "global_rank": variant.rank,
+            "local_rank": variant.rank,
+            "world_size": 2,
         },
-    )  # fmt: skip
+    )
     both = nn.ModuleDict({"actor": actor, "critic": critic})
     variant.starts(both)
     if not variant.stock:
         _, agent.optimizer = variant.shard(both, agent.optimizer)
-    update = agent.update if not ported else lambda: edited(
-        PPO.update,
-        (
-            "nn.utils.clip_grad_norm_(self.actor.parameters(), self.max_grad_norm)\n"
-            "        nn.utils.clip_grad_norm_(self.critic.parameters(), self.max_grad_norm)\n",
-            "clip(both, self.optimizer, self.max_grad_norm)\n",
-        ),
-        clip=variant.clip, both=both,
-    )(agent)  # fmt: skip
+    update = (
+        agent.update
+        if not ported
+        else lambda: edited(
+            PPO.update,
+            (
+                "nn.utils.clip_grad_norm_(self.actor.parameters(), self.max_grad_norm)\n"
+                "        nn.utils.clip_grad_norm_(self.critic.parameters(), self.max_grad_norm)\n",
+                "clip(both, self.optimizer, self.max_grad_norm)\n",
+            ),
+            clip=variant.clip,
+            both=both,
+        )(agent)
+    )
     seeded(variant)
     losses = []
     with surrounded(variant):
@@ -366,17 +415,23 @@ def rsl_ppo(variant: Variant) -> Report:
 
 
 @recipe(
-    "PPO.update as it stands: its all-reduce of .grad left in", "rsl-rl-lib", shipped="none",
-    error=RuntimeError, match="gather_gradients",
-)  # fmt: skip
+    "PPO.update as it stands: its all-reduce of .grad left in",
+    "rsl-rl-lib",
+    shipped="none",
+    error=RuntimeError,
+    match="gather_gradients",
+)
 def rsl_unported(variant: Variant) -> Report:
     return legged(variant, ported=False)
 
 
 @recipe(
-    "A2C.train() as it stands: clip_grad_norm_ left in", "stable-baselines3", shipped="none",
-    error=RuntimeError, match="gather_gradients",
-)  # fmt: skip
+    "A2C.train() as it stands: clip_grad_norm_ left in",
+    "stable-baselines3",
+    shipped="none",
+    error=RuntimeError,
+    match="gather_gradients",
+)
 def sb3_unported(variant: Variant) -> Report:
     from stable_baselines3 import A2C
 

@@ -51,9 +51,11 @@ def simulation_based(variant: Variant) -> Report:
     x, y = rows_of(variant)
     rng = torch.Generator().manual_seed(5)
     plain = build_maf(
-        torch.randn(64, 3, generator=rng), torch.randn(64, 6, generator=rng), hidden_features=8,
+        torch.randn(64, 3, generator=rng),
+        torch.randn(64, 6, generator=rng),
+        hidden_features=8,
         num_transforms=2,
-    )  # fmt: skip
+    )
     variant.starts(plain)
     optimizer = averaged(variant, plain, torch.optim.Adam(plain.parameters(), lr=1e-2))
     epoch = edited(
@@ -66,9 +68,10 @@ def simulation_based(variant: Variant) -> Report:
         clip=variant.clip,
     )
     trainer = SimpleNamespace(
-        _neural_net=plain, optimizer=optimizer,
+        _neural_net=plain,
+        optimizer=optimizer,
         _get_losses=lambda batch: plain.loss(batch[0][:, :3], batch[0]),
-    )  # fmt: skip
+    )
     losses = []
     with surrounded(variant):
         for _ in range(3):
@@ -94,10 +97,16 @@ def differential_equation(variant: Variant) -> Report:
     variant.starts(plain)
     model, optimizer = variant.shard(plain, torch.optim.Adam(plain.parameters(), lr=1e-2))
     solver = Solver1D(
-        lambda u, t: [diff(u, t) + u], [IVP(t_0=0.0, u_0=1.0)], t_min=0.0, t_max=2.0, nets=[model],
-        optimizer=optimizer, n_batches_train=4, n_batches_valid=0,
+        lambda u, t: [diff(u, t) + u],
+        [IVP(t_0=0.0, u_0=1.0)],
+        t_min=0.0,
+        t_max=2.0,
+        nets=[model],
+        optimizer=optimizer,
+        n_batches_train=4,
+        n_batches_valid=0,
         train_generator=Generator1D(8, t_min=0.0, t_max=2.0, method="uniform"),
-    )  # fmt: skip
+    )
     seeded(variant)
     with surrounded(variant):
         for _ in range(6):
@@ -132,9 +141,12 @@ def spiking(variant: Variant) -> Report:
     from snntorch import backprop, functional
 
     plain = nn.Sequential(
-        nn.Flatten(), nn.Linear(6, 16), snntorch.Leaky(beta=0.9, init_hidden=True),
-        nn.Linear(16, 4), snntorch.Leaky(beta=0.9, init_hidden=True, output=True),
-    )  # fmt: skip
+        nn.Flatten(),
+        nn.Linear(6, 16),
+        snntorch.Leaky(beta=0.9, init_hidden=True),
+        nn.Linear(16, 4),
+        snntorch.Leaky(beta=0.9, init_hidden=True, output=True),
+    )
     variant.starts(plain)
     optimizer = averaged(variant, plain, torch.optim.Adam(plain.parameters(), lr=1e-2))
     rng = seeded(variant)
@@ -143,9 +155,14 @@ def spiking(variant: Variant) -> Report:
     with surrounded(variant):
         for _ in range(3):
             loss = backprop.TBPTT(
-                plain, loader(variant, x, y, batch=8), optimizer, functional.ce_rate_loss(),
-                num_steps=6, time_var=False, K=3,
-            )  # fmt: skip
+                plain,
+                loader(variant, x, y, batch=8),
+                optimizer,
+                functional.ce_rate_loss(),
+                num_steps=6,
+                time_var=False,
+                K=3,
+            )
             losses.append(loss.item())
     return variant.report(plain, losses, optimizer)
 
@@ -274,9 +291,12 @@ def pytorch_accelerated(variant: Variant) -> Report:
     x = torch.randn(64, 6, generator=rng)
     data = torch.utils.data.TensorDataset(x, x.sin().sum(1, keepdim=True))
     trainer.train(
-        data, 2, per_device_batch_size=4, gradient_accumulation_steps=2,
+        data,
+        2,
+        per_device_batch_size=4,
+        gradient_accumulation_steps=2,
         train_dataloader_kwargs={"num_workers": 0, "pin_memory": False},
-    )  # fmt: skip
+    )
     return variant.report(
         trainer._accelerator.unwrap_model(trainer.model), losses, trainer.optimizer
     )
@@ -295,9 +315,12 @@ def fast_ai(variant: Variant) -> Report:
     model, optimizer = variant.shard(plain, torch.optim.Adam(plain.parameters(), lr=1e-2))
     batches = loader(variant, *rows_of(variant))
     learner = Learner(
-        DataLoaders(batches, batches), model, F.mse_loss,
-        opt_func=lambda params, **_: OptimWrapper(opt=optimizer), cbs=[],
-    )  # fmt: skip
+        DataLoaders(batches, batches),
+        model,
+        F.mse_loss,
+        opt_func=lambda params, **_: OptimWrapper(opt=optimizer),
+        cbs=[],
+    )
     with surrounded(variant), learner.no_bar(), learner.no_logging():
         learner.fit(2, lr=1e-2)
     return variant.report(model, [0.0])
@@ -313,9 +336,12 @@ def deep_chem(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
     model = TorchModel(
-        plain, L2Loss(), batch_size=8, device=torch.device("cpu"),
+        plain,
+        L2Loss(),
+        batch_size=8,
+        device=torch.device("cpu"),
         model_dir=f"{variant.folder}-{variant.rank}",  # which the package makes if it is not there
-    )  # fmt: skip
+    )
     model._ensure_built()
     model._pytorch_optimizer = averaged(variant, plain, model._pytorch_optimizer)
     x, y = (each.numpy() for each in rows_of(variant))
@@ -324,7 +350,10 @@ def deep_chem(variant: Variant) -> Report:
     numpy.random.seed(variant.rank)
     with surrounded(variant):
         model.fit(
-            NumpyDataset(x, y), nb_epoch=3, checkpoint_interval=0, deterministic=True,
+            NumpyDataset(x, y),
+            nb_epoch=3,
+            checkpoint_interval=0,
+            deterministic=True,
             all_losses=losses,
-        )  # fmt: skip
+        )
     return variant.report(plain, losses or [0.0], model._pytorch_optimizer)

@@ -14,9 +14,12 @@ from torch import nn
 
 
 @recipe(
-    "TabNetRegressor.fit, clip by norm", "pytorch-tabnet", shipped="optimizer, clip", fp32=1e-2,
+    "TabNetRegressor.fit, clip by norm",
+    "pytorch-tabnet",
+    shipped="optimizer, clip",
+    fp32=1e-2,
     remark="an ulp of the first weights makes 0.2 under DDP",
-)  # fmt: skip
+)
 def tabnet(variant: Variant) -> Report:
     from pytorch_tabnet.tab_model import TabNetRegressor
 
@@ -81,9 +84,12 @@ def deepfm(variant: Variant) -> Report:
     seeded(variant)
     with surrounded(variant):
         history = model.fit(
-            {name: ids[:, k].numpy() for k, name in enumerate("abc")}, labels.numpy(),
-            batch_size=16, epochs=3, verbose=0,
-        )  # fmt: skip
+            {name: ids[:, k].numpy() for k, name in enumerate("abc")},
+            labels.numpy(),
+            batch_size=16,
+            epochs=3,
+            verbose=0,
+        )
     return variant.report(model, history.history["loss"], model.optim)
 
 
@@ -124,9 +130,10 @@ def widedeep(variant: Variant) -> Report:
     from pytorch_widedeep.models import TabMlp, WideDeep
 
     tab = TabMlp(
-        {f"x{k}": k for k in range(6)}, continuous_cols=[f"x{k}" for k in range(6)],
+        {f"x{k}": k for k in range(6)},
+        continuous_cols=[f"x{k}" for k in range(6)],
         mlp_hidden_dims=[16, 8],
-    )  # fmt: skip
+    )
     plain = WideDeep(deeptabular=tab)
     variant.starts(plain)
     optimizer = averaged(variant, plain, torch.optim.Adam(plain.parameters(), lr=1e-2))
@@ -147,9 +154,15 @@ def recbole_bpr(variant: Variant) -> Report:
     from recbole.trainer import Trainer
 
     config = {
-        "USER_ID_FIELD": "u", "ITEM_ID_FIELD": "i", "NEG_PREFIX": "neg_", "device": "cpu",
-        "embedding_size": 8, "single_spec": True, "enable_scaler": False, "gpu_id": "",
-    }  # fmt: skip
+        "USER_ID_FIELD": "u",
+        "ITEM_ID_FIELD": "i",
+        "NEG_PREFIX": "neg_",
+        "device": "cpu",
+        "embedding_size": 8,
+        "single_spec": True,
+        "enable_scaler": False,
+        "gpu_id": "",
+    }
     data = SimpleNamespace(num=lambda field: 20)
     plain = BPR(config, data)
     variant.starts(plain)
@@ -172,10 +185,16 @@ def recbole_bpr(variant: Variant) -> Report:
         clip=lambda model, optimizer, max_norm: variant.clip(model, optimizer, max_norm),
     )
     trainer = SimpleNamespace(
-        model=plain, optimizer=optimizer, config=config, device=torch.device("cpu"),
-        enable_amp=False, enable_scaler=False, clip_grad_norm={"max_norm": 0.1},
-        gpu_available=False, _check_nan=lambda loss: None,
-    )  # fmt: skip
+        model=plain,
+        optimizer=optimizer,
+        config=config,
+        device=torch.device("cpu"),
+        enable_amp=False,
+        enable_scaler=False,
+        clip_grad_norm={"max_norm": 0.1},
+        gpu_available=False,
+        _check_nan=lambda loss: None,
+    )
     with surrounded(variant):
         losses = [epoch(trainer, batches, number) for number in range(2)]
     return variant.report(plain, losses, optimizer)
@@ -210,15 +229,20 @@ def pyod_autoencoder(variant: Variant) -> Report:
     return anomalies(
         variant,
         lambda: AutoEncoder(
-            epoch_num=3, batch_size=16, hidden_neuron_list=[8, 4], batch_norm=False,
-            dropout_rate=0.0, verbose=0, device="cpu",
+            epoch_num=3,
+            batch_size=16,
+            hidden_neuron_list=[8, 4],
+            batch_norm=False,
+            dropout_rate=0.0,
+            verbose=0,
+            device="cpu",
         ),
         "training_prepare",
         (
             "**self.optimizer_params)",
             "**self.optimizer_params)\n    self.optimizer = shared(self.model, self.optimizer)",
         ),
-    )  # fmt: skip
+    )
 
 
 @recipe("DeepSVDD.fit", "deepod", shipped="optimizer, scores out")
@@ -235,4 +259,4 @@ def deepod_svdd(variant: Variant) -> Report:
             "    self.net.train()\n",
             "    optimizer = shared(self.net, optimizer)\n    self.net.train()\n",
         ),
-    )  # fmt: skip
+    )

@@ -59,9 +59,14 @@ def test_its_loader_of_patches_gives_a_served_model_the_bits_of_the_training(
     def run(group: Any) -> list[tuple[list[Any], dict[str, Tensor]]]:
         model = gpt()
         optimizer: Any = shardcast.shard(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-4), process_group=group,
-            changes=True, autocast=False, param_dtype="bf16", **published,
-        )  # fmt: skip
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-4),
+            process_group=group,
+            changes=True,
+            autocast=False,
+            param_dtype="bf16",
+            **published,
+        )
         told, version = [], None
         for step in range(STEPS):
             changes = optimizer.changes(since=version)

@@ -25,10 +25,11 @@ pytestmark = pytest.mark.timeout(300)
 MATRICES = "blocks.*[!12].weight"
 MODES = mx.ScaleCalculationMode
 MX = {
-    "mxfp8": (torch.float8_e4m3fn, MODES.FLOOR), "mxfp4": (torch.float4_e2m1fn_x2, MODES.FLOOR),
+    "mxfp8": (torch.float8_e4m3fn, MODES.FLOOR),
+    "mxfp4": (torch.float4_e2m1fn_x2, MODES.FLOOR),
     "mxfp8_rceil": (torch.float8_e4m3fn, MODES.RCEIL),
     "mxfp4_rceil": (torch.float4_e2m1fn_x2, MODES.RCEIL),
-}  # fmt: skip
+}
 FLOOR_AND_BLOCKS = ("mxfp8", "mxfp4", "fp8_block128")
 CONFIG = transformers.FineGrainedFP8Config(scale_fmt="ue8m0")
 QUANTIZER = fp8.Fp8Quantize(SimpleNamespace(quantization_config=CONFIG))
@@ -68,8 +69,12 @@ def test_codes_and_scales_are_theirs(form: str, kind: str):
     }[kind]
     codes, scales = (tensor.view(torch.uint8) for tensor in FORMS[form].quantize(values))
     their_codes, their_scales = theirs(values, form)
-    blocks = values.view(-1, FORMS[form].block_rows, values.shape[1] // FORMS[form].block_columns,
-                         FORMS[form].block_columns)  # fmt: skip
+    blocks = values.view(
+        -1,
+        FORMS[form].block_rows,
+        values.shape[1] // FORMS[form].block_columns,
+        FORMS[form].block_columns,
+    )
     if form not in ("mxfp8", "mxfp4"):
         # Ours of a block that is not finite are NaN, or one beyond bf16; theirs are numbers.
         usual = ((blocks.abs() < 2.0**126).all(-1).all(1)).view(scales.shape)
@@ -126,8 +131,10 @@ def test_verl_gives_the_same_codes_where_its_scale_is_a_power_of_two():
         their_scales = their_scales.squeeze(-1)
         assert torch.equal(their_scales[full], torch.full((4,), 2.0**-12))
         assert torch.equal(scales[full], torch.full((4,), 127 - 12, dtype=torch.uint8))
-        both = [it.view(torch.uint8).unflatten(1, (4, 128)).unflatten(0, (4, 128))
-                for it in (codes, their_codes)]  # fmt: skip
+        both = [
+            it.view(torch.uint8).unflatten(1, (4, 128)).unflatten(0, (4, 128))
+            for it in (codes, their_codes)
+        ]
         ours, other = (it.transpose(1, 2)[full] for it in both)
         assert torch.equal(ours, other)
         again = their_codes.float().unflatten(1, (4, 128)).unflatten(0, (4, 128))
@@ -141,15 +148,22 @@ def test_verl_gives_the_same_codes_where_its_scale_is_a_power_of_two():
 @pytest.mark.parametrize("form", FLOOR_AND_BLOCKS)
 def test_transformers_loads_an_exported_folder_with_equal_values(form: str, tmp_path: Path):
     small = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=256, intermediate_size=384, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(small)
     optimizer = shardcast.shard(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), autocast=False,
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        autocast=False,
         published={form: ["*.mlp.*_proj", "*.self_attn.*_proj"]},
-    )  # fmt: skip
+    )
     for seed in range(2):
         tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -161,9 +175,10 @@ def test_transformers_loads_an_exported_folder_with_equal_values(form: str, tmp_
     written = {**small.to_dict(), "architectures": ["LlamaForCausalLM"], **more}
     (tmp_path / "out" / "config.json").write_text(json.dumps(written))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.bfloat16,
+        tmp_path / "out",
+        dtype=torch.bfloat16,
         quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
-    )  # fmt: skip
+    )
     own, there = model.state_dict(), loaded.state_dict()
     assert own.keys() == there.keys()
     for name, values in own.items():

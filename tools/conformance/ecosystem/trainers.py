@@ -19,12 +19,19 @@ def llama(**options: Any) -> Any:
     return LlamaForCausalLM(
         LlamaConfig(
             **{
-                "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
-                "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64,
-                "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **options,
+                "vocab_size": VOCABULARY,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "max_position_embeddings": 64,
+                "pad_token_id": 0,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                **options,
             }
         )
-    )  # fmt: skip
+    )
 
 
 def tokenizer() -> Any:
@@ -36,9 +43,12 @@ def tokenizer() -> Any:
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
         unk_token="<pad>",
-    )  # fmt: skip
+    )
 
 
 def text(seed: int, words: int) -> str:
@@ -48,10 +58,19 @@ def text(seed: int, words: int) -> str:
 
 def arguments(variant: Variant, **options: Any) -> dict[str, Any]:
     return {
-        "output_dir": variant.folder, "use_cpu": True, "max_steps": 6, "logging_steps": 1,
-        "save_strategy": "no", "per_device_train_batch_size": 2, "learning_rate": 1e-2,
-        "report_to": "none", "disable_tqdm": True, "seed": 3, **variant.precision(), **options,
-    }  # fmt: skip
+        "output_dir": variant.folder,
+        "use_cpu": True,
+        "max_steps": 6,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 3,
+        **variant.precision(),
+        **options,
+    }
 
 
 def trained(variant: Variant, trainer: Any, prefix: str = "") -> Report:
@@ -124,11 +143,17 @@ def bert(**options: Any) -> Any:
     torch.manual_seed(1)
     return BertForSequenceClassification(
         BertConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=48, max_position_embeddings=32, hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0, **options,
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=48,
+            max_position_embeddings=32,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **options,
         )
-    )  # fmt: skip
+    )
 
 
 @recipe("Trainer, BERT, regression labels", "transformers")
@@ -270,9 +295,15 @@ def peft_adalora(variant: Variant) -> Report:
             kwargs["model"].base_model.update_and_allocate(state.global_step)
 
     config = AdaLoraConfig(
-        target_modules=["q_proj", "v_proj"], init_r=6, target_r=2, tinit=1, tfinal=1, deltaT=1,
-        total_step=8, lora_dropout=0.0,
-    )  # fmt: skip
+        target_modules=["q_proj", "v_proj"],
+        init_r=6,
+        target_r=2,
+        tinit=1,
+        tfinal=1,
+        deltaT=1,
+        total_step=8,
+        lora_dropout=0.0,
+    )
     base = llama()
     torch.manual_seed(2)
     model = get_peft_model(base, config)
@@ -284,9 +315,12 @@ def peft_adalora(variant: Variant) -> Report:
 
 
 @recipe(
-    "Trainer, LoRA with modules_to_save and DoRA", "transformers", "peft", fp32=1e-5,
+    "Trainer, LoRA with modules_to_save and DoRA",
+    "transformers",
+    "peft",
+    fp32=1e-5,
     remark="an ulp of the first weights makes 7e-7 under DDP",
-)  # fmt: skip
+)
 def peft_dora(variant: Variant) -> Report:
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
@@ -332,9 +366,12 @@ def trl_sft_lora(variant: Variant) -> Report:
     args = SFTConfig(**arguments(variant, max_length=16))
     torch.manual_seed(2)
     trainer = variant.trainer(SFTTrainer)(
-        model=llama(), args=args, train_dataset=data, processing_class=tokenizer(),
+        model=llama(),
+        args=args,
+        train_dataset=data,
+        processing_class=tokenizer(),
         peft_config=LoraConfig(r=4, target_modules="all-linear"),
-    )  # fmt: skip
+    )
     return trained(variant, trainer)
 
 
@@ -352,9 +389,12 @@ def trl_dpo(variant: Variant) -> Report:
 
     args = DPOConfig(**arguments(variant, max_length=24, learning_rate=1e-3))
     trainer = variant.trainer(DPOTrainer)(
-        model=llama(), ref_model=llama(), args=args, train_dataset=preferences(),
+        model=llama(),
+        ref_model=llama(),
+        args=args,
+        train_dataset=preferences(),
         processing_class=tokenizer(),
-    )  # fmt: skip
+    )
     return trained(variant, trainer)
 
 
@@ -384,14 +424,21 @@ def trl_grpo(variant: Variant) -> Report:
 
     args = GRPOConfig(
         **arguments(
-            variant, max_completion_length=6, num_generations=2, max_steps=3, learning_rate=1e-3,
+            variant,
+            max_completion_length=6,
+            num_generations=2,
+            max_steps=3,
+            learning_rate=1e-3,
             temperature=1.0,
         )
-    )  # fmt: skip
+    )
     trainer = variant.trainer(GRPOTrainer)(
-        model=llama(), reward_funcs=rewarded, args=args, processing_class=tokenizer(),
+        model=llama(),
+        reward_funcs=rewarded,
+        args=args,
+        processing_class=tokenizer(),
         train_dataset=rows_of(prompt=[text(i, 4) for i in range(24)]),
-    )  # fmt: skip
+    )
     return trained(variant, trainer)
 
 
@@ -440,9 +487,10 @@ def sentence_cosine(variant: Variant) -> Report:
     from sentence_transformers import losses
 
     data = rows_of(
-        sentence1=[text(i, 6) for i in range(48)], sentence2=[text(i + 1, 7) for i in range(48)],
+        sentence1=[text(i, 6) for i in range(48)],
+        sentence2=[text(i + 1, 7) for i in range(48)],
         score=[float(i % 5) / 4 for i in range(48)],
-    )  # fmt: skip
+    )
     return sentences(variant, losses.CosineSimilarityLoss, data)
 
 
@@ -456,9 +504,10 @@ def sentence_softmax(variant: Variant) -> Report:
     from sentence_transformers import losses
 
     data = rows_of(
-        sentence1=[text(i, 6) for i in range(48)], sentence2=[text(i + 1, 7) for i in range(48)],
+        sentence1=[text(i, 6) for i in range(48)],
+        sentence2=[text(i + 1, 7) for i in range(48)],
         label=[i % 3 for i in range(48)],
-    )  # fmt: skip
+    )
 
     def loss_of(model: Any) -> Any:
         torch.manual_seed(5)

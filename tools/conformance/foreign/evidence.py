@@ -88,8 +88,12 @@ def run_pytest(file: Path, *arguments: str, path: Sequence[Path] = (), timeout: 
     words = [sys.executable, "-m", "pytest", "-q", "-c", str(settings), "-p", "no:cacheprovider"]
     ended = subprocess.run(
         [*words, f"--timeout={timeout}", f"--junitxml={report}", str(file), *arguments],
-        env=environment, cwd=file.parent, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=environment,
+        cwd=file.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if ended.returncode not in (0, 1):
         pytest.fail(f"{file.name} did not run:\n{ended.stdout[-4000:]}{ended.stderr[-4000:]}")
     return list(_cases_of(report))

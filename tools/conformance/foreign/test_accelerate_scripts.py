@@ -105,8 +105,11 @@ def checks_of(
     report.unlink(missing_ok=True)
     ended = subprocess.run(
         [sys.executable, *launcher, script, name, str(report), *left_out],
-        cwd=folder, env=os.environ | {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return [(check, error) for check, error in json.loads(report.read_text(encoding="utf-8"))]

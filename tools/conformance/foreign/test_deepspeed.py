@@ -49,9 +49,12 @@ RUNS = {  # arguments of pytest, and whether models are of fp32
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("suite", [ZERO, BACKWARD], ids=lambda suite: suite.name)
 def test_the_tests_of_zero(
-    suite: Suite, tmp_path: Path, sources: Path | None, verdicts: list[Verdict],
+    suite: Suite,
+    tmp_path: Path,
+    sources: Path | None,
+    verdicts: list[Verdict],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     text = suite.text(sources)
     assert sources is not None
     tests = shutil.copytree(sources / "DeepSpeed" / "tests", tmp_path / "tests")

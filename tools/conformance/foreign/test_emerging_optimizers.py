@@ -20,10 +20,30 @@ from shardcast.testing import threaded_world
 STEPS = 6  # bases of SOAP and its kind change from the second one on
 WORLD_SIZES = (1, 2, 3)
 NAMES = (
-    "muon", "adaptive_muon", "mop", "muon_hyperball", "polargrad", "scion", "spel", "lion",
-    "signum", "laprop", "sim_ademamix", "soap", "moso", "rekls", "stacked_soap", "tp_rekls",
-    "psgd_pro", "oblique_sgd", "oblique_adam", "iso", "kl_soap", "rekls_v3", "kl_m_soap",
-)  # fmt: skip
+    "muon",
+    "adaptive_muon",
+    "mop",
+    "muon_hyperball",
+    "polargrad",
+    "scion",
+    "spel",
+    "lion",
+    "signum",
+    "laprop",
+    "sim_ademamix",
+    "soap",
+    "moso",
+    "rekls",
+    "stacked_soap",
+    "tp_rekls",
+    "psgd_pro",
+    "oblique_sgd",
+    "oblique_adam",
+    "iso",
+    "kl_soap",
+    "rekls_v3",
+    "kl_m_soap",
+)
 SUITE = Suite(
     name="Emerging-Optimizers",
     claim=(

@@ -31,9 +31,14 @@ CLAIM = (
 
 def suite(name: str, path: str, commit: str, tests: dict[str, Claim | str]) -> Suite:
     return Suite(
-        name=name, claim=CLAIM, source="pytorch/pytorch", path=path, license="BSD-3-Clause",
-        cases=len(tests), commit=commit,
-    )  # fmt: skip
+        name=name,
+        claim=CLAIM,
+        source="pytorch/pytorch",
+        path=path,
+        license="BSD-3-Clause",
+        cases=len(tests),
+        commit=commit,
+    )
 
 
 COMMITS = {  # of the files, by what follows FSDP in their names, and their claims
@@ -55,9 +60,10 @@ REFUSED = {  # words of the error, and the reason
     "test_to_float64_after_init": ("was moved out of its pack after shardcast.shard", MOVED),
     "test_clamp_reduce_dtype": ("was moved out of its pack after shardcast.shard", MOVED),
     "test_parameter_dtype_conversion_preserves_gradient": (
-        "was moved out of its pack after shardcast.shard", MOVED,
+        "was moved out of its pack after shardcast.shard",
+        MOVED,
     ),
-}  # fmt: skip
+}
 
 
 def errors_of(side: str, world: int, folder: Path) -> dict[str, str]:
@@ -69,9 +75,12 @@ def errors_of(side: str, world: int, folder: Path) -> dict[str, str]:
     script = [str(here / "claims" / "run.py"), str(report), side, str(world), "", *names]
     path = os.pathsep.join([str(Path.cwd()), str(here)])
     ended = subprocess.run(
-        [sys.executable, *words, *script], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, *words, *script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     return {
         f"claims.{file}.{test}": error

@@ -112,9 +112,13 @@ def loss_of(folder: Path, world_size: int, option: str) -> float:
     words += [f"--eval_iters={20 * world_size}", "--backend=gloo", "--dtype=float32"]
     words += [f"--out_dir=out-{option}-{world_size}"]
     ended = subprocess.run(
-        [sys.executable, *words], cwd=folder, env={**os.environ, **OPTIONS.get(option, {})},
-        capture_output=True, check=False, text=True,
-    )  # fmt: skip
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, **OPTIONS.get(option, {})},
+        capture_output=True,
+        check=False,
+        text=True,
+    )
     assert not ended.returncode, ended.stdout[-2000:] + ended.stderr[-4000:]
     found = re.findall(r"step (\d+): train loss [\d.]+, val loss ([\d.]+)", ended.stdout)
     assert found[-1][0] == "2000", found

@@ -29,10 +29,12 @@ WHOLE = dataclasses.replace(SUITE, replaced={})
 CASES = {  # what else is edited in both, shardcast's options, how far losses may be apart
     "fp32": (speedrun.FP32, {"param_dtype": "fp32"}, 1e-5),
     "bf16, the embedding's master in fp32": (
-        speedrun.BF16, {"param_dtype": "bf16", "grad_dtype": "fp32"}, 1e-3,
+        speedrun.BF16,
+        {"param_dtype": "bf16", "grad_dtype": "fp32"},
+        1e-3,
     ),
     "as it is, with an embedding and moments in bf16": ({}, {"param_dtype": "bf16"}, 1e-3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.timeout(900)

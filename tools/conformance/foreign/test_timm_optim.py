@@ -34,11 +34,14 @@ SUITE = Suite(
         **{
             f"def {check}(": f"@noted\ndef {check}("
             for check in (
-                "_test_state_dict", "_test_basic_cases_template", "_test_model", "_test_rosenbrock",
+                "_test_state_dict",
+                "_test_basic_cases_template",
+                "_test_model",
+                "_test_rosenbrock",
             )
         },
     },
-)  # fmt: skip
+)
 REFUSED = {  # the words of the error, and the reason
     "param_groups: expected": "extends `param_groups` by themselves, in place of `add_param_group`",
     "Lamb cannot be sharded": "clips by a norm of its own over all parameters (`max_grad_norm`)",
@@ -98,10 +101,13 @@ def checks_of(file: Path, world_size: int, **environment: str) -> Checks:
     path = os.pathsep.join(map(str, [Path.cwd(), Path(__file__).parent, helpers]))
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", NAMED, str(file)]
     ended = subprocess.run(
-        [sys.executable, *OURS[world_size], *words], cwd=file.parent, check=False, text=True,
+        [sys.executable, *OURS[world_size], *words],
+        cwd=file.parent,
+        check=False,
+        text=True,
         env={**os.environ, "PYTHONPATH": path, "CHECKS": str(folder), **environment},
         capture_output=True,
-    )  # fmt: skip
+    )
     assert ended.returncode in (0, 1), ended.stdout[-4000:] + ended.stderr[-4000:]
     by_rank = []
     for rank in range(world_size):

@@ -107,9 +107,12 @@ def with_tensor_parallelism(side: Any, shape: tuple[int, ...], names: tuple[str,
             assert_close(whole(ours.detach()), param.detach())
         torch.manual_seed(42 + dist.get_rank(dp_group) + 1)
         train_beside(
-            ref, model, Adam(ref.parameters(), lr=1e-2, foreach=False), optimizer,
+            ref,
+            model,
+            Adam(ref.parameters(), lr=1e-2, foreach=False),
+            optimizer,
             lambda dim=dim: torch.randn(8, dim),
-        )  # fmt: skip
+        )
 
 
 @claim(4, without="that the mesh of a parameter has the data-parallel dimension, too")
@@ -128,9 +131,11 @@ def test_train_parity_hsdp(side: Any) -> None:
     for dim, checkpointing, at_last in covers:
         torch.manual_seed(42)
         model = nn.Sequential(
-            nn.LayerNorm(dim, bias=False), MLP(dim, dim_multiplier=3), MLP(dim),
+            nn.LayerNorm(dim, bias=False),
             MLP(dim, dim_multiplier=3),
-        )  # fmt: skip
+            MLP(dim),
+            MLP(dim, dim_multiplier=3),
+        )
         ref = replicate(copy.deepcopy(model))
         if checkpointing:
             for module in model:

@@ -26,9 +26,15 @@ from claims.sides import claim, claims_in
 
 
 def clip_beside(
-    side: Any, ref: nn.Module, model: nn.Module, ref_optimizer: Any, optimizer: Any,
-    batch: Tensor, max_norm: float, norm_type: float,
-) -> None:  # fmt: skip
+    side: Any,
+    ref: nn.Module,
+    model: nn.Module,
+    ref_optimizer: Any,
+    optimizer: Any,
+    batch: Tensor,
+    max_norm: float,
+    norm_type: float,
+) -> None:
     """Compare norms ten times, and what the step of the clipped gradients comes to."""
     norm_of = functools.partial(torch.linalg.vector_norm, ord=norm_type)
     for _ in range(10):

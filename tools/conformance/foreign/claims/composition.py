@@ -35,9 +35,13 @@ from claims.sides import claim
 def test_train_parity_with_activation_checkpointing(side: Any) -> None:
     for impl, tied in (("composable", True), ("utils", False), ("wrapper", True)):
         model = transformer(
-            n_layers=3, n_heads=4, vocab_size=1024, max_seq_len=64, weight_tying=tied,
+            n_layers=3,
+            n_heads=4,
+            vocab_size=1024,
+            max_seq_len=64,
+            weight_tying=tied,
             checkpoint_activations=impl == "utils",
-        )  # fmt: skip
+        )
         ref = replicate(copy.deepcopy(model))
         if impl == "wrapper":
             apply_activation_checkpointing(
@@ -187,9 +191,12 @@ def test_reset_iter_state_after_exception(side: Any) -> None:
 def test_double_forward_with_nested_fsdp_and_checkpoint(side: Any) -> None:
     for impl in ("composable", "utils"):
         model = transformer(
-            n_layers=3, n_heads=4, vocab_size=1024, max_seq_len=64,
+            n_layers=3,
+            n_heads=4,
+            vocab_size=1024,
+            max_seq_len=64,
             checkpoint_activations=impl == "utils",
-        )  # fmt: skip
+        )
         if impl == "composable":
             for block in blocks_of(model):
                 checkpoint(block)
@@ -261,9 +268,12 @@ def test_train_parity_with_shared_params(side: Any) -> None:
         optimizer = side.shard(model, modules=blocks_of(model))
         seed()
         train_beside(
-            ref, model, Adam(ref.parameters(), lr=1e-2), optimizer,
+            ref,
+            model,
+            Adam(ref.parameters(), lr=1e-2),
+            optimizer,
             lambda: torch.randint(0, 8, (2, 16)),
-        )  # fmt: skip
+        )
 
 
 @claim(4)

@@ -49,9 +49,14 @@ def plainly(optimizer: Any) -> AbstractContextManager[None]:
 
 
 def round_trip(
-    side: Any, build: Callable[[], nn.Module], kind: Any, frozen: bool = False,
-    flatten: bool = False, compiles: bool = False, **options: Any,
-) -> None:  # fmt: skip
+    side: Any,
+    build: Callable[[], nn.Module],
+    kind: Any,
+    frozen: bool = False,
+    flatten: bool = False,
+    compiles: bool = False,
+    **options: Any,
+) -> None:
     """``_test_save_load``: train ten steps, compare the states, and load them into another one."""
     verify, asked = (
         Verify(),

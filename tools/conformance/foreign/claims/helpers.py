@@ -45,9 +45,14 @@ def same_parity(side: Any, ref: nn.Module, model: nn.Module, optimizer: Any) -> 
 
 
 def train_beside(
-    ref: nn.Module, model: nn.Module, ref_optimizer: Any, optimizer: Any,
-    draw: Callable[[], Tensor], steps: int = 10, delays: tuple[float, float] = (0, 0),
-) -> None:  # fmt: skip
+    ref: nn.Module,
+    model: nn.Module,
+    ref_optimizer: Any,
+    optimizer: Any,
+    draw: Callable[[], Tensor],
+    steps: int = 10,
+    delays: tuple[float, float] = (0, 0),
+) -> None:
     """Train both on the same batches; their losses are equal in every step."""
     for index in range(steps):
         batch, losses = draw(), []

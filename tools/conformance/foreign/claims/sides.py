@@ -31,11 +31,20 @@ class FSDP2:
     whole = staticmethod(lambda tensor: whole(tensor))
 
     def shard(
-        self, model: nn.Module, kind: Kind = torch.optim.Adam, modules: Sequence[Any] = (),
-        lr: float = 1e-2, low: torch.dtype | None = None, reduce: torch.dtype | None = None,
-        offload: bool = False, replicas: int = 1, mesh: Any = None, dp: Any = None,
-        norm_type: float = 2, fp32_outputs: str | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        model: nn.Module,
+        kind: Kind = torch.optim.Adam,
+        modules: Sequence[Any] = (),
+        lr: float = 1e-2,
+        low: torch.dtype | None = None,
+        reduce: torch.dtype | None = None,
+        offload: bool = False,
+        replicas: int = 1,
+        mesh: Any = None,
+        dp: Any = None,
+        norm_type: float = 2,
+        fp32_outputs: str | None = None,
+    ) -> Any:
         policy = MixedPrecisionPolicy(low, reduce)
         if fp32_outputs is not None:
             policy = MixedPrecisionPolicy(low, reduce, torch.float32, False)
@@ -94,11 +103,19 @@ class Shardcast:
     whole = staticmethod(lambda tensor: whole(tensor))
 
     def shard(
-        self, model: nn.Module, kind: Kind = torch.optim.Adam, modules: Sequence[Any] = (),
-        lr: float = 1e-2, low: torch.dtype | None = None, reduce: torch.dtype | None = None,
-        offload: bool = False, replicas: int = 1, mesh: Any = None, dp: Any = None,
+        self,
+        model: nn.Module,
+        kind: Kind = torch.optim.Adam,
+        modules: Sequence[Any] = (),
+        lr: float = 1e-2,
+        low: torch.dtype | None = None,
+        reduce: torch.dtype | None = None,
+        offload: bool = False,
+        replicas: int = 1,
+        mesh: Any = None,
+        dp: Any = None,
         **options: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         options = {"param_dtype": low or torch.float32, "autocast": False, **options}
         options |= {"fuse": "eager", "offload": offload}
         # Sums are in fp32 in any case; this one keeps the mean in it, as FSDP2's reduce_dtype does.

@@ -73,12 +73,15 @@ class DeepSpeedEngine(nn.Module):
         self.module, self.device, self.config = model, torch.device(GPU), config
         self.optimizer = ZeROOptimizer(
             shardcast.shard(
-                model, optimizer, param_dtype=low, autocast=False,
+                model,
+                optimizer,
+                param_dtype=low,
+                autocast=False,
                 accumulate="sharded" if stage == 2 else "local",
                 max_grad_norm=config.get("gradient_clipping") or None,
                 offload=zero.get("offload_optimizer", {}).get("device", "none") == "cpu",
             )
-        )  # fmt: skip
+        )
         self.sharded = self.optimizer.sharded
         self.ranks = dist.get_world_size()
         if config.get("gradient_allreduce_op") == "sum":
@@ -163,9 +166,12 @@ OPTIMIZERS: Mapping[str, Any] = {"adam": torch.optim.AdamW, "adamw": torch.optim
 
 
 def initialize(
-    model: nn.Module, config: Any = None, optimizer: Any = None, model_parameters: Any = None,
+    model: nn.Module,
+    config: Any = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
     **_: Any,
-) -> tuple[DeepSpeedEngine, ZeROOptimizer, None, None]:  # fmt: skip
+) -> tuple[DeepSpeedEngine, ZeROOptimizer, None, None]:
     """``deepspeed.initialize``; its optimizers are made of torch's."""
     if isinstance(optimizer, Callable) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model.parameters())
@@ -182,9 +188,12 @@ def initialize(
 
 
 def init_distributed(
-    dist_backend: str = "gloo", init_method: str | None = None, rank: int = -1,
-    world_size: int = -1, **_: Any,
-) -> None:  # fmt: skip
+    dist_backend: str = "gloo",
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    **_: Any,
+) -> None:
     if not dist.is_initialized():
         dist.init_process_group(dist_backend, init_method, rank=rank, world_size=world_size)
 
@@ -260,18 +269,28 @@ def init(enabled: bool = True, **_: Any) -> Iterator[None]:
 
 
 sys.modules["deepspeed.zero"].Init = init  # type: ignore[attr-defined]
-_module("comm", **{key: getattr(dist, key) for key in dir(dist) if not key.startswith("__")}
-        | {"all_gather_into_tensor": all_gather_into_tensor})  # fmt: skip
+_module(
+    "comm",
+    **{key: getattr(dist, key) for key in dir(dist) if not key.startswith("__")}
+    | {"all_gather_into_tensor": all_gather_into_tensor},
+)
 _module("accelerator", get_accelerator=lambda: ONE, is_current_accelerator_supported=lambda: True)
 _module("git_version_info", torch_info={})
-_module("utils", safe_get_full_grad=safe_get_full_grad,
-        safe_get_full_fp32_param=safe_get_full_fp32_param)  # fmt: skip
-_module("utils.zero_to_fp32",
-        load_state_dict_from_zero_checkpoint=load_state_dict_from_zero_checkpoint)  # fmt: skip
+_module(
+    "utils",
+    safe_get_full_grad=safe_get_full_grad,
+    safe_get_full_fp32_param=safe_get_full_fp32_param,
+)
+_module(
+    "utils.zero_to_fp32", load_state_dict_from_zero_checkpoint=load_state_dict_from_zero_checkpoint
+)
 _module("runtime.base_optimizer", ZeROOptimizer=ZeROOptimizer)
 _module("runtime.engine", DeepSpeedEngine=DeepSpeedEngine)
-_module("runtime.zero.offload_config",
-        OffloadDeviceEnum=Enum("OffloadDeviceEnum", {key: key for key in ("none", "cpu", "nvme")},
-                               type=str))  # fmt: skip
+_module(
+    "runtime.zero.offload_config",
+    OffloadDeviceEnum=Enum(
+        "OffloadDeviceEnum", {key: key for key in ("none", "cpu", "nvme")}, type=str
+    ),
+)
 for path in ("bf16_optimizer", "zero.partition_parameters", "zero.utils"):
     _module(f"runtime.{path}")
