@@ -79,6 +79,34 @@ def test_fp32_steps_are_those_of_torch(
         torch.testing.assert_close(mine, other, rtol=6e-7, atol=6e-7)
 
 
+@pytest.mark.parametrize(("kind", "options"), [ADAMW, ADAM, SGD])
+def test_several_groups_of_a_pack_are_updated_as_by_torch(
+    kind: type[torch.optim.Optimizer], options: dict[str, float], fuse: str
+) -> None:
+    """By one kernel, with rates that change, and one group that does not decay."""
+
+    def grouped(model: nn.ParameterList) -> torch.optim.Optimizer:
+        groups = [{"params": [param], "lr": 1e-2 / (n + 1)} for n, param in enumerate(model)]
+        groups[1]["weight_decay"] = 0.0
+        return kind(groups, **options)
+
+    ours, theirs = model_of(1000, 33, 700, 256), model_of(1000, 33, 700, 256)
+    optimizer = shardcast.shard(
+        ours, grouped(ours), param_dtype="fp32", fuse=fuse, unpacked_first=0
+    )
+    reference = grouped(theirs)
+    for step in range(5):
+        for each in (optimizer, reference):
+            each.param_groups[step % 4]["lr"] *= 0.5
+        give(ours, step)
+        give(theirs, step)
+        optimizer.step()
+        reference.step()
+    assert len(optimizer.layout.packs) == 1
+    for mine, other in zip(values(ours), values(theirs), strict=True):
+        torch.testing.assert_close(mine, other, rtol=6e-7, atol=6e-7)
+
+
 def test_packs_of_unequal_lengths_are_updated_as_by_torch(fuse: str) -> None:
     """Many of them, which one kernel updates eight at a time; one is longer than 2**26."""
     shrink = 0 if DEVICE == "cuda" else 10
