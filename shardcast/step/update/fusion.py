@@ -114,14 +114,15 @@ class Fusion:
             stop = start + len(codec.pieces(self.row))
             stored.append(tuple(operands[start:stop]))
             start = stop
-        of_rows = operands[start:]
+        # An int: Dynamo of torch 2.11 takes no bool for an index.
+        of_rows, keys = operands[start:], int(self.by_chance)
         return NamedOperands(
             operands[0],
             operands[1] if self.casts else None,
             stored,
             of_rows[0] if self.by_chance else None,
-            of_rows[self.by_chance] if self.by_row else None,
-            of_rows[self.by_chance + self.by_row :],
+            of_rows[keys] if self.by_row else None,
+            of_rows[keys + self.by_row :],
         )
 
 
