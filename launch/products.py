@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardcast._compat import has_products
-from shardcast.optimizer.products import slowdown, told
+from shardcast.optimizer.setup import slowdown, told
 
 LOW = (torch.bfloat16, torch.float16)
 OPERATORS = (

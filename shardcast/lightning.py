@@ -25,10 +25,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.metrics import flat
-from shardcast.optimizer.api import shard
-from shardcast.optimizer.forwards import install_casts
-from shardcast.optimizer.frameworks import (
+from shardcast.frameworks import (
     check_loss_scales,
     clusters,
     divides_by_tokens,
@@ -37,11 +34,12 @@ from shardcast.optimizer.frameworks import (
     scale_loss,
     with_buffers,
 )
-from shardcast.optimizer.handles import OptimizerHandle
+from shardcast.metrics import flat
+from shardcast.optimizer.api import shard
+from shardcast.optimizer.forwards import install_casts
 from shardcast.optimizer.model import is_sharded
-from shardcast.optimizer.sharded import ShardedOptimizer
-from shardcast.optimizer.state_dict import load_step_state, step_state
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import OptimizerHandle, ShardedOptimizer, packed_of
+from shardcast.optimizer.state import load_step_state, step_state
 from shardcast.plan.precision import Precision as Rules
 
 try:

@@ -35,8 +35,7 @@ from shardcast.checkpoint.directory import steps
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.metrics import flat
-from shardcast.optimizer.sharded import ShardedOptimizer
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 
 try:
     from transformers import Trainer, TrainerCallback

@@ -35,6 +35,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"optimizer"}),
     frozenset({"extensions"}),
     frozenset({"checkpoint", "estimate", "serving", "testing"}),
+    frozenset({"frameworks"}),
     frozenset({"accelerate", "metrics", "publish", "transformers", "lightning", "run"}),
     frozenset({"cli", "__main__"}),
 )

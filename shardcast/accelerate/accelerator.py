@@ -32,8 +32,7 @@ from shardcast.accelerate import guards, mesh, state
 from shardcast.accelerate.optimizer import ShardcastHandle, ShardcastOptimizer
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.optimizer.api import shard
-from shardcast.optimizer.frameworks import (
+from shardcast.frameworks import (
     check_loss_scales,
     clusters,
     divides_by_tokens,
@@ -41,9 +40,9 @@ from shardcast.optimizer.frameworks import (
     scale_loss,
     with_buffers,
 )
+from shardcast.optimizer.api import shard
 from shardcast.optimizer.model import is_sharded
-from shardcast.optimizer.sharded import ShardedOptimizer
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 from shardcast.plan.precision import MASTER_DTYPE
 
 ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.optimizer.frameworks import following, models_of
+from shardcast.frameworks import following, models_of
 from shardcast.optimizer.model import is_sharded
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -16,10 +16,9 @@ from accelerate.utils.operations import convert_to_fp32
 from torch import Tensor, nn
 
 from shardcast.comm import warn_first
+from shardcast.frameworks import called_on_all_ranks, exact_state
 from shardcast.optimizer.doors import Part, Values
-from shardcast.optimizer.frameworks import called_on_all_ranks, exact_state
-from shardcast.optimizer.sharded import ShardedOptimizer
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -126,7 +125,7 @@ class ShardcastOptimizer(PreparedOptimizer):
 class ShardcastHandle(PreparedOptimizer):
     """Stands for one of several optimizers that ``prepared`` steps together.
 
-    ``optimizer`` is its :class:`~shardcast.optimizer.handles.OptimizerHandle`.
+    ``optimizer`` is its :class:`~shardcast.optimizer.sharded.OptimizerHandle`.
     """
 
     def __init__(self, prepared: ShardcastOptimizer, handle: torch.optim.Optimizer) -> None:

@@ -24,16 +24,15 @@ from shardcast.memory.codecs import row_of
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.groups import activate_packs
 from shardcast.optimizer.model import saved_buffers
-from shardcast.optimizer.sharded import ShardedOptimizer
-from shardcast.optimizer.state_dict import (
+from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
+from shardcast.optimizer.state import (
     agree_on_averages,
     forget_averages,
+    is_elementwise,
     load_groups,
     load_step_state,
     step_state,
 )
-from shardcast.optimizer.state_view import is_elementwise
-from shardcast.optimizer.stateful import packed_of
 from shardcast.option_values import as_yaml
 from shardcast.plan.layout import Fragment, PackLayout
 from shardcast.plan.pack_groups import PackGroups

@@ -20,7 +20,7 @@ from shardcast.checkpoint.dcp import Reader, fitting
 from shardcast.checkpoint.directory import EXPORTING, chosen, locked, new_name, sweep_exports
 from shardcast.checkpoint.region import KeyPath
 from shardcast.messages import note_speed
-from shardcast.optimizer.state_dict import plain_dict
+from shardcast.optimizer.state import plain_dict
 from shardcast.serving.published import Exported
 from shardcast.step.update.epilogues import AVERAGE
 

@@ -22,7 +22,7 @@ from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.directory import absolute, is_checkpoint, steps
 from shardcast.checkpoint.loading import Directory, compare, take
 from shardcast.checkpoint.source import StateSource, from_reader, from_tensors
-from shardcast.optimizer.state_dict import plain_state, state_by_param
+from shardcast.optimizer.state import plain_state, state_by_param
 
 Values = str | os.PathLike[str] | Mapping[str, Any]
 WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names

@@ -20,11 +20,16 @@ from shardcast.extensions.waiting import look_after
 from shardcast.keywords import Keywords
 from shardcast.memory.aliases import Alias, find_aliases
 from shardcast.optimizer import setup
-from shardcast.optimizer.memory_report import summary_of
-from shardcast.optimizer.model import called_by_script, is_sharded, joined, waiting_restores
-from shardcast.optimizer.packed import PackedOptimizer
-from shardcast.optimizer.products import warn_of_slow_products
-from shardcast.optimizer.rest import convert_rest, warn_of_averages
+from shardcast.optimizer.model import (
+    called_by_script,
+    convert_rest,
+    is_sharded,
+    joined,
+    waiting_restores,
+    warn_of_averages,
+)
+from shardcast.optimizer.packed import PackedOptimizer, summary_of
+from shardcast.optimizer.setup import warn_of_slow_products
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.plan.originals import OptimizerList
 from shardcast.step.compiling import compiles

@@ -23,7 +23,7 @@ from shardcast.memory.hashing import Hasher, bits_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
-from shardcast.optimizer.state_view import is_elementwise
+from shardcast.optimizer.state import is_elementwise
 from shardcast.plan.layout import Fragment
 from shardcast.plan.pack_groups import PLAIN, PackGroups
 from shardcast.plan.precision import MASTER_DTYPE

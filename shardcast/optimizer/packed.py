@@ -6,7 +6,10 @@ of this library work with this one.
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,14 +18,25 @@ from torch import Tensor, nn
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory import packed_param
+from shardcast.memory.aliases import tie
+from shardcast.memory.codecs import shown
 from shardcast.memory.shard import Shard, take_moved
+from shardcast.messages import warn
 from shardcast.optimizer.forwards import install_casts
-from shardcast.optimizer.model import ModelHooks, Tree, called_by_script, note_model
+from shardcast.optimizer.model import (
+    ModelHooks,
+    Tree,
+    called_by_script,
+    forget_model,
+    note_model,
+    restore_rest,
+)
 from shardcast.optimizer.setup import Plan
 from shardcast.option_values import CALLS
 from shardcast.plan.layout import Layout
 from shardcast.plan.precision import MASTER_DTYPE, Precision
 from shardcast.step.decide.decider import Decider
+from shardcast.step.decide.signal import Signal
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.step_hook import StepHook
 from shardcast.step.sync.sync import Sync
@@ -31,11 +45,12 @@ from shardcast.step.update import Update, updates_of
 if TYPE_CHECKING:
     from shardcast.memory.aliases import Alias
 
+
 T = TypeVar("T")
 
 
 class PackedOptimizer:
-    """The sharded training; its step is in :mod:`.sharded`, its end in :mod:`.closing`.
+    """The sharded training; its step is in :mod:`.sharded`, its end is :func:`close`.
 
     Attributes:
         config: the options that hold.
@@ -258,3 +273,172 @@ class PackedOptimizer:
             handle.remove()
         self._casts.clear()
         self.sync.wait()  # last: it raises where another rank was lost
+
+
+class MemoryReport(dict[str, int]):
+    """Bytes that this rank holds, by kind; ``print`` shows them in one line, with the total."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all kinds, in bytes."""
+        return sum(self.values())
+
+    def __str__(self) -> str:
+        scale, unit = (1e9, "GB") if self.total >= 1e9 else (1e6, "MB")
+        rows = [*self.items(), ("total", self.total)]
+        return ", ".join(f"{kind} {nbytes / scale:.3f} {unit}" for kind, nbytes in rows)
+
+
+def report_of(packed: PackedOptimizer) -> MemoryReport:
+    """Add up what this rank holds. Local."""
+    report = MemoryReport(parameters=0, gradients=0, masters=0, state=0)
+    for shard in packed.shards:
+        report["parameters"] += shard.pack.data.nbytes
+        if shard.grads is not None:
+            report["gradients"] += packed.reduce.nbytes(shard.pack)
+        report["masters"] += shard.nbytes
+    report["state"] = sum(update.nbytes() for update in packed.updates)
+    if under_way := packed.sync.nbytes:
+        report["parcels"] = under_way
+    parts: list[StepHook | Signal] = [*packed.step_hooks, *packed.decider.signals]
+    report.update({hook.name: nbytes for hook in parts if (nbytes := hook.nbytes()) is not None})
+    return report
+
+
+def summary_of(packed: PackedOptimizer) -> str:
+    """Say in one line what was sharded, and what this rank holds of it. Local."""
+    packs, comm = packed.layout.packs, packed.process_groups.shard
+    numels: Counter[torch.dtype] = Counter()
+    for pack in packs:
+        numels[pack.dtype] += sum(slot.numel for slot in pack.slots)
+    dtypes = ", ".join(f"{n:,} in {str(d).removeprefix('torch.')}" for d, n in numels.items())
+    frozen = packed.precision.frozen_bytes(packed.outside.values())
+    trained = [shard for shard in packed.shards if shard.pack.layout.requires_grad]
+    owned = sum(shard.pack.own.numel for shard in trained)
+    total = sum(numels.values())
+    gradients = sum(shard.pack.own.numel * shard.pack.layout.dtype.itemsize for shard in trained)
+    report = report_of(packed)
+    held = report["parameters"] + report["masters"] + gradients
+    count = sum(slot.numel for shard in trained for slot in shard.pack.layout.slots)
+    ddp, share = MASTER_DTYPE.itemsize * (total + count), owned / max(1, count)
+    beside = f"; beside it {_size(frozen)} of parameters that are not trained stay fp32, as they "
+    beside += "came, which convert_rest=True halves"
+    return (
+        f"sharded {sum(len(pack.slots) for pack in packs)} parameters ({dtypes}) of "
+        f"{packed.originals.name} in {len(packs)} packs over {comm.size} of {packed.comm.size} "
+        f"data-parallel ranks; weights, gradients and masters take {_size(held)} per rank "
+        f"(DDP: {_size(ddp)}), the optimizer's state {share:.0%} of DDP's"
+        f"{beside * bool(frozen)}{_rounded(packed)}"
+    )
+
+
+def _rounded(packed: PackedOptimizer) -> str:
+    """Say how many masters begin with the digits of a lower dtype, in which the model came."""
+    numels: Counter[torch.dtype] = Counter()
+    for shard in packed.shards:
+        for slot, given in zip(shard.pack.layout.slots, shard.given_dtypes, strict=True):
+            if given != MASTER_DTYPE and shard.pack.layout.requires_grad:
+                numels[given] += slot.numel
+    came = " and ".join(f"{n:,} in {str(d).removeprefix('torch.')}" for d, n in numels.items())
+    text = f"; {came} as they came, so that their masters begin rounded: pass a model in fp32"
+    return text * bool(numels)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3f} MB"
+
+
+def close(packed: PackedOptimizer, restore: bool) -> None:
+    """See :meth:`shardcast.ShardedOptimizer.close`."""
+    packed.refuse_averaged("close")
+    try:
+        if not packed.is_closed:
+            _end(packed)
+        if restore and sys.exc_info()[0] is None:
+            if packed.shards and packed.comm.is_alive:
+                packed.decider.meet("close")
+            _restore(packed)
+    finally:
+        packed.process_groups.end_watch()
+
+
+def _end(packed: PackedOptimizer) -> None:
+    """Let go of the model, whose masters wait to be given back."""
+    packed.is_closed = True
+    later = partial(_restore, packed, MASTER_DTYPE)
+    for module in {*packed.stages, *packed.called}:
+        note_model(module, restore=later)
+    for param in _params(packed):
+        note = packed_param.note_of(param)
+        if note is not None and note.is_held:
+            note.restore = later
+    try:
+        packed.remove_hooks()
+    finally:
+        packed.reduce.close()
+
+
+def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
+    """Give parameters and buffers back, in ``dtype`` or as they were given. Collective."""
+    for module in {*packed.stages, *packed.called}:
+        forget_model(module)
+    for param in _params(packed):
+        packed_param.forget(param)
+    if not all(shard.pack.comm.is_alive for shard in packed.shards):
+        warn(
+            "the process group of a sharded model was destroyed before its masters were "
+            "gathered, so that its weights stay in low precision: call optimizer.close() first"
+        )
+        return
+    # Those of a group that was added later were made low by shard() already.
+    dtypes = packed.given_dtype_of()
+    for shard in packed.shards:
+        params = zip(shard.pack.in_model, shard.given_dtypes, strict=True)
+        _restore_shard(shard, [dtype or dtypes.get(param, low) for param, low in params])
+    packed.shards.clear()
+    packed.updates.clear()  # operands and state, which a script that keeps this would keep
+    restore_rest(packed.stages, packed.given_dtypes)
+    tie(packed.aliases)
+
+
+def _params(packed: PackedOptimizer) -> list[nn.Parameter]:
+    """Return the parameters that have notes of this optimizer."""
+    held = [param for shard in packed.shards for param in shard.pack.in_model]
+    return [*held, *packed.outside.values()]
+
+
+@torch.no_grad()
+def _restore_shard(shard: Shard, dtypes: Sequence[torch.dtype]) -> None:
+    """Give parameters back, out of their pack, from all ranks' masters. Collective.
+
+    Every rank of the pack must call it. Parameters that the script changed since the last
+    step, also by moving or converting them, keep their values.
+    """
+    pack, low = shard.pack, shard.pack.layout.dtype
+    if shard.in_blocks:  # the owner's copy decides
+        for view, param in zip(pack.views(pack.data), pack.params, strict=True):
+            if param.dtype == low:
+                view.copy_(param.data)
+        shard.absorb()
+    full = pack.data
+    if not shard.in_place:
+        full = torch.zeros(pack.layout.numel, dtype=MASTER_DTYPE, device=pack.data.device)
+        full[pack.own.start : pack.own.stop] = shard.master.read(slice(None))
+        pieces = [(span.owner, full[span.start : span.stop]) for span in pack.layout.owned_spans]
+        if pack.comm.size > 1 and pieces:
+            pack.comm.broadcast_all(pieces, pack.layout)
+    for slot, param, view, dtype in zip(
+        pack.layout.slots, pack.params, pack.views(full), dtypes, strict=True
+    ):
+        values, exact = param.data, view.to(param.device)
+        if values.dtype == low and not shard.in_place:
+            values = exact if shard.in_blocks else shown(exact, values)
+        elif not shard.in_place:  # it was converted since
+            published = shard.rounded(slot, exact.reshape(-1)).view(exact.shape)
+            same = published.to(values.dtype) == values
+            values = torch.where(same, exact, values.to(MASTER_DTYPE))
+        param.data = values.to(dtype)
+        param.grad = None
+        if param.grad_dtype != dtype:
+            param.grad_dtype = dtype
+    pack.data = pack.own_data = pack.data[:0]

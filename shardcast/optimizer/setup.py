@@ -10,8 +10,10 @@ One pipeline for :func:`shardcast.shard`, ``add_param_group`` and ``shardcast es
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,6 +25,7 @@ from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
 from shardcast.memory.packed_param import note_of
 from shardcast.memory.shard import Shard, build_shard
+from shardcast.messages import warn
 from shardcast.option_values import load_extension
 from shardcast.plan import validate
 from shardcast.plan.layout import GroupId, Layout, PackLayout
@@ -35,6 +38,8 @@ from shardcast.plan.precision import Precision
 from shardcast.plan.publishing import publishing_of
 
 EXPERT = "of an expert"  # whatever its number
+_SIZE, _TRIES = 128, 4  # of the products that are timed
+told: set[torch.dtype] = set()  # dtypes that nobody is warned of any more in this process
 
 
 @dataclass(frozen=True)
@@ -301,3 +306,42 @@ def without_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@functools.cache
+def slowdown(dtype: torch.dtype) -> float:
+    """The time of a product of matrices in ``dtype`` on this CPU over the time in fp32.
+
+    Without AVX-512 torch multiplies bf16 and fp16 by a plain loop, which takes 20 to 150 times as
+    long as fp32 (pytorch 146508, 118499). Measured in a few milliseconds, once per process.
+    """
+
+    def seconds(dtype: torch.dtype) -> float:
+        matrix = torch.ones(_SIZE, _SIZE, dtype=dtype, device="cpu")
+        matrix @ matrix  # the first one may prepare a kernel
+        times = []
+        for _ in range(_TRIES):
+            start = time.perf_counter()
+            matrix @ matrix
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other on a busy machine
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            return seconds(dtype) / seconds(torch.float32)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def warn_of_slow_products(dtypes: Iterable[torch.dtype]) -> None:
+    """Warn, once per process and dtype, that parameters of ``dtypes`` make training slow here."""
+    for dtype in set(dtypes) - told:
+        told.add(dtype)
+        name = str(dtype).removeprefix("torch.")
+        warn(
+            f"param_dtype: products of matrices in {name} take {slowdown(dtype):.0f} times as "
+            "long as in float32 on this CPU, for which torch has no kernel; for trying things "
+            "out here pass param_dtype=torch.float32"
+        )

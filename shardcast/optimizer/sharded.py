@@ -1,35 +1,63 @@
-"""The sharded optimizer; one step is reduce, decide, update and cast, sync."""
+"""The sharded optimizer; one step is reduce, decide, update and cast, sync.
+
+Behind it stand the clip that a script has called, and the handles of several optimizers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
 from itertools import compress
-from typing import Any
+from numbers import Real
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import warn_first
+from shardcast.config import ShardcastConfig
 from shardcast.memory.shard import take_moved
-from shardcast.messages import GRAD_SCALER
+from shardcast.messages import GRAD_SCALER, page
 from shardcast.optimizer import doors
-from shardcast.optimizer.clipping import EDITED, Parameters, check_norm, clip_bound
-from shardcast.optimizer.groups import activate_trained
-from shardcast.optimizer.handles import OptimizerHandle, check_stepped, retire, take_hooks
-from shardcast.optimizer.packed import PackedOptimizer
-from shardcast.optimizer.rest import name_unheld
-from shardcast.optimizer.stateful import StatefulOptimizer
+from shardcast.optimizer.groups import activate_trained, add_group, assign_groups
+from shardcast.optimizer.model import name_unheld
+from shardcast.optimizer.packed import MemoryReport, PackedOptimizer, close, report_of
+from shardcast.optimizer.state import (
+    FullState,
+    RankPart,
+    StateDict,
+    StateView,
+    called_by_dcp,
+    caller_of,
+    outside_as_plain,
+    refuse_write,
+)
+from shardcast.plan import validate
+from shardcast.plan.layout import Layout
+from shardcast.plan.originals import OptimizerList
 from shardcast.step.decide.decision import Decision
 from shardcast.step.history import BACKWARDS
+from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.update.state import OwnMethod
 
+Parameters = Iterable[Tensor] | Tensor
+EDITED = "step (gradients were edited, replaced or cleared after the clip)"  # a call of its own
+REASON = "it no longer owns gradients and state"
+LOSSES = (
+    "For a loss of each optimizer: models that are sharded apart, as of a GAN; within one model, "
+    "as of DARTS, set .grad of what is not to move to None and call step() of what shardcast.shard "
+    f"returned ({page('optimizers')})"
+)
+# Those that load a rank's part on that rank: AcceleratedOptimizer() does so at once.
+KEEP_PARTS = ("shardcast", "accelerate.optimizer")
 
-class ShardedOptimizer(StatefulOptimizer):
+
+class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose fp32 masters and state are sharded over data-parallel ranks.
 
     Made by :func:`shardcast.shard`. ``param_groups`` hold the *model* parameters and are shared
@@ -46,13 +74,17 @@ class ShardedOptimizer(StatefulOptimizer):
     # would skip the step on the ranks that saw an infinity and leave the others waiting.
     _step_supports_amp_scaling = True
     _warned_of_schedules = False
+    _ready = False  # torch's own set-up fills in groups and state, which ours are already
 
     def __init__(self, packed: PackedOptimizer) -> None:
-        super().__init__(packed)
+        self._packed, self._clip = packed, Clip(packed.reduce)
+        originals = packed.originals.optimizers
+        defaults = originals[0].defaults if len(originals) == 1 else {}
+        super().__init__(packed.originals.groups, defaults)
+        self._ready = True
         self._last_norm: Tensor | None = None
         self._last_skip: Tensor | None = None
         state: dict[Any, Any] = {}
-        originals = packed.originals.optimizers
         for original in originals:
             take_hooks(self, original)
             state.update(original.state)
@@ -517,6 +549,242 @@ class ShardedOptimizer(StatefulOptimizer):
         """Flag of the last step: 0-dim bool, equal on all ranks; ``None`` before any step."""
         return self._last_skip
 
+    # -- groups and state --------------------------------------------------------------------
+
+    @cached_property
+    def _states(self) -> StateDict:
+        return StateDict(self._packed)
+
+    @cached_property
+    def _full(self) -> FullState:
+        return FullState(self._packed)
+
+    @property
+    def config(self) -> ShardcastConfig:
+        """Options in effect. Local."""
+        return self._packed.config
+
+    @property
+    def layout(self) -> Layout:
+        """All packs, slots and spans, equal on all ranks; ``print`` it. Local."""
+        return self._packed.layout
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of the original optimizers, whose own lists hold them.
+
+        Assign to change options of the same parameters, or to add groups; every rank must then
+        assign the same. Removing a group or its parameters is an error of the next step.
+        """
+        return self._packed.originals.groups
+
+    @param_groups.setter
+    def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
+        if self._ready:
+            for group in assign_groups(self._packed, value):
+                self.add_param_group(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of model parameters, in packs of its own.
+
+        Collective: every rank, with the same group.
+
+        Args:
+            param_group: as for ``torch.optim.Optimizer.add_param_group``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: on every rank, as of ``shard()``; nothing is added.
+        """
+        if not self._ready:  # the original optimizers' own have been checked
+            return
+        originals = self._packed.originals
+        if len(originals.optimizers) > 1:
+            raise RuntimeError(
+                f"add_param_group: {originals.name} are sharded together; add the group to "
+                "one of optimizer.optimizers"
+            )
+        add_group(self._packed, 0, param_group)
+
+    def memory_report(self) -> MemoryReport:
+        """Count the bytes of this rank by kind: parameters, gradients, masters, state, averages.
+
+        Local. Returns a dictionary; ``print`` shows one line, ``.total`` is the sum.
+        """
+        return report_of(self._packed)
+
+    def close(self, restore: bool = True) -> None:
+        """End the training: return the model as it was given, in fp32 from the masters.
+
+        Do not use this optimizer afterwards; the model can be trained without it, or sharded again.
+        Parameters that no optimizer held, and buffers, keep their rounding.
+
+        Collective: every rank, unless ``restore=False``.
+
+        Args:
+            restore: ``False`` gathers nothing and waits for no other rank: the model stays in
+                low precision, and a later ``shard()`` of it continues from the fp32 masters,
+                which this rank keeps until then. This also happens while an exception is
+                handled, as in a ``finally:``, whatever the argument says.
+        """
+        close(self._packed, restore)
+
+    def check_copies(self) -> None:
+        """Compare all replicas bit by bit, for debugging.
+
+        Reads all parameters to the host. Replicas over tensor-parallel ranks and of tied weights
+        are compared too.
+
+        Collective: every rank.
+
+        Raises:
+            RuntimeError: on every rank, if replicas differ; names the parameter.
+        """
+        self._full.check_copies()
+
+    @property
+    def state(self) -> Any:
+        """torch's state by model parameter, read-only: its numbers, such as ``step``.
+
+        Tensors are spread over the ranks, and raise by name: read and edit them in ``whole()``, or
+        each rank its part in ``owned()``. A number is known where this rank owns a part of the
+        parameter. :meth:`load_state_dict` replaces the state.
+        """
+        if self._packed.plain_names is not None:
+            return self._packed.plain_names
+        if called_by_dcp("state"):
+            raise outside_as_plain("state")
+        self._packed.need_masters("state")
+        return StateView(self._packed)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._ready:
+            refuse_write()
+
+    @contextmanager
+    def as_plain(self) -> Iterator[None]:
+        """Present all ranks' state as a plain optimizer's to ``torch.distributed.checkpoint``.
+
+        ``with optimizer.as_plain(): state = get_optimizer_state_dict(model, optimizer)``, likewise
+        around ``set_optimizer_state_dict``, ``dcp.save`` and ``dcp.load``. Inside,
+        :meth:`state_dict` returns the full state on every rank, in host memory, with masters for
+        parameters of lower precision. Before the first step it is the state after a step with zero
+        gradients, which is how DCP initializes a plain optimizer; it is discarded at the end unless
+        a state was loaded.
+
+        Collective: every rank must enter and leave it.
+
+        Raises:
+            RuntimeError: on every rank, with model parallelism, or inside :meth:`averaged`; of
+                :meth:`step` inside it.
+        """
+        self._packed.refuse_averaged("as_plain")
+        with self._full.as_plain():
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's shard: tensors and plain scalars, without collectives.
+
+        For each parameter of which this rank owns a part: torch's state of that part, and its
+        ``master`` (1-d, fp32). Load it on the same rank of an equal layout; use
+        :mod:`shardcast.checkpoint` for anything else. On several ranks a script that saves it is
+        warned once, since the file lacks the other ranks' parts.
+
+        Local; inside :meth:`as_plain` it is collective, and returns the full state.
+
+        Raises:
+            RuntimeError: ``torch.distributed.checkpoint`` calls it outside of :meth:`as_plain`.
+        """
+        if self._packed.plain_names is None and called_by_dcp("state_dict"):
+            raise outside_as_plain("state_dict")
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        if self._packed.plain_names is not None:
+            result = self._full.gather_on_all()
+        else:
+            result = self._states.dump()
+            size = self._packed.process_groups.everyone.size
+            if size > 1 and not caller_of("state_dict").startswith(KEEP_PARTS):
+                result = RankPart(result, size)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            result = post_hook(self, result) or result
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Load this rank's :meth:`state_dict`, or a plain state of the unsharded optimizer.
+
+        Without masters in the state the present ones stay.
+
+        Collective: every rank.
+
+        Args:
+            state_dict: this rank's own part, or the same plain state on all ranks; for several
+                optimizers a list, as :meth:`full_state_dicts` returns.
+
+        Raises:
+            ValueError: on every rank, if one cannot load its state; nothing is changed.
+        """
+        self._packed.refuse_averaged("load_state_dict")
+        self.wait_sync()
+        loaded: Any
+        if isinstance(state_dict, RankPart):
+            loaded = state_dict.plain()
+        else:
+            loaded = dict(state_dict) if isinstance(state_dict, Mapping) else list(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = hook(self, loaded) or loaded
+        self._states.apply(self._states.plan(loaded))
+        self._full.note_loaded()
+        self._clip.note(None)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def full_parameters(self, average: str | None = None) -> dict[str, Tensor]:
+        """Return the fp32 parameters by name on rank 0, on the host; elsewhere an empty dict.
+
+        Tied parameters are listed under each of their names.
+
+        Collective: every rank.
+
+        Args:
+            average: name of an average to return in place of the parameters.
+
+        Raises:
+            ValueError: on every rank, if there is no average of this name.
+        """
+        return self._full.masters(average)
+
+    def full_state_dict(self, place: int | None = None) -> dict[str, Any]:
+        """Return the unsharded optimizer's ``state_dict`` on rank 0; elsewhere an empty dict.
+
+        Averages of weights are part of the state.
+
+        Collective: every rank.
+
+        Args:
+            place: index of one optimizer, in the order given to ``shard()``; by default the groups
+                of all optimizers are numbered consecutively.
+        """
+        return self._full.gather(place)
+
+    def full_state_dicts(self) -> list[dict[str, Any]]:
+        """Return :meth:`full_state_dict` of each optimizer on rank 0; elsewhere empty dicts.
+
+        Collective: every rank.
+        """
+        places = range(len(self._packed.originals.optimizers))
+        return [state for state in map(self._full.gather, places) if state]
+
+    def wait_sync(self) -> None:
+        """Wait for the updated parameters, if ``overlap_sync`` still sends them. Local.
+
+        Call it before you read or write parameters outside of a forward (an EMA, weight norms).
+        Forwards, state dicts, ``copy.deepcopy`` and all methods of this optimizer wait by
+        themselves. On a GPU the current stream waits: call it before other streams branch off.
+        """
+        self._packed.sync.wait()
+
     # -- the rest ---------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> None:
@@ -642,3 +910,314 @@ def _without(name: str, originals: Sequence[torch.optim.Optimizer]) -> Attribute
         "by itself, under partition 'whole', and returns nothing; use DDP, or an optimizer that "
         "updates in step()"
     )
+
+
+class Clip:
+    """The clip of the present gradients, if a script has called one: the coming step uses it.
+
+    Attributes:
+        decision: the one that it made; ``None`` if there is no clip.
+    """
+
+    def __init__(self, reduce: Reducer) -> None:
+        self._reduce = reduce
+        self._seen: list[int] = []  # versions of the means that it saw
+        self.decision: Decision | None = None
+        me = weakref.ref(self)
+        reduce.before_edit = lambda: None if (it := me()) is None else it.apply()
+
+    def note(self, decision: Decision | None) -> None:
+        """Keep a decision on the present gradients; ``None`` forgets the last one."""
+        self.decision = decision
+        self._seen = self._reduce.versions() if decision else []
+
+    def is_edited(self) -> bool:
+        """Return whether a script has edited, assigned or cleared gradients after the clip."""
+        return self._reduce.versions() != self._seen or self._reduce.replaced()
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Multiply the means by the factor of a clip, before a script sees or edits one.
+
+        Without it the factor is folded into the update.
+        """
+        clip = self.decision
+        if clip is None or all(factor is clip.unscale for factor in clip.factors.values()):
+            return
+        self.decision = dataclasses.replace(clip, factors=dict.fromkeys(clip.factors, clip.unscale))
+        known: dict[Tensor | None, Tensor | None] = {None: None}
+        for factor in clip.factors.values():
+            if factor is not None and factor not in known:
+                scaled = factor if clip.unscale is None else factor / clip.unscale
+                # Without a finite norm there is no factor, and the step is skipped. NaN would
+                # reach the padding, which nobody clears.
+                known[factor] = scaled.nan_to_num(1.0, 1.0, 1.0)
+        factors = {group: known[factor] for group, factor in clip.factors.items()}
+        for grads in self._reduce.grads:
+            if any(factors[group] is not None for group in grads.pack.layout.groups):
+                grads.multiply(factors)
+        self._seen = self._reduce.versions()
+
+    def pending(self) -> Decision | None:
+        """The last clip, unless a backward came after it."""
+        if self.decision is not None and self._reduce.touched:
+            self.decision = None
+            warn_first(
+                "a backward came after clip_grad_norm_, so that this clip is lost: it would have "
+                "been folded into the step; clip once, after the last backward of a step"
+            )
+        return self.decision
+
+
+def clip_bound(
+    call: str,
+    originals: OptimizerList,
+    parameters: Parameters | float | None,
+    name: str,
+    bound: Any,
+) -> float:
+    """The bound of a clip of all trained parameters, which may be called with a bound alone.
+
+    Args:
+        name: of the bound, for errors.
+
+    Raises:
+        TypeError, ValueError: a bound, or one of a group, is not a number above 0.
+        ValueError: ``parameters`` are not all trained ones.
+    """
+    is_value = isinstance(parameters, Tensor) and not isinstance(parameters, nn.Parameter)
+    if bound is None and (is_value or isinstance(parameters, (Real, str))):
+        parameters, bound = None, parameters
+    for number, optimizer, group in originals.numbered():
+        validate.check_limit(group, optimizer.defaults, number)
+    if parameters is not None:
+        params: Any = [parameters] if isinstance(parameters, Tensor) else parameters
+        _check_clipped(call, originals.groups, params)
+    return validate.bound_of(name, bound)
+
+
+def check_norm(call: str, asked: float | None, norm_type: float, error_if_nonfinite: bool) -> None:
+    """Raise ValueError for a clip by another norm, or one that is to raise for NaN."""
+    if asked not in (None, norm_type):
+        raise ValueError(
+            f"{call}: expected norm_type {norm_type}, got {asked}; set norm_type: {asked} in the "
+            "shardcast configuration"
+        )
+    if error_if_nonfinite:
+        raise ValueError(
+            f"{call}: expected error_if_nonfinite=False, got True; a step with a non-finite "
+            "gradient is skipped on all ranks, and max_skipped_steps of them in a row raise"
+        )
+
+
+def _check_clipped(call: str, groups: Iterable[Mapping[str, Any]], given: Iterable[Tensor]) -> None:
+    """Raise ValueError unless ``given`` are the trained parameters of ``groups``, all and alone."""
+    own, params = {param for group in groups for param in group["params"]}, set(given)
+    left_out = sum(param.requires_grad for param in own - params)
+    if left_out:
+        raise ValueError(
+            f"{call}: expected all trained parameters, got all but {left_out} of {len(own)}; "
+            "pass model.parameters(), or clip a group by itself with a max_grad_norm key in its "
+            "optimizer group"
+        )
+    foreign = sum(param.requires_grad for param in params - own)
+    if foreign:
+        raise ValueError(
+            f"{call}: expected the optimizer's own parameters, got {foreign} others that require "
+            "gradients, which nobody averages over the ranks; add them to the optimizer, or "
+            "freeze them with requires_grad_(False)"
+        )
+
+
+class OptimizerHandle(torch.optim.Optimizer):
+    """Stands for one of several optimizers that were sharded together.
+
+    Schedulers take it, and a loop over handles steps as one over the optimizers did: ``step()`` of
+    the last handle makes the one step of all. ``zero_grad()`` between, which would clear gradients
+    before they are used, waits until then. ``state_dict`` and ``load_state_dict`` are
+    refused: there is one state, that of the sharded optimizer.
+
+    Attributes:
+        name: the class of the optimizer.
+    """
+
+    _ready = False  # the base class fills in the groups
+
+    def __init__(
+        self,
+        sharded: ShardedOptimizer,
+        packed: PackedOptimizer,
+        handles: Sequence[OptimizerHandle],
+        place: int,
+    ) -> None:
+        self._sharded, self._packed, self._handles, self._place = sharded, packed, handles, place
+        self._stepped_with: Any = None  # state of the gradients, until all have stepped
+        self._zero_grad_after: bool | None = None  # set_to_none of what is put off until then
+        original = packed.originals.optimizers[place]
+        self.name = type(original).__name__
+        super().__init__(original.param_groups, original.defaults)
+        for call in ("state_dict", "load_state_dict"):
+            reason = "optimizers that are sharded together have one state"
+            setattr(self, call, refused(call, f"the handle of {self.name}", reason))
+        self._ready = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the original optimizer; see :attr:`ShardedOptimizer.param_groups`."""
+        return self._packed.originals.optimizers[self._place].param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
+        if self._ready:
+            for group in assign_groups(self._packed, value, self._place):
+                self.add_param_group(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to this optimizer; see :meth:`ShardedOptimizer.add_param_group`."""
+        if self._ready:
+            add_group(self._packed, self._place, param_group)
+
+    @_compat.uncompiled
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Count as stepped; the last handle makes the step. Every rank must call all of them."""
+        if closure is not None:
+            raise TypeError(
+                f"step: the handle of {_named(self)} takes no closure, which each handle would run "
+                "again; pass it to step() of what shardcast.shard returned"
+            )
+        handles = self._handles
+        waiting = [handle for handle in handles if handle._stepped_with is None]
+        if self not in waiting:
+            raise RuntimeError(
+                f"step() of the handle of {_named(self)} was called twice before that of "
+                f"{_names(waiting)}: the optimizers step together; call step() of every handle "
+                "once, or step() of what shardcast.shard returned"
+            )
+        state = self._packed.reduce.state()
+        if any(handle._stepped_with not in (None, state) for handle in handles):
+            raise RuntimeError(
+                f"step() of the handle of {_named(self)} came after a backward, a clip or "
+                "zero_grad() that followed the step() of another one: the optimizers step "
+                "together, with the same gradients; call step() of all handles after the last "
+                f"backward. {LOSSES}"
+            )
+        self._stepped_with = state
+        if waiting == [self]:
+            for handle in handles:
+                handle._stepped_with = None
+            self._sharded.step()
+            for handle in handles:
+                set_to_none, handle._zero_grad_after = handle._zero_grad_after, None
+                if set_to_none is not None:
+                    handle.zero_grad(set_to_none)
+
+    @_compat.uncompiled
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of its own parameters, once they are used. Local."""
+        stepped = [handle for handle in self._handles if handle._stepped_with is not None]
+        if self in stepped:  # and other handles have not stepped
+            self._zero_grad_after = set_to_none
+            return
+        if stepped:
+            raise RuntimeError(
+                f"zero_grad() of the handle of {_named(self)} came after step() of that of "
+                f"{_names(stepped)} and before its own: the optimizers step together, with the "
+                f"gradients of the same backwards. {LOSSES}"
+            )
+        super().zero_grad(set_to_none)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Do as :class:`ShardedOptimizer` for this optimizer alone. Every rank must call it."""
+        return self._sharded.full_state_dict(self._place)
+
+    @property
+    def state(self) -> Any:
+        """The state of its own parameters; see :attr:`ShardedOptimizer.state`."""
+        if called_by_dcp("state"):
+            raise outside_as_plain("state")
+        self._packed.need_masters("state")
+        return StateView(self._packed, self._place)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._ready:
+            refuse_write()
+
+
+def check_stepped(handles: Sequence[OptimizerHandle]) -> None:
+    """Raise RuntimeError if some handles have stepped and others have not."""
+    stepped = [handle for handle in handles if handle._stepped_with is not None]
+    if stepped:
+        raise RuntimeError(
+            f"step(): the handle of {_names(stepped)} was stepped, others were not, so this step "
+            "would count twice for it; call step() of all handles, or of none"
+        )
+
+
+def _names(handles: Sequence[OptimizerHandle]) -> str:
+    return ", ".join(map(_named, handles))
+
+
+def _named(handle: OptimizerHandle) -> str:
+    """Return its class, and its place among several of the same class."""
+    names = [each.name for each in handle._handles]
+    place = f" (optimizers[{handle._place}])" if names.count(handle.name) > 1 else ""
+    return f"{handle.name}{place}"
+
+
+def take_hooks(optimizer: torch.optim.Optimizer, original: torch.optim.Optimizer) -> None:
+    """Give ``optimizer`` the hooks that were registered on ``original``."""
+    for name, hooks in vars(original).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            getattr(optimizer, name).update(hooks)
+
+
+def retire(original: torch.optim.Optimizer) -> None:
+    """Free its state, and have it refuse every method, those that its class adds as well.
+
+    Its groups and defaults stay: schedulers read them, and the groups are those of the sharded
+    optimizer.
+    """
+    original.state = GoneState()  # type: ignore[assignment]
+    for name in dir(type(original)):
+        if not name.startswith("_") and callable(getattr(type(original), name)):
+            refuse = refused(name, "the original optimizer", REASON)
+            # A scheduler that watches the original looks for its own wrapper's mark, and would
+            # warn.
+            refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+            setattr(original, name, refuse)
+
+
+class GoneState:
+    """The state of an optimizer that was given to ``shard``: whatever is done with it raises."""
+
+    def _refuse(self, *_args: Any, **_named: Any) -> NoReturn:
+        raise RuntimeError(
+            f"state of the original optimizer was used: {REASON}; use the optimizer that "
+            "shardcast.shard returned"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+    __reduce__ = _refuse  # copies and pickles of the optimizer
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # asked for by Python
+            raise AttributeError(name)
+        self._refuse()
+
+
+def refused(call: str, owner: str, reason: str) -> Callable[..., Any]:
+    """Return what stands for the method ``call`` of an ``owner``, and raises RuntimeError."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{call}() of {owner} was called: {reason}; call {call}() of the optimizer that "
+            "shardcast.shard returned"
+        )
+
+    return refuse
+
+
+def packed_of(optimizer: ShardedOptimizer) -> PackedOptimizer:
+    """Return what ``optimizer`` works with, for adapters and checkpoints of this library."""
+    return optimizer._packed

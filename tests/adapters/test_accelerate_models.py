@@ -17,7 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.optim.lr_scheduler import ExponentialLR
 
 from shardcast.accelerate import ShardcastAccelerator
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import SpawnedWorld
 
 pytestmark = pytest.mark.timeout(90)

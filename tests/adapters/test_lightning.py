@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardcast.lightning import EvaluateAverage, LogMetrics, ShardcastStrategy
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import SpawnedWorld, spawn_world
 
 pytestmark = [

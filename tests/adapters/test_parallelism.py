@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shardcast.accelerate import ShardcastAccelerator
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import SpawnedWorld
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from shardcast.optimizer import frameworks
-from shardcast.optimizer.stateful import packed_of
+from shardcast import frameworks
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import SpawnedWorld, spawn_world
 from shardcast.transformers import ShardcastTrainer, ShardcastTrainerMixin
 

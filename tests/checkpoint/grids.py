@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardcast
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 
 DEPTH = 4
 # Rows that do not divide evenly, columns, a copy that is a DTensor; all else is a plain copy.

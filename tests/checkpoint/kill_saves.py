@@ -30,7 +30,7 @@ from models import job, parts
 
 from shardcast import checkpoint
 from shardcast.checkpoint import directory
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 
 RANKS = 2
 

@@ -34,7 +34,7 @@ from shardcast.checkpoint import (
 )
 from shardcast.checkpoint.directory import MANIFEST, MARKER
 from shardcast.checkpoint.storage import digest_of
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 
 pytestmark = pytest.mark.timeout(60)
 NEWEST = "step-000000002"

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardcast
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(60)

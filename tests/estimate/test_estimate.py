@@ -26,7 +26,7 @@ import shardcast
 from shardcast import ShardcastConfig
 from shardcast.cli import estimate as _estimate_command
 from shardcast.estimate import estimate, peers
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import Collective, SpawnedWorld
 
 pytestmark = pytest.mark.timeout(60)

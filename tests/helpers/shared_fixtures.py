@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from storages import settle
 
-from shardcast.optimizer import products
+from shardcast.optimizer import setup
 from shardcast.testing import SpawnedWorld, spawn_world
 
 WORLDS: dict[SpawnedWorld, float] = {}  # those that are shared, and the time limits of their runs
@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     addresses = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if addresses:  # they differ between the workers of pytest-xdist, which then run nothing
         raise pytest.UsageError(f"names of tests with an address in them: {addresses}")
-    products.told.update((torch.bfloat16, torch.float16))  # of slow products: true, and noise here
+    setup.told.update((torch.bfloat16, torch.float16))  # of slow products: true, and noise here
     modules = ["shardcast.testing", "torch._dynamo", "pytest"]  # the second: torch.optim
     if any("adapters" in item.path.parts or "framework" in item.name for item in items):
         modules += ["shardcast.transformers", "shardcast.lightning"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 
 Flip = Callable[[Any, nn.Module], None]
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardcast
 from shardcast import checkpoint
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 
 SHAPES = ((5, 3), (7,), (), (2, 9), (11,), (4, 4))
 NUMBERS = range(len(SHAPES))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardcast
 from shardcast import checkpoint
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import threaded_world
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:step skipped")]

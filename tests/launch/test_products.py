@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardcast import _compat, shard
 from shardcast._compat import has_products
-from shardcast.optimizer import products as plan_products
+from shardcast.optimizer import setup
 
 pytestmark = pytest.mark.timeout(60)
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """No product in low precision seems to have a kernel, and to take seven times as long."""
     for module in (_compat, products):
         monkeypatch.setattr(module, "has_products", lambda dtype: dtype == torch.float32)
-    for module in (plan_products, products):
+    for module in (setup, products):
         monkeypatch.setattr(module, "slowdown", lambda _dtype: 7.0)
 
 
@@ -99,7 +99,7 @@ def test_only_products_within_go_by_way_of_fp32_and_only_where_there_is_no_kerne
 def test_a_cpu_that_multiplies_slowly_is_named_once(
     slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_products, "told", set())
+    monkeypatch.setattr(setup, "told", set())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for dtype in (torch.float32, torch.bfloat16, torch.bfloat16, torch.float16):
@@ -122,6 +122,6 @@ def test_whether_there_is_a_kernel_is_no_matter_of_time(monkeypatch: pytest.Monk
 
 def test_a_measured_ratio_leaves_the_number_of_threads_alone() -> None:
     before = torch.get_num_threads()
-    plan_products.slowdown.cache_clear()
-    assert plan_products.slowdown(torch.bfloat16) > 0.0
+    setup.slowdown.cache_clear()
+    assert setup.slowdown(torch.bfloat16) > 0.0
     assert torch.get_num_threads() == before

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardcast
 from shardcast.memory.stand_in import StandIn
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.step.reduce.bucket import State
 from shardcast.testing import ThreadedWorld
 

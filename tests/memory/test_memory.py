@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast.estimate import estimate
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.step.sync.sync import Delivery
 from shardcast.testing import fake_world
 

@@ -24,7 +24,7 @@ import shardcast
 from shardcast.memory import stand_in
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.stand_in import StandIn
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(120)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardcast
 from shardcast import _compat
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import RankLeftError, SpawnedWorld, threaded_world
 
 pytestmark = [

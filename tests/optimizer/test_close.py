@@ -17,7 +17,7 @@ from test_weight_edits import KINDS
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import ThreadedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcast.memory.codecs import ROW
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 
 CASTS = 2  # eagerly: one to compare with what the model shows, one into the pack
 pytestmark = pytest.mark.timeout(60)

@@ -10,7 +10,7 @@ from models import run_world
 from torch import nn
 
 import shardcast
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(120)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import shardcast
 from shardcast.memory.codecs import row_of
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import threaded_world
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]

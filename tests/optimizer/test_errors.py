@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcast
-from shardcast.optimizer import full_state
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer import state as state_module
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world, threaded_world
 
 pytestmark = [
@@ -786,7 +786,7 @@ def test_an_error_in_a_gathering_call_is_raised_on_all_ranks(
 
     fault = Mock(side_effect=KeyError("no room"))
     if broken == "joining":
-        monkeypatch.setattr(full_state, "_joined", fault)
+        monkeypatch.setattr(state_module, "_joined", fault)
     ThreadedWorld(2).run(run)
 
 

@@ -19,7 +19,7 @@ from models import CASES, assert_same_bits, run_world, sharded, values
 from shardcast import ShardcastConfig, checkpoint, option_values
 from shardcast.comm import REDUCTIONS
 from shardcast.extensions import low_moments
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 
 pytestmark = pytest.mark.timeout(60)
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()

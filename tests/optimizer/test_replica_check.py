@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardcast
 from shardcast import _compat
 from shardcast.memory.hashing import COLUMNS, ROWS_ON_HOST, Hasher
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(60)

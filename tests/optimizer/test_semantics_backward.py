@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcast
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import SpawnedWorld, ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
 import shardcast
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)

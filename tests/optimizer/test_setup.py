@@ -23,7 +23,7 @@ from models import (
 )
 from torch import Tensor, nn
 
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardcast.comm import Comm
 from shardcast.memory.pack import Pack
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.plan.algorithms import Topology
 from shardcast.testing import SpawnedWorld
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast import checkpoint
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 
 pytestmark = pytest.mark.timeout(60)
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardcast
 from shardcast.memory.shard import take_moved
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.step.update import fused
 from shardcast.step.update.fusion import Executor
 from shardcast.testing import ThreadedWorld, threaded_world

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 import shardcast
 from shardcast import checkpoint, publish
 from shardcast.estimate import estimate
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.publish import Changes
 from shardcast.serving.forms import FORMS
 from shardcast.serving.published import as_exported

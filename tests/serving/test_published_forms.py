@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import shardcast
 from shardcast import checkpoint
 from shardcast.estimate import estimate
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.serving.forms import FORMS, Form
 from shardcast.serving.kernels import Kernels
 from shardcast.testing import ThreadedWorld

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardcast
 from shardcast import checkpoint
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.serving import sleeping
 from shardcast.testing import SpawnedWorld, threaded_world
 

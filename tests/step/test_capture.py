@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardcast
 from shardcast import _compat
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.step.decide.skip_report import HostCopy
 from shardcast.testing import fake_world
 

@@ -22,13 +22,12 @@ def public(package: griffe.Object) -> list[str]:
     """Every option of ``shard()`` and every method and property of what it returns."""
     options = package["config.ShardcastConfig"].members
     kind = package["optimizer.sharded.ShardedOptimizer"]
-    methods = {**package["optimizer.stateful.StatefulOptimizer"].members, **kind.members}
     inherited = {"supports_capture"}
     return [
         *(f"shardcast.ShardcastConfig.{n}" for n, it in options.items() if it.is_attribute),
         *(
             f"shardcast.ShardedOptimizer.{name}"
-            for name, member in methods.items()
+            for name, member in kind.members.items()
             if not name.startswith("_") and member.is_function | ("property" in member.labels)
             if name not in inherited
         ),

@@ -18,7 +18,7 @@ from models import (
 )
 from torch import nn
 
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 
 pytestmark = pytest.mark.timeout(60)
 

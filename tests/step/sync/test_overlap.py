@@ -20,7 +20,7 @@ from pairwise import thinned
 from torch import Tensor, nn
 
 from shardcast import ShardedOptimizer, checkpoint
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import (
     BufferHazardError,
     Death,

@@ -13,7 +13,7 @@ from pairwise import pairwise
 from torch import nn
 
 import shardcast
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import Collective
 
 pytestmark = pytest.mark.timeout(60)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardcast import ShardcastConfig
 from shardcast.memory.codecs import Codec
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.step.update import rules
 from shardcast.step.update.fusion import (
     CompiledExecutor,

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardcast
 from shardcast import checkpoint
 from shardcast.extensions.any_optimizer import muon
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from shardcast._compat import groups
 from shardcast.config import ShardcastConfig
-from shardcast.optimizer.sharded import ShardedOptimizer
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 
 PATIENCE = timedelta(seconds=60)  # for other ranks that may be in a call, too
 

@@ -1,0 +1,824 @@
+"""A sharded optimizer's state, in and out, and ``optimizer.state``.
+
+A state dictionary has two forms: this rank's own (:meth:`StateDict.dump`, local and without
+collectives), and the plain one of ``torch.optim``. Each rank takes its part of a plain one;
+:class:`FullState` gathers one, on rank 0 or, inside ``as_plain()``, on every rank.
+:class:`StateView` is ``optimizer.state``: its numbers can be read, its tensors raise by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import hashlib
+import inspect
+import pickle
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardcast import _compat
+from shardcast.comm import warn_first
+from shardcast.memory.pack import Pack
+from shardcast.memory.shard import Shard
+from shardcast.optimizer.groups import activate_packs
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.plan.layout import Fragment, Slot
+from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.step.update.epilogues import STEPS
+
+FORMAT = 1  # of the local state
+MASTER = "shardcast_master"  # a master among the state of a parameter, for DCP
+DCP = "torch.distributed.checkpoint"
+Groups = Sequence[Mapping[str, Any]]
+ValuesOf = Callable[[Shard, int], Mapping[str, Any]]  # of a fragment, by its number
+
+
+class FragmentState(NamedTuple):
+    """The state that a fragment is to have: torch's and, if not ``None``, its master."""
+
+    shard: Shard
+    number: int
+    values: dict[str, Any]
+    master: Tensor | None
+
+
+class LoadPlan(NamedTuple):
+    """A plan of what is going to be loaded: checked, nothing changed yet.
+
+    Attributes:
+        active: indices of the packs that are trained, or were at some time.
+        fragments: this rank's.
+        decider: the loss scale, the count of skipped steps and the like, of a local state.
+        groups: options of the parameter groups.
+        masters: masters are among it, on every rank.
+    """
+
+    active: frozenset[int]
+    fragments: list[FragmentState]
+    decider: Mapping[str, Any] | None = None
+    groups: Groups = ()
+    masters: bool = False
+
+
+class StateDict:
+    """State in and out of one optimizer."""
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        self._optimizer.originals.check()
+        return self._optimizer.originals.groups
+
+    def dump(self) -> dict[str, Any]:
+        """This rank's shards; see :meth:`shardcast.ShardedOptimizer.state_dict`. Local."""
+        optimizer = self._optimizer
+        groups = self._groups
+        optimizer.ready_to_read()
+        state = {
+            param: {
+                "master": shard.exact(fragment).clone(),
+                **copied(optimizer.update_of(shard).fragment_state(shard, number)),
+            }
+            for shard in optimizer.shards
+            for number, fragment, param in shard.owned()
+        }
+        return {
+            **plain_dict(state, groups),
+            "shardcast": {
+                **self._head(),
+                "active": [s.pack.layout.index for s in optimizer.shards if s.grads is not None],
+                "scaler": step_state(optimizer),
+            },
+        }
+
+    def plan(self, loaded: Mapping[str, Any] | list[Mapping[str, Any]]) -> LoadPlan:
+        """Return what is to be written. Every rank must call it; if one cannot load, all raise.
+
+        A rank that raised alone would leave the others waiting for it where they publish.
+
+        Args:
+            loaded: a state, or a list with a plain one of each optimizer.
+
+        Raises:
+            ValueError: on every rank; says why.
+        """
+        comm, device = self._optimizer.process_groups.everyone, self._optimizer.device
+        plan = self._optimizer.together(lambda: self._plan_alone(loaded), "load_state_dict")
+        if len(set(comm.exchange(("shardcast" in loaded, plan.masters), device))) > 1:
+            raise ValueError(
+                "state_dict: some ranks were given a local state, or one with masters, others a "
+                "plain one; every rank loads what it saved itself, or all of them one and the same "
+                "plain state"
+            )
+        return plan
+
+    def _plan_alone(self, state_or_list: Mapping[str, Any] | list[Mapping[str, Any]]) -> LoadPlan:
+        loaded = plain_state(state_or_list, self._optimizer.originals.places)
+        groups, head = loaded["param_groups"], loaded.get("shardcast")
+        state = state_by_param(loaded, self._groups)
+        if head is None:
+            return self.plan_plain(state)._replace(groups=groups)
+        self._check_head(head)
+        fragments = self._fragments(state, is_local=True)
+        return LoadPlan(frozenset(head["active"]), fragments, head["scaler"], groups, True)
+
+    def _head(self) -> dict[str, Any]:
+        optimizer, parallel_dims = self._optimizer, self._optimizer.process_groups.parallel_dims
+        layout = optimizer.layout.digest().hex()
+        place = {
+            dim: [parallel_dims.coordinate[dim], parallel_dims.sizes[dim]]
+            for dim in (*parallel_dims.data, *parallel_dims.model)
+        }
+        return {"format": FORMAT, "rank": optimizer.comm.rank, "layout": layout, "mesh": place}
+
+    def _check_head(self, head: Mapping[str, Any]) -> None:
+        expected, comm = self._head(), self._optimizer.comm
+        head = {"mesh": {}, **head}  # as states are that were saved before there were meshes
+        if any(head.get(key) != value for key, value in expected.items()):
+            raise ValueError(
+                "state_dict: expected the local state of this rank and layout (rank "
+                f"{comm.rank} of {comm.size}), got one of rank {head.get('rank')}"
+                + (", another layout" if head.get("layout") != expected["layout"] else "")
+                + (", another place in the mesh" if head["mesh"] != expected["mesh"] else "")
+                + "; load states of other layouts with shardcast.checkpoint.load"
+            )
+
+    def plan_plain(self, state: Mapping[Any, Mapping[str, Any]]) -> LoadPlan:
+        """This rank's part of a plain optimizer's state, keyed by model parameter. Local."""
+        active = frozenset(
+            shard.pack.layout.index
+            for shard in self._optimizer.shards
+            if any({*state.get(param, ())} - {MASTER} for param in shard.pack.params)
+        )
+        masters = any(MASTER in values for values in state.values())
+        return LoadPlan(active, self._fragments(state, is_local=False), masters=masters)
+
+    def _fragments(
+        self, state: Mapping[Any, Mapping[str, Any]], is_local: bool
+    ) -> list[FragmentState]:
+        """A state by fragments: the parts that :meth:`dump` gave, or to be cut of full tensors."""
+        fragments = []
+        for shard in self._optimizer.shards:
+            elementwise = self._optimizer.update_of(shard).elementwise
+            for number, fragment, param in shard.owned():
+                values: dict[str, Any] = {
+                    name: value if is_local else _cut(value, fragment, name, elementwise)
+                    for name, value in state.get(param, {}).items()
+                    if not isinstance(value, dict) or value  # DCP: its file has no such state
+                }
+                master = values.pop("master" if is_local else MASTER, None)
+                if is_local:
+                    master = torch.empty(0) if master is None else master  # refused
+                    check_numel(master, fragment.numel, (fragment.numel,), fragment, "master")
+                    check_sizes(elementwise, fragment, values)
+                fragments.append(FragmentState(shard, number, values, master))
+        return fragments
+
+    def apply(self, plan: LoadPlan) -> None:
+        """Write what was planned. Every rank must call it, for a plan of the same kind."""
+        optimizer = self._optimizer
+        optimizer.ready_to_read()
+        activate_packs(optimizer, plan.active)
+        forget_averages(optimizer)
+        for shard, number, values, master in plan.fragments:
+            fragment = shard.fragments[number]
+            if master is None and plan.masters:  # it is published below, too
+                master = shard.exact(fragment)
+            if master is not None:
+                shard.set_exact(fragment, master)
+            optimizer.update_of(shard).load_fragment(shard, number, values)
+        agree_on_averages(optimizer)
+        if plan.decider is not None:
+            load_step_state(optimizer, plan.decider)
+        if plan.masters:
+            optimizer.publish()
+        load_groups(self._groups, plan.groups)
+
+
+def plain_dict(state: Mapping[Any, Mapping[str, Any]], groups: Groups) -> dict[str, Any]:
+    """A state by what ``groups`` have as parameters, numbered as torch does."""
+    params = chain.from_iterable(group["params"] for group in groups)
+    number = {param: place for place, param in enumerate(params)}
+    return {
+        "state": {place: state[param] for param, place in number.items() if param in state},
+        "param_groups": [
+            {**group, "params": [number[param] for param in group["params"]]} for group in groups
+        ],
+    }
+
+
+def plain_state(
+    states: Mapping[str, Any] | Sequence[Mapping[str, Any]], places: Sequence[int]
+) -> Mapping[str, Any]:
+    """A state, or of a list with a plain one of each optimizer the joint one.
+
+    Args:
+        places: of each group, the place of its optimizer.
+
+    Raises:
+        ValueError: one is no state, or a local one in a list; another number of states or groups.
+    """
+    listed = [states] if isinstance(states, Mapping) else states
+    for key in ("state", "param_groups"):
+        if not listed or any(key not in state for state in listed):
+            raise ValueError(
+                f"state_dict: expected 'state' and 'param_groups', got no {key!r}; every rank "
+                "needs a state, full_state_dict() gives one to rank 0 alone: broadcast it"
+            )
+    if isinstance(states, Mapping):
+        return states
+    if any("shardcast" in state for state in states):
+        raise ValueError(
+            "state_dict: expected a list of plain states, as full_state_dicts() gives, got "
+            "a local one in it; pass what state_dict() returned without a list"
+        )
+    sizes = [len(state["param_groups"]) for state in states]
+    expected = [list(places).count(place) for place in range(max(places) + 1)]
+    if sizes != expected:
+        raise ValueError(
+            f"state: expected the states of {len(expected)} optimizers with {expected} groups, got "
+            f"{len(sizes)} with {sizes}; give one for each optimizer, in the order of shard()"
+        )
+    groups: list[dict[str, Any]] = []
+    joined: dict[int, Any] = {}
+    start = 0
+    for state in states:
+        for group in state["param_groups"]:
+            numbers = range(start, start + len(group["params"]))
+            for number, number_in_state in zip(numbers, group["params"], strict=True):
+                if number_in_state in state["state"]:
+                    joined[number] = state["state"][number_in_state]
+            groups.append({**group, "params": list(numbers)})
+            start = numbers.stop
+    return {"state": joined, "param_groups": groups}
+
+
+def state_by_param(loaded: Mapping[str, Any], groups: Groups) -> dict[Any, Any]:
+    """A state by what ``groups`` have as parameters: their order decides, as in torch.
+
+    Raises:
+        ValueError: another number of groups, or of parameters in one of them.
+    """
+    # DCP's keys are names in place of numbers.
+    keys, params = (
+        [list(group["params"]) for group in groups_of_one]
+        for groups_of_one in (loaded["param_groups"], groups)
+    )
+    if list(map(len, keys)) != list(map(len, params)):
+        raise ValueError(
+            f"state_dict: expected groups with {list(map(len, params))} parameters, got "
+            f"{list(map(len, keys))}; build the optimizer with the same groups as when the state "
+            "was saved"
+        )
+    param_by_key = dict(zip(chain(*keys), chain(*params), strict=True))
+    return {param_by_key[key]: values for key, values in loaded["state"].items()}
+
+
+def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:
+    """Overwrite the options, not the parameters, of ``groups``; check them first."""
+    for group, loaded_group in zip(groups, loaded, strict=False):
+        options = {key: value for key, value in loaded_group.items() if key != "params"}
+        group.update(copy.deepcopy(options))  # a scheduler writes into a tensor ``lr``
+
+
+def _cut(value: Any, fragment: Fragment, name: str, elementwise: bool) -> Any:
+    """The fragment's part of a full state tensor; numbers and 0-dim tensors stay as they are."""
+    slot = fragment.slot
+    if not isinstance(value, Tensor) or (value.dim() == 0 and name != MASTER):
+        return value
+    value = _compat.local_tensor(value)
+    if not elementwise and fragment.numel == slot.numel and name != MASTER:
+        return value  # in its own shape, as factored moments have
+    check_numel(value, slot.numel, slot.shape, fragment, name)
+    start, stop = fragment.param_range
+    return value.reshape(-1)[start:stop]
+
+
+def copied(state: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
+    """Return the state with tensors of its own, on ``device`` if one is given."""
+    return {
+        name: value.detach().to(device or value.device, copy=True)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in state.items()
+    }
+
+
+def step_state(packed: PackedOptimizer) -> dict[str, Any]:
+    """Return loss scale, skipped steps, state of signals and hooks, as plain numbers. Local."""
+    hooks = {hook.name: state for hook in packed.step_hooks if (state := hook.state_dict())}
+    state = packed.decider.state_dict()
+    return {**state, "hooks": hooks} if hooks else state
+
+
+def load_step_state(packed: PackedOptimizer, state: Mapping[str, Any]) -> None:
+    """The inverse of :func:`step_state`. Local."""
+    packed.decider.load_state_dict(state)
+    hooks = state.get("hooks", {})
+    for hook in packed.step_hooks:
+        if hook.name in hooks:
+            hook.load_state_dict(hooks[hook.name])
+
+
+def forget_averages(packed: PackedOptimizer) -> None:
+    """Count the steps of averages from zero, before a state is loaded. Local."""
+    for update in packed.updates:
+        update.epilogue_steps = [0.0] * len(update.epilogue_steps)
+
+
+def agree_on_averages(packed: PackedOptimizer) -> None:
+    """Count the steps of averages alike on all ranks, after a state was loaded. Collective."""
+    if any(update.epilogues for update in packed.updates):
+        own = [update.epilogue_steps for update in packed.updates]
+        by_rank = packed.process_groups.everyone.exchange(own, packed.device)
+        for update, counts in zip(packed.updates, zip(*by_rank, strict=True), strict=True):
+            update.epilogue_steps = [max(steps) for steps in zip(*counts, strict=True)]
+
+
+def caller_of(function: str) -> str:
+    """The module of the code that called ``function``, beyond wrappers of the same name.
+
+    To be called in that function itself, or by what it calls.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_name == function:
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def called_by_dcp(function: str) -> bool:
+    """Return whether ``torch.distributed.checkpoint`` called ``function``; see :func:`caller_of`.
+
+    It takes an optimizer for a plain one, and would save one rank's part as the whole.
+    """
+    return caller_of(function).startswith(DCP)
+
+
+def outside_as_plain(call: str) -> RuntimeError:
+    """Return what DCP gets that asks a sharded optimizer as it is."""
+    return RuntimeError(
+        f"{call}: torch.distributed.checkpoint was given a sharded optimizer, of which each rank "
+        "has a part; call it inside `with optimizer.as_plain():` on every rank, optimizer being "
+        "what shardcast.shard returned, which stands for all of several, or use "
+        "shardcast.checkpoint.save"
+    )
+
+
+def refuse_write(*_args: Any, **_named: Any) -> NoReturn:
+    """Raise TypeError for a write to ``optimizer.state``."""
+    raise TypeError(
+        "state: optimizer.state is read-only, each rank having its own part of it; edit tensors in "
+        "`with optimizer.whole(...) as params:` or `with optimizer.owned() as parts:`; to replace "
+        "or forget state on every rank: state = optimizer.state_dict(), edit state['state'], "
+        "optimizer.load_state_dict(state)"
+    )
+
+
+class StateView(Mapping[Any, "StateOfParameter"]):
+    """torch's state by model parameter: numbers can be read, tensors raise on every rank alike.
+
+    Args:
+        place: of the optimizer whose parameters it has; of all without it.
+    """
+
+    __setitem__ = __delitem__ = __ior__ = refuse_write
+    clear = pop = popitem = setdefault = update = refuse_write
+
+    def __init__(self, packed: PackedOptimizer, place: int | None = None) -> None:
+        self._packed = packed
+        self._shards = {
+            param: (shard, slot.name)
+            for shard in packed.shards
+            if shard.grads is not None and place in (None, shard.pack.layout.optimizer)
+            for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
+        }
+        self._numbers = {
+            param: number for shard in packed.shards for number, _, param in shard.owned()
+        }
+
+    def __getitem__(self, param: Any) -> StateOfParameter:
+        shard, name = self._shards.get(param, (None, ""))
+        if shard is None:
+            return StateOfParameter(name, {})
+        if param in self._numbers:
+            return StateOfParameter(name, self._own(shard, self._numbers[param]))
+        return StateOfParameter(name, dict.fromkeys(self._others(shard)), is_here=False)
+
+    def _own(self, shard: Shard, number: int) -> dict[str, Any]:
+        return self._packed.update_of(shard).fragment_state(shard, number, decode=False)
+
+    def _others(self, shard: Shard) -> Collection[str]:
+        """Return the names of the state of a parameter of which this rank owns nothing."""
+        update = self._packed.update_of(shard)
+        for other in self._packed.shards:
+            if other.grads is not None and self._packed.update_of(other) is update:
+                for number in range(len(other.fragments)):
+                    if names := self._own(other, number).keys():
+                        return names
+        return update.state_names if self._packed.comm.steps else ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([param for param in self._shards if param in self])
+
+    def __contains__(self, param: Any) -> bool:
+        return param in self._shards and bool(self[param])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "state: optimizer.state of a sharded optimizer cannot be copied or pickled, as each "
+            "rank has a part of it; use optimizer.state_dict() for this rank's part, and "
+            "optimizer.full_state_dict() on every rank for all of it"
+        )
+
+
+class StateOfParameter(Mapping[str, Any]):
+    """torch's state of one parameter; see :class:`StateView`.
+
+    Args:
+        state: by name.
+        is_here: whether this rank owns a part; else names alone are known.
+    """
+
+    __setitem__ = __delitem__ = __ior__ = refuse_write
+    clear = pop = popitem = setdefault = update = refuse_write
+
+    def __init__(self, param: str, state: Mapping[str, Any], is_here: bool = True) -> None:
+        self._param, self._state, self._is_here = param, state, is_here
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        value = self._state[name]
+        if not self._is_here and (name == "step" or name.endswith(STEPS)):
+            raise RuntimeError(
+                f"state: {name!r} of {self._param!r} is at its owners, and this rank owns nothing "
+                "of it: read it there, or from optimizer.full_state_dict() on every rank"
+            )
+        if not self._is_here or (isinstance(value, Tensor) and value.dim()):
+            raise RuntimeError(
+                f"state: {name!r} of {self._param!r} is spread over the ranks, each of which has a "
+                f"part: read and edit all of it inside `with optimizer.whole({self._param!r}) as "
+                f"params:` on every rank, params[{self._param!r}].state[{name!r}], or each rank "
+                "its own part inside `with optimizer.owned() as parts:`"
+            )
+        if isinstance(value, Tensor):
+            with torch.inference_mode():  # torch refuses to edit it, which would change nothing
+                return value.clone()
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._state
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __repr__(self) -> str:
+        return f"state of {self._param!r}: {', '.join(self._state)}"
+
+
+def is_elementwise(value: Any, fragment: Fragment, flat: bool) -> bool:
+    """Return whether a fragment's state is a tensor with one value per element of the fragment.
+
+    Args:
+        flat: the optimizer keeps such state flat, whatever the shape of the parameter.
+    """
+    shapes = (fragment.shape, (fragment.numel,)) if flat else (fragment.shape,)
+    return isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) in shapes
+
+
+def check_sizes(elementwise: bool, fragment: Fragment, values: dict[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.dim() and elementwise:
+            check_numel(value, fragment.numel, (fragment.numel,), fragment, name)
+    return values
+
+
+def check_numel(
+    value: Tensor, numel: int, shape: tuple[int, ...], fragment: Fragment, name: str
+) -> None:
+    if value.numel() != numel:
+        raise ValueError(
+            f"state_dict: {name!r} of parameter {fragment.slot.name!r} has shape "
+            f"{tuple(value.shape)}, expected {shape}; load the state of this very model (one that "
+            "is not elementwise needs partition 'whole')"
+        )
+
+
+class RankPart(dict[str, Any]):
+    """One rank's state dictionary, which warns when its state is taken out of it, as by a save.
+
+    A script that reads a learning rate, or goes back to it in memory, hears nothing. Copies are the
+    same, pickles are plain dictionaries.
+
+    Args:
+        size: how many ranks there are.
+    """
+
+    def __init__(self, values: Mapping[str, Any], size: int) -> None:
+        super().__init__(values)
+        self._size = size
+
+    def plain(self) -> dict[str, Any]:
+        """Return an ordinary dictionary of the same, quietly."""
+        return {key: super(RankPart, self).__getitem__(key) for key in super().__iter__()}
+
+    def _warn(self) -> None:
+        warn_first(
+            f"state_dict: this is the part of one rank of {self._size} alone, without which the "
+            "others cannot resume: save with shardcast.checkpoint.save, or call full_state_dict() "
+            "on every rank, which gives rank 0 the state of all"
+        )
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "state":
+            self._warn()
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value."""
+        if key not in self:
+            return default
+        return self[key]
+
+    def __iter__(self) -> Iterator[str]:  # dict(part) and {**part} come here, and to __getitem__
+        return super().__iter__()
+
+    def items(self) -> Any:
+        """Return keys and values."""
+        self._warn()
+        return super().items()
+
+    def values(self) -> Any:
+        """Return the values."""
+        self._warn()
+        return super().values()
+
+    def __copy__(self) -> RankPart:
+        return RankPart(self.plain(), self._size)
+
+    copy = __copy__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankPart:
+        return RankPart(copy.deepcopy(self.plain(), memo), self._size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._warn()  # torch.load(weights_only=True) knows the class
+        return OrderedDict, (), None, None, iter(self.plain().items())
+
+
+class FullState:
+    """The state of one optimizer, gathered."""
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._begun = False  # only to be shown inside ``as_plain()``
+
+    def gather(self, place: int | None = None) -> dict[str, Any]:
+        """The full state on rank 0, as the unsharded optimizer's ``state_dict``; else empty.
+
+        Every rank must call it. Pack by pack, through pickled copies on the host: for hand-over,
+        not for a loop.
+
+        Args:
+            place: of one of several optimizers, whose state alone is wanted.
+        """
+        state = self._full_state(self._state_of, on_all=False, place=place)
+        return state if self._optimizer.process_groups.everyone.rank == 0 else {}
+
+    def gather_on_all(self) -> dict[str, Any]:
+        """The full state on every rank, with masters where parameters are less exact, for DCP.
+
+        Every rank must call it.
+        """
+        optimizer = self._optimizer
+        optimizer.together(optimizer.ready_to_read, "state_dict")
+        return self._full_state(self._state_and_master, on_all=True)
+
+    def _state_of(self, shard: Shard, number: int) -> Mapping[str, Any]:
+        return self._optimizer.update_of(shard).fragment_state(shard, number)
+
+    def _state_and_master(self, shard: Shard, number: int) -> dict[str, Any]:
+        values = dict(self._state_of(shard, number))
+        if not shard.in_place:  # without a state too, or a resume would begin from rounded ones
+            values[MASTER] = shard.exact(shard.fragments[number])
+        return values
+
+    @contextmanager
+    def as_plain(self) -> Iterator[None]:
+        """See :meth:`shardcast.ShardedOptimizer.as_plain`. Collective at its beginning."""
+        optimizer = self._optimizer
+        if optimizer.plain_names is not None:  # inside another one
+            yield
+            return
+        optimizer.together(partial(self._check_gathers, "as_plain"), "as_plain")
+        names = self._gathered_names()
+        self._begun = {*chain.from_iterable(names.values())} <= {MASTER}
+        if self._begun:
+            optimizer.together(self._begin, "as_plain")
+            names = self._gathered_names()
+        optimizer.plain_names = names
+        try:
+            yield
+        finally:
+            optimizer.plain_names = None
+            if self._begun:
+                self._forget()
+
+    def note_loaded(self) -> None:
+        """A state was loaded on all ranks, which stays."""
+        if self._optimizer.plain_names is not None:
+            self._begun = False
+            self._optimizer.plain_names = self._gathered_names()
+
+    def _gathered_names(self) -> dict[nn.Parameter, dict[str, None]]:
+        optimizer = self._optimizer
+        owned = {
+            fragment.slot.name: dict.fromkeys(self._state_and_master(shard, number))
+            for shard in optimizer.shards
+            for number, fragment, _ in shard.owned()
+        }
+        names: dict[str, dict[str, None]] = {}
+        for names_on_rank in optimizer.process_groups.everyone.exchange(owned, optimizer.device):
+            names |= {name: values for name, values in names_on_rank.items() if values}
+        return {param: names.get(name, {}) for name, param in optimizer.model.named_parameters()}
+
+    def _begin(self) -> None:
+        for update in self._optimizer.updates:
+            update.begin_state()
+
+    def _forget(self) -> None:
+        for shard in self._optimizer.shards:
+            for number in range(len(shard.fragments)):
+                self._optimizer.update_of(shard).load_fragment(shard, number, {})
+
+    def check_copies(self) -> None:
+        """Compare, by hashes, what several ranks hold; see ``ShardedOptimizer.check_copies``."""
+        optimizer, process_groups = self._optimizer, self._optimizer.process_groups
+        optimizer.together(partial(optimizer.need_masters, "check_copies"), "check_copies")
+        optimizer.sync.wait()
+        differing: list[str] = []
+        for shard in optimizer.shards:
+            pack, pack_groups = shard.pack, shard.pack.layout.pack_groups
+            hashes = _hashes(pack)
+            comms = {"data-parallel": process_groups.data_parallel(pack_groups)}
+            comms |= {name: process_groups.comm(name) for name in pack_groups.replicate}
+            for name, comm in comms.items():
+                hashes_by_rank = comm.exchange(hashes, optimizer.device)
+                for slot, *by_rank in zip(pack.layout.slots, *hashes_by_rank, strict=True):
+                    rank = next((r for r, value in enumerate(by_rank) if value != by_rank[0]), None)
+                    if rank is not None:
+                        differing.append(f"{slot.name!r} between ranks 0 and {rank} ({name})")
+
+        def refuse() -> None:
+            if differing:
+                raise RuntimeError(f"parameters that must be equal differ: {'; '.join(differing)}")
+
+        optimizer.together(refuse, "check_copies")
+
+    def masters(self, average: str | None = None) -> dict[str, Tensor]:
+        """All parameters in fp32 by name, tied ones under each, on rank 0's host; else empty.
+
+        Every rank must call it.
+
+        Args:
+            average: the name of an average, in place of the parameters.
+        """
+        optimizer = self._optimizer
+        averages = None if average is None else optimizer.hook_for("averaged")
+
+        def ready() -> None:
+            optimizer.ready_to_read()
+            if averages is not None:
+                averages.check("full_parameters", average)
+
+        optimizer.together(ready, "full_parameters")
+
+        def master_of(shard: Shard, number: int) -> dict[str, Tensor]:
+            if averages is not None:
+                return {MASTER: averages.values(shard, number, average)}
+            return {MASTER: shard.exact(shard.fragments[number])}
+
+        gathered = self._gathered("full_parameters", optimizer.shards, master_of, on_all=False)
+        masters = {
+            slot.name: values[MASTER] if values else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
+            for slot, _, values in gathered
+        }
+        names = {param: name for name, param in optimizer.model.named_parameters()}
+        every = optimizer.model.named_parameters(remove_duplicate=False)
+        return {name: masters[names[p]] for name, p in every if names[p] in masters}
+
+    def _full_state(
+        self, values: ValuesOf, on_all: bool, place: int | None = None
+    ) -> dict[str, Any]:
+        """Return the ``state_dict()`` of a plain optimizer; no state on ranks that receive none."""
+        optimizer, originals = self._optimizer, self._optimizer.originals
+        optimizer.together(originals.check, "full_state_dict")
+        groups = originals.groups if place is None else originals.optimizers[place].param_groups
+        shards = [s for s in optimizer.shards if place in (None, s.pack.layout.optimizer)]
+        gathered = self._gathered("full_state_dict", shards, values, on_all=on_all)
+        return plain_dict({param: state for _, param, state in gathered if state}, groups)
+
+    def _gathered(
+        self, call: str, shards: Sequence[Shard], values: ValuesOf, on_all: bool
+    ) -> Iterator[tuple[Slot, nn.Parameter, dict[str, Any]]]:
+        """Return for each parameter what ``values`` gives of its fragments on all ranks.
+
+        An error on one rank, in ``values`` or while states are pickled or joined, is raised on all.
+
+        Args:
+            on_all: every rank gets it; else rank 0 alone, nothing on the others.
+        """
+        self._check_gathers(call)
+        everyone, device = self._optimizer.process_groups.everyone, self._optimizer.device
+        failure: Exception | None = None  # of joining the last pack on this rank
+        for shard in shards:
+            pickled = everyone.together(partial(_pickled, shard, values, failure), device, call)
+            pack = shard.pack
+            gather = pack.comm.exchange if on_all else pack.comm.gather
+            by_rank = gather(pickled, device)
+            if everyone.rank != 0 and not on_all:  # of a group of replicas the first one has it too
+                continue
+            elementwise = self._optimizer.update_of(shard).elementwise
+            try:
+                states = _joined_states(by_rank, pack.layout.slots, elementwise)
+            except Exception as error:  # no room on this host, a rank without one of the states
+                failure = error
+                continue
+            yield from zip(pack.layout.slots, pack.in_model, states, strict=True)
+        everyone.together(partial(_raise, failure), device, call)
+
+    def _check_gathers(self, call: str) -> None:
+        """Raise RuntimeError with model parallelism, or with experts: no rank has them all."""
+        self._optimizer.need_masters(call)
+        process_groups = self._optimizer.process_groups
+        parallel_dims = process_groups.parallel_dims
+        if process_groups.model.size > 1 or parallel_dims.experts:
+            dims = ", ".join(map(repr, parallel_dims.model or parallel_dims.experts))
+            raise RuntimeError(
+                f"{call}: expected a data-parallel job, got parameters that are spread over mesh "
+                f"dimension {dims} too, of which no rank gathers the full state; use "
+                "shardcast.checkpoint.save, and shardcast.checkpoint.export for plain files"
+            )
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _pickled(shard: Shard, values: ValuesOf, failure: Exception | None) -> bytes:
+    """Return what ``values`` gives of this rank's fragments, on the host."""
+    _raise(failure)
+    return pickle.dumps(
+        [(fragment, copied(values(shard, number), "cpu")) for number, fragment, _ in shard.owned()]
+    )
+
+
+def _joined_states(
+    by_rank: Sequence[bytes], slots: Sequence[Slot], elementwise: bool
+) -> list[dict[str, Any]]:
+    """The full state of each parameter of a pack, from what all ranks pickled."""
+    parts: dict[Slot, list[tuple[Fragment, dict[str, Any]]]] = defaultdict(list)
+    for fragment, state in chain.from_iterable(map(pickle.loads, by_rank)):
+        if state:
+            parts[fragment.slot].append((fragment, state))
+    return [_joined(parts[slot], elementwise) for slot in slots]
+
+
+def _joined(parts: list[tuple[Fragment, dict[str, Any]]], elementwise: bool) -> dict[str, Any]:
+    """One parameter's full state from its fragments' states."""
+    parts.sort(key=lambda part: part[0])
+    joined: dict[str, Any] = {}
+    for name, value in parts[0][1].items() if parts else ():
+        fragment = parts[0][0]
+        if is_elementwise(value, fragment, elementwise or name == MASTER):
+            value = torch.cat([state[name].reshape(-1) for _, state in parts])
+            value = value.view(fragment.slot.shape)
+        joined[name] = value
+    return joined
+
+
+def _hashes(pack: Pack) -> list[bytes]:
+    """Hash each slot to 16 bytes; copies the pack to the host."""
+    host, size = pack.data.cpu(), pack.data.element_size()
+    ranges = (
+        (host.data_ptr() + slot.offset * size, slot.numel * size) for slot in pack.layout.slots
+    )
+    return [hashlib.blake2b(ctypes.string_at(*r), digest_size=16).digest() for r in ranges]
