@@ -71,7 +71,7 @@ def trained(_group: Any, section: str, shard: Any) -> list[Tensor]:
         "shardcast": SimpleNamespace(shard=shard),
         "batches": [[torch.randn(8, n, generator=data) for n in widths] for _ in range(6)],
     }
-    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    text = PAGE.split(f"\n### {section}\n")[1].split("\n##")[0]
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(code, "docs/optimizers.md", "exec"), scope)
     nets = [*models.values(), *([scope["target"]] if "target" in scope else [])]
