@@ -20,7 +20,6 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "config",
-            "keywords",
             "option_values",
             "option_files",
             "_compat",

@@ -27,9 +27,6 @@ from shardcast._compat import (
     groups,
     inductor,
     observer,
-    optimizers,
-    serialization,
-    storages,
 )
 from shardcast.memory.pack_only import weak_hook
 from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world
@@ -54,10 +51,10 @@ def test_own_storage_shares_memory_but_not_the_storage(shape: tuple[int, ...]):
 
 def test_a_context_saves_without_checksums_and_the_script_with_them(tmp_path: Path):
     get, value = torch.serialization.get_crc32_options, torch.arange(5)
-    context = serialization.context_without_crc()
+    context = _compat.context_without_crc()
     assert get() is True
-    assert context.run(get) is not serialization.CRC_IS_OF_CONTEXT
-    assert ("2.11." in torch.__version__) is not serialization.CRC_IS_OF_CONTEXT
+    assert context.run(get) is not _compat.CRC_IS_OF_CONTEXT
+    assert ("2.11." in torch.__version__) is not _compat.CRC_IS_OF_CONTEXT
     for path, run in (
         (tmp_path / "with", lambda f, *a: f(*a)),
         (tmp_path / "without", context.run),
@@ -553,7 +550,7 @@ def test_the_bare_step_runs_no_hooks_and_makes_the_same_step():
         optimizer.register_step_pre_hook(lambda *args: seen.append(args[0]))
         weight.grad = torch.full_like(weight, 0.5)
     hooked.step()
-    optimizers.bare_step(bare)()
+    _compat.bare_step(bare)()
     assert torch.equal(*weights) and (weights[0] != 1).all() and seen == [hooked]
 
 
@@ -608,8 +605,8 @@ def _double_(tensor: Tensor) -> None:
 
 def test_a_storage_is_there_as_long_as_somebody_has_it():
     base = torch.arange(4.0)
-    view, weak = base[1:], storages.WeakStorage(base)
-    assert storages.base_of(view) is base and storages.base_of(view.detach()) is None
+    view, weak = base[1:], _compat.WeakStorage(base)
+    assert _compat.base_of(view) is base and _compat.base_of(view.detach()) is None
     view.data = torch.empty(0)  # the base has it still, which the view keeps
     del base
     found = weak()
@@ -617,7 +614,7 @@ def test_a_storage_is_there_as_long_as_somebody_has_it():
     del found, view
     assert weak() is None
     shared = torch.arange(4.0)
-    weak, other = storages.WeakStorage(shared), _compat.own_storage(shared)
+    weak, other = _compat.WeakStorage(shared), _compat.own_storage(shared)
     del shared
     assert weak() is not None, "a tensor over its memory keeps it"
     del other
@@ -633,7 +630,7 @@ def test_a_hook_can_come_first():
             module.register_load_state_dict_pre_hook(lambda *_, note=note: note("load")),
         )
         if place:
-            [*map(storages.put_first, handles)]
+            [*map(_compat.put_first, handles)]
     (2 * tensor).backward()
     module.load_state_dict(module.state_dict())
     assert seen == ["BACKWARD", "backward", "LOAD", "load"]
@@ -642,7 +639,7 @@ def test_a_hook_can_come_first():
 def test_tensors_inside_of_others_are_found():
     one, two = torch.zeros(2), torch.ones(3)
     nested = {"a": [one, (two, "text")], "b": 3, "c": torch.nested.nested_tensor([one])}
-    found = [*storages.plain_tensors(nested)]
+    found = [*_compat.plain_tensors(nested)]
     assert found[0] is one and found[1] is two
 
 

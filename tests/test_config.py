@@ -17,7 +17,7 @@ from torch import nn
 import shardcast
 from shardcast import ShardcastConfig
 from shardcast.cli.launch import split_config
-from shardcast.keywords import Keywords
+from shardcast.config import Keywords
 from shardcast.option_files import preset
 
 ROOT = Path(__file__).parent.parent

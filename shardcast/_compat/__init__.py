@@ -7,12 +7,13 @@ Here is what every training uses; the other modules are for one purpose each.
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -338,3 +339,84 @@ def swapped_params() -> Iterator[None]:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(setting)
+
+
+class WeakStorage:
+    """The storage of a tensor, as long as some tensor of this process has it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._pointer = tensor.untyped_storage()._weak_ref()
+
+    def __call__(self) -> torch.UntypedStorage | None:
+        """The storage, or ``None`` where nobody has it any more."""
+        storage: torch.UntypedStorage | None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
+        return storage
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self._pointer)
+
+
+def plain_tensors(values: Any) -> Iterator[Tensor]:
+    """Find tensors with memory of their own in nested containers, and in wrapper tensors."""
+    if isinstance(values, Tensor):
+        flatten = getattr(values, "__tensor_flatten__", None)
+        if flatten is None:
+            yield values
+        else:
+            yield from plain_tensors([getattr(values, name) for name in flatten()[0]])
+    elif isinstance(values, Mapping):
+        yield from plain_tensors([*values.values()])
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from plain_tensors(value)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor of which autograd knows it as a view, and which it keeps."""
+    return tensor._base
+
+
+def put_first(handle: Any) -> Any:
+    """Have a hook run before all others of its kind; gives the handle."""
+    hooks = handle.hooks_dict_ref()
+    earlier = {number: hook for number, hook in hooks.items() if number != handle.id}
+    for number in earlier:  # anew, behind it: autograd sees no move_to_end
+        del hooks[number]
+    hooks.update(earlier)
+    return handle
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Return ``optimizer.step`` without the hooks and profiler range that torch puts around it."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # torch's mark of its wrapper
+        step = step.__wrapped__
+    bound: Callable[[], Any] = step.__get__(optimizer)
+    return bound
+
+
+def _is_of_context() -> bool:
+    """Return whether ``torch.save``'s checksums are set for a context, not for the process."""
+    get, change = torch.serialization.get_crc32_options, torch.serialization.set_crc32_options
+    setting = get()
+    contextvars.copy_context().run(change, not setting)
+    if get() == setting:
+        return True
+    change(setting)
+    return False
+
+
+CRC_IS_OF_CONTEXT = _is_of_context()  # at the import: the process's setting changes for a moment
+
+
+def context_without_crc() -> contextvars.Context:
+    """A context in which ``torch.save`` leaves out checksums, which ``torch.load`` never compares.
+
+    Where that is a setting of the whole process (torch 2.11), other threads save meanwhile, and the
+    context changes nothing.
+    """
+    context = contextvars.copy_context()
+    if CRC_IS_OF_CONTEXT:
+        context.run(torch.serialization.set_crc32_options, False)
+    return context

@@ -35,8 +35,7 @@ from shardcast.optimizer.state import (
 )
 from shardcast.option_values import as_yaml
 from shardcast.plan.layout import Fragment, PackLayout
-from shardcast.plan.pack_groups import PackGroups
-from shardcast.plan.parallel_dims import pack_groups_of
+from shardcast.plan.parallel_dims import PackGroups, pack_groups_of
 from shardcast.plan.precision import MASTER_DTYPE
 
 T = TypeVar("T")

@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from shardcast import _compat
-from shardcast._compat import serialization
 from shardcast.checkpoint.region import KeyPath, ShardView
 from shardcast.checkpoint.storage import Files, is_plain_name
 from shardcast.checkpoint.unpickling import VERSIONS, unpickled
@@ -81,7 +80,7 @@ class Writer(FileSystemWriter):
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)  # Files flushes
         self.fs: Files = Files()
         self._prefix = SimpleNamespace(prefix=f"__{owner}_")
-        self._context = serialization.context_without_crc()  # SHA-256 is what is compared
+        self._context = _compat.context_without_crc()  # SHA-256 is what is compared
 
     def write(self, values: Iterable[Value]) -> Written:
         """Write shards of tensors, and objects with their paths, and flush them.

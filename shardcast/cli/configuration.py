@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from shardcast.cli.parser import Parser
+from shardcast.cli.commands import Parser
 from shardcast.config import ShardcastConfig
 from shardcast.option_files import PRESETS, preset
 

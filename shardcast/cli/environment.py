@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import shardcast
-from shardcast.cli.parser import Parser
+from shardcast.cli.commands import Parser
 from shardcast.config import ShardcastConfig
 from shardcast.messages import namesake
 from shardcast.option_files import CONFIG_VARIABLE

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcast.cli.parser import Parser
+from shardcast.cli.commands import Parser
 from shardcast.config import ShardcastConfig
 from shardcast.estimate import Estimate, peers, state_tensors
 from shardcast.estimate import estimate as estimated

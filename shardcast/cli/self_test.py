@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.cli.parser import Parser
+from shardcast.cli.commands import Parser
 from shardcast.config import ShardcastConfig
 from shardcast.testing import spawn
 

@@ -6,8 +6,15 @@ from .group import Work, copy_strided_, is_dense
 from .notices import warn_first, warn_once_for
 from .objects import Comm
 from .process_groups import ProcessGroups
-from .reduction import AllToAllReduction, Buffer, Buffers, ReduceScatterReduction, Reduction
-from .two_parts import ReplicaSumReduction, TwoLevelReduction
+from .reduction import (
+    AllToAllReduction,
+    Buffer,
+    Buffers,
+    ReduceScatterReduction,
+    Reduction,
+    ReplicaSumReduction,
+    TwoLevelReduction,
+)
 
 __all__ = [
     "REDUCTIONS",

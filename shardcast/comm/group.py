@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast._compat import groups
+from shardcast._compat import dtensor, groups
 from shardcast.comm.watch import Watch
 from shardcast.messages import page
 from shardcast.plan.algorithms import GROUPED
+from shardcast.plan.precision import MASTER_DTYPE
 
 BROADCAST = {  # by gloo, which knows no 16-bit integers, no fp8: those go as bytes
     torch.float32,
@@ -312,3 +313,15 @@ def copy_strided_(tensor: Tensor, values: Tensor) -> None:
     """``tensor.copy_(values)``; along an expanded dimension elements share memory: writes one."""
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
     tensor[once].copy_(values[once])
+
+
+def redistributed(grad: Any, placements: Sequence[Any]) -> Tensor:
+    """The local tensor of a DTensor that is to lie in another way, in its own dtype.
+
+    Sums are made in the dtype of masters: torch's own reduction would be in that of the gradient.
+    All ranks of its mesh must call it.
+    """
+    sums = any(placement.is_partial() for placement in grad.placements)
+    exact = grad.to(MASTER_DTYPE) if sums else grad
+    moved = exact.redistribute(placements=placements).to(grad.dtype)
+    return dtensor.arrived(moved.to_local()).contiguous()

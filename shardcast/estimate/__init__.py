@@ -5,7 +5,6 @@ parallel    the same of one rank of a model that is cut by other kinds of parall
 peers       what other systems hold
 """
 
-from shardcast.estimate.memory import Estimate, estimate, state_tensors
-from shardcast.estimate.peers import peers
+from shardcast.estimate.memory import Estimate, estimate, peers, state_tensors
 
 __all__ = ["Estimate", "estimate", "peers", "state_tensors"]

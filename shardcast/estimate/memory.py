@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.comm import Comm
-from shardcast.comm.fewer_ranks import ranks_of_shards
+from shardcast.comm.process_groups import ranks_of_shards
 from shardcast.config import ShardcastConfig
-from shardcast.estimate.counts import by_owner
 from shardcast.memory.codecs import Encoded, master_codec, row_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import FILL, shard_of
@@ -385,3 +384,39 @@ def _convert_outside(plan: Plan) -> tuple[int, int]:
             peak = max(peak, live + cast)
             live += cast - tensor.nbytes
     return peak, live
+
+
+def by_owner(layout: Layout, values: Mapping[str, float]) -> list[float]:
+    """Return what each rank has of the values of trained parameters, by name; 0 for others."""
+    sums = [0.0] * layout.world_size
+    for pack in layout.trained:
+        for owner, slot, count in pack.parts():
+            sums[owner] += values.get(slot.name, 0.0) * (count / slot.numel)
+    return sums
+
+
+def peers(numel: int, moments: float, world_size: int) -> dict[str, float]:
+    """Return the bytes per rank that others hold for ``numel`` parameters in mixed precision.
+
+    Persistent tensors after a backward; activations, buckets in flight and temporary casts aside.
+    Local.
+
+    Args:
+        numel: number of parameters.
+        moments: state tensors of the optimizer for each parameter, 2 for Adam.
+        world_size: number of data-parallel ranks.
+    """
+    exact = 4.0 * (1 + moments)  # fp32 weights and moments
+    return {
+        "DDP + autocast": numel * (exact + 4),
+        # torch's: fp32 weights and gradients on every rank, moments cut.
+        "ZeroRedundancyOptimizer": numel * (4 + 4 + 4.0 * moments / world_size),
+        "ZeRO-1": numel * (2 + 2 + exact / world_size),
+        "ZeRO-2": numel * (2 + (2 + exact) / world_size),
+        "FSDP": numel * (exact + 4) / world_size,
+        # Its docs/source/api-guide/dist_optimizer.md: 6 + 12 / d with bf16 parameters, whose
+        # gradients are kept in fp32.
+        "Megatron": numel * (2 + 4 + exact / world_size),
+        # Its README: 24-bit weights (bf16 and a byte), a byte per moment, bf16 gradients.
+        "FlashOptim + DDP": numel * (2 + 1 + moments + 2),
+    }

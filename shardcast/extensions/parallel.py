@@ -18,8 +18,7 @@ from shardcast.comm import ProcessGroups
 from shardcast.comm.objects import Comm
 from shardcast.messages import by_rank
 from shardcast.optimizer.setup import Plan
-from shardcast.plan.pack_groups import Tie
-from shardcast.plan.parallel_dims import ParallelDims
+from shardcast.plan.parallel_dims import ParallelDims, Tie
 from shardcast.plan.validate import check_matched
 
 if TYPE_CHECKING:  # slow to import

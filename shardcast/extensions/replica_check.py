@@ -23,7 +23,7 @@ from shardcast.memory.shard import Shard
 from shardcast.messages import SHOWN
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option
-from shardcast.plan.pack_groups import PLAIN
+from shardcast.plan.parallel_dims import PLAIN
 from shardcast.step.decide.signal import known, to_device
 from shardcast.step.decide.skip_report import HostCopy
 from shardcast.step.step_hook import StepHook

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast._compat import dtensor
-from shardcast.comm.redistribution import redistributed
+from shardcast.comm.group import redistributed
 from shardcast.memory.stand_in import StandIn, distributed
 
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from shardcast import _compat, launched
 from shardcast.comm import Comm, ProcessGroups
-from shardcast.comm.fewer_ranks import over_fewer_ranks
-from shardcast.config import ShardcastConfig
+from shardcast.comm.process_groups import over_fewer_ranks
+from shardcast.config import Keywords, ShardcastConfig
 from shardcast.extensions.waiting import look_after
-from shardcast.keywords import Keywords
 from shardcast.memory.aliases import Alias, find_aliases
 from shardcast.optimizer import setup
 from shardcast.optimizer.model import (

@@ -25,7 +25,7 @@ from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.state import is_elementwise
 from shardcast.plan.layout import Fragment
-from shardcast.plan.pack_groups import PLAIN, PackGroups
+from shardcast.plan.parallel_dims import PLAIN, PackGroups
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.sync.sync import Sync
 from shardcast.step.update.epilogues import AVERAGE

@@ -14,7 +14,7 @@ from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.setup import agreed, allocate, plan_for
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList
-from shardcast.step.history import STALE
+from shardcast.step.decide.options import STALE
 
 
 def add_group(packed: PackedOptimizer, place: int, group: dict[str, Any]) -> None:

@@ -25,9 +25,9 @@ from shardcast.memory.packed_param import PackedParam, note_of
 from shardcast.memory.shard import Shard
 from shardcast.messages import SHOWN, page
 from shardcast.optimizer.setup import Plan
-from shardcast.plan.pack_groups import PLAIN
+from shardcast.plan.parallel_dims import PLAIN
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.decide.loads import Loads
+from shardcast.step.decide.refusal import Loads
 from shardcast.step.reduce.reducer import is_reduced
 from shardcast.step.sync.sync import Sync
 

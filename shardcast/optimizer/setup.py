@@ -30,9 +30,8 @@ from shardcast.option_values import load_extension
 from shardcast.plan import validate
 from shardcast.plan.layout import GroupId, Layout, PackLayout
 from shardcast.plan.originals import OptimizerList, OptimizerTraits, known_traits
-from shardcast.plan.pack_groups import PLAIN, PackGroups
 from shardcast.plan.packing import describe, plan_packs, with_algorithms
-from shardcast.plan.parallel_dims import ParallelDims
+from shardcast.plan.parallel_dims import PLAIN, PackGroups, ParallelDims
 from shardcast.plan.partition import partition_of
 from shardcast.plan.precision import Precision
 from shardcast.plan.publishing import publishing_of

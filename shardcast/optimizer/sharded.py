@@ -41,7 +41,7 @@ from shardcast.plan import validate
 from shardcast.plan.layout import Layout
 from shardcast.plan.originals import OptimizerList
 from shardcast.step.decide.decision import Decision
-from shardcast.step.history import BACKWARDS
+from shardcast.step.decide.options import BACKWARDS
 from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.update.state import OwnMethod
 

@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from shardcast.plan.algorithms import Algorithms
-from shardcast.plan.pack_groups import PLAIN, PackGroups
+from shardcast.plan.parallel_dims import PLAIN, PackGroups
 
 T = TypeVar("T")
 SHOWN = 8  # lengths of spans that are shown one by one

@@ -14,8 +14,7 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.algorithms import Algorithms, Topology, choose
 from shardcast.plan.layout import GroupId, Layout, PackKey, PackLayout, ParamInfo
-from shardcast.plan.pack_groups import PackGroups
-from shardcast.plan.parallel_dims import ParallelDims
+from shardcast.plan.parallel_dims import PackGroups, ParallelDims
 from shardcast.plan.partition import assign_owners, plan_even, plan_whole, round_up
 from shardcast.plan.publishing import publishing_of
 

@@ -22,7 +22,8 @@ from torch import nn
 from shardcast import checkpoint
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.comm.group import Work
-from shardcast.extensions.waiting import look_after, places
+from shardcast.extensions import waiting
+from shardcast.extensions.waiting import look_after
 from shardcast.messages import LOG
 from shardcast.plan.layout import PackLayout, Slot, Span
 from shardcast.testing import FakeGroup, SpawnedWorld, ThreadedWorld
@@ -118,7 +119,7 @@ def test_a_rank_with_several_optimizers_tells_one_number_of_steps(caplog: Any):
         comm.steps, ahead.steps = 3, 5
         with caplog.at_level("WARNING", "shardcast"):
             comm.watch.waits = Work(comm, "an all-reduce", "")
-            places.Silence(comm.watch).look(2 * places.PATIENCE)
+            waiting.Silence(comm.watch).look(2 * waiting.PATIENCE)
         with pytest.raises(RuntimeError) as raised:
             comm.all_reduce(FULL)
         for text in (caplog.text, str(raised.value)):
@@ -158,7 +159,7 @@ def telling(patience: float) -> Iterator[list[str]]:
             messages.append(f"{record.levelname} {record.getMessage()}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "PATIENCE", patience)
+        patch.setattr(waiting, "PATIENCE", patience)
         LOG.addHandler(handler := Handler())
         try:
             yield messages

@@ -143,8 +143,8 @@ def test_several_ranks_have_one_thread_until_the_last_optimizer_or_group_ends(tm
 
 def test_a_process_ends_by_itself_while_its_thread_writes_into_the_store(tmp_path: Path):
     script = """
-from shardcast.extensions.waiting import places
-places.PATIENCE = 0.02
+from shardcast.extensions import waiting
+waiting.PATIENCE = 0.02
 sharded = shardcast.shard(model, optimizer, param_dtype="bf16")
 train(model, sharded)
 print(*changed())

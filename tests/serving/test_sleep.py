@@ -30,7 +30,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import shardcast
 from shardcast import checkpoint
 from shardcast.optimizer.sharded import packed_of
-from shardcast.serving import sleeping
+from shardcast.serving import sleep
 from shardcast.testing import SpawnedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(90)
@@ -538,14 +538,14 @@ def test_a_save_of_any_class_says_wake_whatever_stays(kind: Any, save: Any, tmp_
 
 
 def test_where_one_rank_has_no_memory_all_sleep_on(monkeypatch: pytest.MonkeyPatch):
-    allocate, full = sleeping.Memory.allocate, set[int]()
+    allocate, full = sleep.Memory.allocate, set[int]()
 
     def short(memory: Any, file: Any) -> Any:
         if threading.get_ident() in full and memory.label.startswith("masters"):
             raise torch.OutOfMemoryError("no memory left")
         return allocate(memory, file)
 
-    monkeypatch.setattr(sleeping.Memory, "allocate", short)
+    monkeypatch.setattr(sleep.Memory, "allocate", short)
 
     def run(group: Any) -> None:
         model, optimizer = made(group, param_dtype=BF16, pack_params=2, partition="whole")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast._compat.optimizers import bare_step
+from shardcast._compat import bare_step
 
 # What a twin has of its own: torch's, and a step that was put around that of the class.
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

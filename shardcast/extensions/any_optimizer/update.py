@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcast._compat import observer, storages
-from shardcast._compat.optimizers import bare_step
+from shardcast import _compat
+from shardcast._compat import bare_step, observer
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.extensions.any_optimizer import muon, probe, twins
@@ -309,7 +309,7 @@ class AnyOptimizerUpdate(Update):
         for params in self._params.values():
             yield from params
             states = [self._inner.state.get(param, {}) for param in params]
-            for value in storages.plain_tensors(states):
+            for value in _compat.plain_tensors(states):
                 if value.dim() and value.untyped_storage().resizable():
                     yield value
 

@@ -21,12 +21,22 @@ from shardcast.comm import Comm, ProcessGroups, warn_first
 from shardcast.messages import by_rank
 from shardcast.plan.validate import ON_DEVICE, plain
 from shardcast.step.decide.signal import COUNT, LEFT, Signal, known, to_device
-from shardcast.step.history import HISTORY, SUMMED
 
 BITS = 16  # fewer in a world of more than 1,448 ranks: (ranks * d)**2 is an exact double
 DIGESTS = 3  # one of requires_grad, where a difference is no error, and two of options
 ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, which are then spread over the product
 Groups = Sequence[Mapping[str, Any]]
+
+# The history of a rank's gradients between two steps, which must be that of all ranks.
+BACKWARDS, CLEARS = "synchronized backwards of a step", "clears of their gradients"
+STALE = "gradients that parameters of an added group had already"
+ASSIGNED = "gradients assigned between two backwards of a step"
+CLEARED = "gradients cleared between two backwards of a step"
+SUMMED = "gradients assigned between two backwards that are summed over model-parallel ranks"
+EDITED = "edits of gradients after the clip of the step before"
+HISTORY = BACKWARDS, CLEARS, STALE, ASSIGNED, CLEARED, EDITED
+NOTHING = {BACKWARDS: 0, CLEARS: 0, STALE: 0, ASSIGNED: "", CLEARED: "", SUMMED: "", EDITED: False}
+SHOWN = 3  # names
 
 REMEDY = (
     "Every owner would update its part of the model in its own way: give all ranks the same value, "
@@ -233,3 +243,11 @@ def _differences(values_by_rank: Mapping[int, Mapping[str, str]], usual: str) ->
         if len({value for _, value in facts}) > 1:
             texts.append(f"{name} differs ({by_rank(facts)})")
     return "; ".join(texts)
+
+
+def listed(names: Sequence[str]) -> str:
+    """List the first names and how many more, which differs where any of them does."""
+    if len(names) <= SHOWN:
+        return ", ".join(names)
+    rest = names[SHOWN:]
+    return f"{', '.join(names[:SHOWN])} and {len(rest)} more ({zlib.crc32(repr(rest).encode()):x})"

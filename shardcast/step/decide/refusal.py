@@ -12,13 +12,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardcast import _compat
 from shardcast.comm import ProcessGroups
-from shardcast.comm.differences import failure_of, raised_elsewhere
+from shardcast.comm.objects import failure_of, raised_elsewhere
+from shardcast.memory.hashing import bits_of
+from shardcast.memory.slices import slices
 from shardcast.messages import by_rank
-from shardcast.step.decide.loads import Loads
-from shardcast.step.decide.options import BITS
+from shardcast.step.decide.options import BITS, ODD, listed
 from shardcast.step.decide.signal import Signal, known, to_device
 
 KEPT = 16  # parts that are on the device already
@@ -117,3 +119,60 @@ class Refusal(Signal):
     def conclude(self, decision: object) -> None:
         """End the step; weights that were loaded after its decision are the next one's."""
         self.loads.clear()
+
+
+class Loads:
+    """The parameters that were loaded since the last step, each with a hash of what it was before.
+
+    They must be alike on all ranks: each owner takes what is loaded for its own span, so loaded on
+    one rank alone they would train another model in its spans. Weights that are loaded and put
+    back, to evaluate others in between, are no difference.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[nn.Parameter, tuple[str, int]] = {}
+        self._own: set[nn.Parameter] = set()  # whose values are no other rank's
+        self._told: list[nn.Parameter] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._before)
+
+    def note(self, param: nn.Parameter, name: str, is_shared: bool) -> None:
+        """Note a parameter that is loaded next. Local; waits for the device.
+
+        Args:
+            is_shared: all data-parallel ranks hold it; they hold different experts.
+        """
+        if param not in self._before:
+            self._before[param] = name, _hash(param)
+            if not is_shared:
+                self._own.add(param)
+
+    def changed(self) -> str:
+        """Name the parameters whose bits are others than before, with a hash of their values."""
+        self._told = [*self._before]
+        if not self._before:
+            return ""
+        changed = {}
+        for param, (name, before) in self._before.items():
+            if (after := _hash(param)) != before:
+                changed[name] = None if param in self._own else after
+        if not changed:
+            return ""
+        return f"{listed([*changed])} (values {zlib.crc32(repr([*changed.items()]).encode()):08x})"
+
+    def clear(self) -> None:
+        """Forget those that :meth:`changed` has told last: a step has compared them."""
+        for param in self._told:
+            self._before.pop(param, None)
+        self._told.clear()
+
+
+@torch.no_grad()
+def _hash(param: Tensor) -> int:
+    words, total = bits_of(_compat.local_tensor(param)), 0
+    for part in slices(words.numel()):
+        piece = words[part].long()
+        weights = torch.arange(1, 1 + piece.numel(), device=piece.device)
+        total = (total * ODD + int((piece * weights).sum())) % (1 << 64)
+    return total

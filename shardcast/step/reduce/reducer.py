@@ -20,9 +20,9 @@ from shardcast.comm import Buffers, Comm, ProcessGroups, warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
-from shardcast.plan.pack_groups import PackGroups
+from shardcast.plan.parallel_dims import PackGroups
 from shardcast.plan.precision import MASTER_DTYPE, SHORT_SUM, exact_sums, grad_dtype, wire_dtype
-from shardcast.step.history import (
+from shardcast.step.decide.options import (
     ASSIGNED,
     BACKWARDS,
     CLEARED,
