@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import math
 import platform
 import threading
@@ -424,19 +423,6 @@ def test_constants_have_the_same_memory_in_a_storage_of_their_own():
         assert numbers.untyped_storage().nbytes() == row.nbytes
 
 
-def test_every_function_of_compat_is_exercised_here():
-    source = Path(__file__).read_text()
-    for module, called in ((_compat, "_compat"), (mocks, "mocks")):
-        public = {
-            name
-            for name, item in vars(module).items()
-            if inspect.isfunction(item)
-            and item.__module__ == module.__name__
-            and not name.startswith("_")
-        }
-        assert public and {name for name in public if f"{called}.{name}(" not in source} == set()
-
-
 def test_a_backward_knows_whether_it_comes_to_a_reentrant_checkpoint():
     from torch.utils.checkpoint import checkpoint
 
@@ -641,14 +627,6 @@ def test_tensors_inside_of_others_are_found():
     nested = {"a": [one, (two, "text")], "b": 3, "c": torch.nested.nested_tensor([one])}
     found = [*_compat.plain_tensors(nested)]
     assert found[0] is one and found[1] is two
-
-
-def test_gradients_are_off_within_a_context_that_does_nothing_where_they_are():
-    for before in (True, False):
-        with torch.set_grad_enabled(before):
-            with _compat.without_grad():
-                assert not torch.is_grad_enabled()
-            assert torch.is_grad_enabled() == before
 
 
 def test_bits_of_the_host_are_compared_exactly():

@@ -157,16 +157,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
             (["ema"], TypeError, "mapping"),
         )
     ),
-    *(
-        ({"guard": value}, error, f"guard: .*{named}")
-        for value, error, named in (
-            ({"norm": 6.0}, TypeError, "window"),
-            ({"norm": 6.0, "window": 1}, ValueError, "window"),
-            ({"norm": -1, "window": 8}, ValueError, "norm"),
-            ({"window": 8}, ValueError, "'norm' or 'loss'"),
-            ({"norm": 6, "window": 8, "action": "x"}, ValueError, "action"),
-        )
-    ),
     ({"sync": "all_gather", "partition": "whole"}, ValueError, "all_gather needs equal spans"),
 ]
 

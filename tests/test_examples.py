@@ -148,11 +148,6 @@ def test_readme_shows_the_minimal_example_word_for_word():
     assert (ROOT / "examples" / "minimal.py").read_text() in (ROOT / "README.md").read_text()
 
 
-def test_the_list_of_examples_has_each_once():
-    listed = re.findall(r"\((\w+)\.py\)", (ROOT / "examples" / "README.md").read_text())
-    assert sorted(listed) == EXAMPLES and listed[0] == "minimal"
-
-
 @pytest.mark.parametrize("page", ["getting-started", "hybrid", "testing"])
 def test_the_fragments_of_a_page_are_those_of_its_examples(page: str):
     """Where a page names an example, the next fragments are lines of it."""

@@ -29,7 +29,7 @@ class Mutation(NamedTuple):
     Attributes:
         name: what goes wrong, in a few words.
         file: below ``shardcast/``; in it ``old``, which it has once, becomes ``new``.
-        tests: below ``tests/``, those that should notice it first.
+        tests: below ``tests/``, those that should notice it first, or ``-k`` and a word.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Mutation(NamedTuple):
 
 
 def mutations() -> list[Mutation]:
-    """Read the table: blocks of a name, a file, tests, and the text before and after a line ``=>``."""
+    """Read the table: blocks of a name, a file, tests, and texts before and after a line ``=>``."""
     found = []
     for block in DATA.read_text().split("\n\n"):
         lines = [line for line in block.splitlines() if not line.startswith("#")]
@@ -91,7 +91,13 @@ def ended(folder: Path, tests: tuple[str, ...], limit: float) -> str:
         os.dup2(log, 2)
         import pytest
 
-        words = ["-x", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]
+        words = [
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *(f"tests/{t}" if ".py" in t else t for t in tests),
+        ]
         status = pytest.main(words, plugins=[Noticed(noticed)])
         os._exit(int(status))
     since = time.monotonic()

@@ -12,6 +12,7 @@ import torch
 from models import CASES, Block, sharded
 from pairwise import pairwise
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardcast.testing import ThreadedWorld, threaded_world
 
@@ -285,3 +286,28 @@ def test_more_than_eight_micro_batches_are_added_up_in_fp32(size: int, held: boo
     stays = (FP32, [300.0] * 8) if reduces else (BF16, [256.0] * 8)
     assert run(300, grad_dtype=BF16) == stays, "the control, of what accumulates locally"
     assert run(300) == (BF16 if size > 1 and held else FP32, [300.0] * 8)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_more_than_eight_gradients_of_one_backward_are_added_up_in_fp32(size: int):
+    """Each re-entrant checkpoint brings one."""
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(300):
+                x = checkpoint(lambda y: y + self.weight, x, use_reentrant=True)
+            return x
+
+    def run(group: Any) -> list[float]:
+        model = Repeated()
+        optimizer = sharded(model, group, param_dtype=BF16, autocast=False)
+        model(torch.zeros(4, dtype=BF16, requires_grad=True)).sum().backward()
+        assert model.weight.dtype == BF16
+        optimizer.gather_gradients()
+        return model.weight.grad.tolist()
+
+    assert ThreadedWorld(size).run(run) == [[300.0] * 4] * size

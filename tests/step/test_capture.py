@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_same_bits
+from models import assert_same_bits, sharded
 from torch import Tensor, is_tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -164,3 +164,36 @@ def test_reads_of_the_host_are_seen(
     monkeypatch.setattr(decider, "conclude", lambda decision: way(decision.norm.view(1)))
     with pytest.raises(AssertionError, match="value"):
         recorded(optimizer, monkeypatch)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values of tensors that the host asks for, and so waits for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:step skipped by the guard")
+@pytest.mark.parametrize(
+    ("guard", "waits"),
+    [
+        ({"norm": 6.0, "window": 8}, False),
+        ({"norm": 6.0, "window": 8, "action": "clip"}, False),
+        (lambda norm, _loss: norm > 1.0, False),
+        (lambda norm, _loss: torch.tensor(bool(norm > 1.0)), True),
+    ],
+    ids=["a window", "a clip", "a function", "one that waits"],
+)
+@pytest.mark.usefixtures("accelerator")
+def test_a_guard_asks_for_no_value_of_the_device(guard: Any, waits: bool):
+    model = nn.ParameterList(torch.ones(2, 2048) for _ in range(2))
+    optimizer = sharded(model, torch.distributed.group.WORLD, guard=guard)
+    for _ in range(3):
+        sum(param.sum() for param in model).backward()
+        with Reads() as reads:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert (reads.count > 0) == waits

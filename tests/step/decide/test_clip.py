@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, install, run_world, sharded, values
+from models import CASES, assert_same_bits, install, run_world, sgd, sharded, values
 from torch import Tensor, nn
 
 from shardcast import _compat
@@ -120,15 +120,13 @@ def test_sums_in_fp32_give_the_norm_of_doubles(p: float, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("limit", [1e-30, 1e-3, 1.0, 1e300, math.inf])
-@pytest.mark.parametrize("factor", [0.0, 1e-30, 1.0, 1e15])
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e-6, 1.0, 1e15])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_clip_is_torchs(limit: float, factor: float, on_device: bool):
     """Also by an infinite bound, with which scripts ask for the norm alone."""
-
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=1.0)
-
     model, other = CASES["mlp"].build(), CASES["mlp"].build()
+    for m in (model, other):
+        nn.utils.vector_to_parameters(torch.zeros(500), m.parameters())  # so all bits are seen
     optimizer, plain = sharded(model, optimizer=sgd), sgd(other)
     for m in (model, other):
         install(m, 0)
@@ -139,4 +137,29 @@ def test_a_clip_is_torchs(limit: float, factor: float, on_device: bool):
     optimizer.step()
     plain.step()
     torch.testing.assert_close(float(norm), float(expected))
-    torch.testing.assert_close(values(model), values(other))
+    torch.testing.assert_close(values(model), values(other), rtol=1e-5, atol=1e-37)
+
+
+@pytest.mark.filterwarnings("ignore:step skipped")
+def test_an_infinity_is_not_clamped_and_skips_the_step():
+    model = CASES["mlp"].build()
+    optimizer, before = sharded(model), values(model)
+    install(model, 0)
+    model.a.weight.grad[1, 2] = math.inf
+    optimizer.clip_grad_value_(0.01)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert_same_bits(values(model), before)
+
+
+@pytest.mark.filterwarnings("ignore:step skipped")
+def test_what_a_guard_has_judged_holds_after_another_clip():
+    """A norm that the first clip made small is no reason to train a spike."""
+    model = CASES["mlp"].build()
+    optimizer, before = sharded(model, guard=lambda norm, _loss: norm > 0.2), values(model)
+    install(model, 0)
+    assert optimizer.clip_grad_norm_(0.1) > 0.2
+    optimizer.clip_grad_norm_(0.05)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert_same_bits(values(model), before)

@@ -58,13 +58,13 @@ CASES = [
 def test_in_chunks_it_has_the_bits_of_the_whole(
     size: int, wire: torch.dtype, out: torch.dtype, carries: bool
 ):
-    numel = 2 * mean.CHUNK + 77
-    expected = torch.empty(numel, dtype=out)
-    pieces, carry, _ = operands(size, wire, out, carries, numel)
-    mean_(pieces, size, carry, expected)
-    pieces, carry, found = operands(size, wire, out, carries, numel)
-    mean_in_chunks_(pieces, size, carry, found)
-    assert torch.equal(found, expected)
+    for numel in (2 * mean.CHUNK + 77, 777):  # in chunks, and all at once
+        expected = torch.empty(numel, dtype=out)
+        pieces, carry, _ = operands(size, wire, out, carries, numel)
+        mean_(pieces, size, carry, expected)
+        pieces, carry, found = operands(size, wire, out, carries, numel)
+        mean_in_chunks_(pieces, size, carry, found)
+        assert torch.equal(found, expected), numel
 
 
 @needs_compiler

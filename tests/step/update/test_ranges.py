@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
 import pytest
 import torch
+from models import assert_same_bits, run_world
 from torch import Tensor, nn
 
 import shardcast
@@ -43,8 +45,10 @@ def optimizer_of(group: Any, kind: type[torch.optim.Optimizer] = torch.optim.Ada
     return model, optimizer
 
 
-def trained(kind: type[torch.optim.Optimizer], fields: dict[str, Any]) -> dict[str, Tensor]:
-    model, optimizer = optimizer_of(None, kind, **fields)
+def trained(
+    kind: type[torch.optim.Optimizer], fields: dict[str, Any], group: Any = None
+) -> dict[str, Tensor]:
+    model, optimizer = optimizer_of(group, kind, **fields)
     draw = random.Random(1)
     for step in range(8):
         absent = set() if step % 4 < 2 else {*draw.sample(range(len(SIZES)), 5)}
@@ -56,7 +60,9 @@ def trained(kind: type[torch.optim.Optimizer], fields: dict[str, Any]) -> dict[s
         optimizer.scale_loss(torch.zeros(()))
         optimizer.step()
         optimizer.zero_grad()
-    return {str(number): param.detach().clone() for number, param in enumerate(model)}
+    found = {str(number): param.detach().clone() for number, param in enumerate(model)}
+    scale = 1.0 if optimizer.loss_scale is None else float(optimizer.loss_scale)
+    return {**found, "norm": optimizer.grad_norm, "scale": torch.tensor(scale)}
 
 
 @pytest.mark.filterwarnings("ignore:step skipped")
@@ -72,6 +78,11 @@ def trained(kind: type[torch.optim.Optimizer], fields: dict[str, Any]) -> dict[s
         (torch.optim.AdamW, {"pack_params": 5, "averages": {"ema": 0.9}}),
         (torch.optim.AdamW, {"pack_params": None, "master": "split16", "moments": "int8"}),
         (torch.optim.SGD, {"pack_params": None, "max_grad_norm": None}),
+        (torch.optim.AdamW, {"norm_type": math.inf, "max_grad_norm": 0.01}),
+        (
+            torch.optim.AdamW,
+            {"param_dtype": torch.float16, "loss_scale": "dynamic", "loss_scale_init": 8.0},
+        ),
     ],
     ids=str,
 )
@@ -80,11 +91,12 @@ def test_a_training_with_numbers_of_the_device_is_that_with_numbers_of_the_host(
 ):
     """Several rates and bounds, absent gradients, a skipped step, ends of no whole row."""
     fields = {"fuse": "eager", **fields}
-    expected = trained(kind, fields)
+    expected = run_world(2, lambda group: trained(kind, fields, group))[0][0]
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
-    found = trained(kind, fields)
+    ranks = run_world(2, lambda group: trained(kind, fields, group))[0]
+    assert_same_bits(*ranks)
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=2**-7, atol=1e-5)
+        torch.testing.assert_close(ranks[0][name], weight, rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.usefixtures("accelerator")

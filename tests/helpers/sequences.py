@@ -1,0 +1,458 @@
+"""Sequences of backwards, clears, clips and steps, on every rank and on plain torch.
+
+The oracle is plain torch in fp32, which adds up what all ranks would have. Gradients come from real
+backward passes, other ones on each rank, and are multiples of a quarter of the number of ranks: so
+sums and means are exact, in bf16 too, and masters are equal to the bit. With moments in int8 they
+are not: there a mean that is lost moves a weight by a third of a step's rate or more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from models import parts, values
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import shardcast
+from shardcast.testing import SpawnedWorld, ThreadedWorld, assert_same_sequence
+
+RATE = 1e-2
+SHAPES = (3,), (2, 32), (5,), (4, 32), (3, 32)
+COUNT = len(SHAPES)
+MATRICES = "layers.1.weight", "layers.3.weight", "layers.4.weight"
+ELEMENTWISE = "AdamW", "SGD", "RMSprop"
+STORAGE: dict[str, dict[str, Any]] = {
+    "fp32": {"param_dtype": torch.float32},
+    "bf16": {"param_dtype": torch.bfloat16},
+    "split16": {"param_dtype": torch.bfloat16, "master": "split16"},
+    "int8": {"param_dtype": torch.bfloat16, "moments": "int8"},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap_sync": {"overlap_sync": True},
+    "published": {"published": {"mxfp8": list(MATRICES)}},
+    "asleep": {},
+}
+Use = frozenset[int]  # the parameters that a backward reaches
+Uses = tuple[Use, ...]  # by rank; a rank without any runs no backward
+Action = tuple[Callable[..., None], tuple[Any, ...]]  # a method of Side, and its arguments
+EVERY, NONE = frozenset(range(COUNT)), frozenset[int]()
+ALL = (EVERY,) * 4
+
+
+class Cell(NamedTuple):
+    """How a sequence is trained.
+
+    Attributes:
+        layout: ``even`` or ``whole``; ``shard_ranks`` over half of the ranks, or over one; or a
+            mesh, along whose ``tp`` ranks have copies.
+        pack_params: how many parameters a pack has at the most.
+    """
+
+    storage: str = "fp32"
+    layout: str = "even"
+    kind: str = "SGD"
+    way: str = "plain"
+    size: int = 2
+    pack_params: int | None = 2
+
+    @property
+    def copies(self) -> int:
+        """How many ranks have copies of a gradient that are added up."""
+        if self.layout != "copy along tp":
+            return 1
+        return 2 if self.size % 2 == 0 else self.size
+
+    def mesh(self) -> Any:
+        sizes = self.size // self.copies, self.copies
+        return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+
+    def fields(self, accumulate: str) -> dict[str, Any]:
+        fields = {**STORAGE[self.storage], **WAYS[self.way], "accumulate": accumulate}
+        fields["pack_params"] = self.pack_params
+        if self.layout in ("even", "whole"):
+            fields["partition"] = self.layout if self.kind in ELEMENTWISE else "auto"
+        if self.layout.startswith("shard_ranks"):
+            fields["shard_ranks"] = 1 if "one" in self.layout else max(1, self.size // 2)
+        return fields
+
+
+class BoomError(Exception):
+    """A backward that fails on every rank."""
+
+
+class Give(torch.autograd.Function):
+    """Passes ``x`` on and gives the parameter just this gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _param: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], ctx.saved_tensors[0], None
+
+
+class Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_grads: Tensor) -> Any:
+        raise BoomError
+
+
+class Layer(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor, grad: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local(grad_placements=[Partial()])
+        return Give.apply(x, weight, grad)
+
+
+class Chain(nn.Module):
+    """Gradients come from the last parameter to the first."""
+
+    def __init__(self, seed: int, mesh: Any = None) -> None:
+        super().__init__()
+        make = torch.Generator().manual_seed(seed)
+        weights = [torch.randn(shape, generator=make) for shape in SHAPES]
+        if mesh is not None:
+            weights = [distribute_tensor(weight, mesh, [Replicate()]) for weight in weights]
+        self.layers = nn.ModuleList(Layer(weight) for weight in weights)
+
+    @property
+    def all(self) -> list[Any]:
+        return [layer.weight for layer in self.layers]
+
+    def forward(
+        self, x: Tensor, grads: dict[int, Tensor], fails_at: int = -1, nests: bool = False
+    ) -> Tensor:
+        for number, grad in grads.items():
+            if number == fails_at:
+                x = Fail.apply(x)
+            layer = self.layers[number]
+            x = checkpoint(layer, x, grad, use_reentrant=True) if nests else layer(x, grad)
+        return x
+
+
+class Several(list[torch.optim.Optimizer]):
+    """Optimizers of plain torch that are stepped together."""
+
+    def step(self) -> None:
+        for optimizer in self:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self:
+            optimizer.zero_grad(set_to_none)
+
+
+def optimizers(kind: str, model: Chain) -> list[torch.optim.Optimizer]:
+    if kind == "Muon":
+        matrices = [param for param in model.all if param.dim() == 2]
+        others = [param for param in model.all if param.dim() != 2]
+        adamw = torch.optim.AdamW(others, lr=RATE, betas=(0.5, 0.9))
+        return [torch.optim.Muon(matrices, lr=RATE), adamw]
+    options: dict[str, dict[str, Any]] = {
+        "AdamW": {"betas": (0.5, 0.9)},
+        "SGD": {"momentum": 0.9, "weight_decay": 0.01},
+    }
+    make: Any = getattr(torch.optim, kind)
+    return [make(model.all, lr=RATE, **options.get(kind, {}))]
+
+
+class Side:
+    """One rank with two models or, without a group, plain torch with what all ranks have."""
+
+    def __init__(self, cell: Cell, group: Any = None, accumulate: str = "local") -> None:
+        """Args: ``group``: a mesh where the layout is one; processes make it themselves."""
+        self.cell, self.ranks, self.group = cell, cell.size, group
+        self.mesh, fields = None, cell.fields(accumulate)
+        if group is None:
+            self.here = list(range(cell.size))
+        else:
+            has_mesh = hasattr(group, "mesh_dim_names")
+            self.here = [group.get_rank() if has_mesh else group.rank()]
+            if cell.layout == "copy along tp":
+                sizes, dims = (cell.size // cell.copies, cell.copies), ("dp", "tp")
+                self.mesh = (
+                    group if has_mesh else init_device_mesh("cpu", sizes, mesh_dim_names=dims)
+                )
+                fields["mesh"] = self.mesh
+            elif "shard_ranks" not in fields:
+                fields["process_group"] = group
+        tp = None if self.mesh is None else self.mesh["tp"]
+        self.models = Chain(0, tp), Chain(1, tp)
+        self.optimizers: list[Any] = []
+        for model in self.models:
+            made = optimizers(cell.kind, model)
+            is_plain = group is None
+            self.optimizers.append(
+                Several(made) if is_plain else shardcast.shard(model, made, fuse="eager", **fields)
+            )
+        self.seen: list[Any] = []
+
+    def backward(self, seed: int, uses: Uses, quiet: bool = False, **how: Any) -> None:
+        for rank in self.here:
+            with self.optimizers[0].no_sync() if quiet and self.group else contextlib.nullcontext():
+                x = torch.zeros((), requires_grad=True)
+                loss = self.models[0](x, self.gradients(seed + rank, uses[rank]), **how)
+                if loss is not x:
+                    with contextlib.suppress(BoomError):
+                        loss.backward()
+
+    def gradients(self, seed: int, use: Use) -> dict[int, Tensor]:
+        make = torch.Generator().manual_seed(seed)
+        grain = (1 if self.group is None else self.ranks // self.cell.copies) / 4
+        every = [torch.randint(-4, 5, shape, generator=make) * grain for shape in SHAPES]
+        return {number: every[number] for number in sorted(use)}
+
+    def nested(self, seed: int, uses: Uses) -> None:
+        self.backward(seed, uses, nests=True)
+
+    def failed(self, seed: int, uses: Uses, fails_at: int) -> None:
+        """On all ranks, which must use the same parameters, at the same place."""
+        self.backward(seed, uses, fails_at=fails_at)
+
+    def hook_fails(self, seed: int, uses: Uses, fails_at: int, quiet: bool = False) -> None:
+        """A hook of the script raises before a gradient is accumulated, on all ranks."""
+
+        def fail(_grad: Tensor) -> None:
+            raise BoomError
+
+        handle = self.models[0].all[fails_at].register_hook(fail)
+        self.backward(seed, uses, quiet)
+        handle.remove()
+
+    def through_both(self, seed: int, uses: Uses) -> None:
+        for rank in self.here:
+            x = torch.zeros((), requires_grad=True)
+            for number, model in enumerate(self.models):
+                x = model(x, self.gradients(seed + rank + 10 * number, uses[rank]))
+            x.backward()
+
+    def assign(self, seed: int, use: Use) -> None:
+        """A script puts gradients of its own in the place of what is there, on all ranks."""
+        every = [self.gradients(seed + rank, use) for rank in self.here]
+        for number in use:
+            param = self.models[0].all[number]
+            param.grad = sum(grads[number] for grads in every).to(param.dtype)
+
+    def clear(self, how: str) -> None:
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            if how == "model":
+                model.zero_grad()
+            elif how != "never":
+                optimizer.zero_grad(set_to_none=how == "none")
+            if how == "none" and self.cell.way == "asleep" and self.group is not None:
+                optimizer.sleep()
+                optimizer.wake()
+
+    def clear_some(self, *numbers: int) -> None:
+        for number in numbers:
+            self.models[0].all[number].grad = None
+
+    def clip(self) -> None:
+        params = list(self.models[0].parameters())
+        if self.group is None:
+            self.seen.append(nn.utils.clip_grad_norm_(params, 1e30))
+        else:
+            self.seen.append(self.optimizers[0].clip_grad_norm_(1e30))
+
+    def step(self) -> None:
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            optimizer.step()
+            self.seen.append(self.look(model, optimizer))
+
+    def look(self, model: Chain, optimizer: Any) -> dict[Any, Tensor]:
+        """What a rank owns, by name and elements, and what its model shows, by name."""
+        if self.group is None:
+            return values(model)
+        optimizer.wait_sync()
+        masters = {key[:3]: part for key, part in parts(optimizer).items() if key[3] == "master"}
+        shown = {name: local(tensor) for name, tensor in values(model).items()}
+        return {**masters, **shown}
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+QUIET = "inside no_sync"  # the error of a quiet backward upon means
+
+
+def told(group: Any, cell: Cell, actions: list[Action], accumulate: str) -> list[Any] | int:
+    """What a rank has seen; or which action it refused, for a quiet backward upon means."""
+    torch.set_num_threads(1)
+    side = Side(cell, group, accumulate)
+    for number, (method, arguments) in enumerate(actions):
+        try:
+            method(side, *arguments)
+        except RuntimeError as error:
+            if QUIET not in str(error):
+                raise
+            return number
+    return side.seen
+
+
+def plain(cell: Cell, actions: list[Action]) -> list[Any]:
+    """What plain torch has seen."""
+    side = Side(cell)
+    for method, arguments in actions:
+        method(side, *arguments)
+    return side.seen
+
+
+def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int], int | None]:
+    """Which actions may be refused for a quiet backward upon means, and which one is if none was.
+
+    After a backward that failed some packs have means and some have not, and of those that have
+    some parameters have gradients of this rank, which others may be added to; so it is after some
+    were assigned. After a clip without a backward there are means, of zeros, unless earlier ones
+    were cleared.
+    """
+    maybe: list[int] = []
+    fresh = quiet = sure = unsure = False  # means of this step; a quiet backward upon some
+    for number, (method, arguments) in enumerate(actions):
+        is_quiet = method is Side.backward and len(arguments) > 2 and arguments[2]
+        if method is Side.clear:
+            if arguments[0] != "never":
+                fresh = quiet = sure = unsure = False
+        elif is_quiet and accumulate == "local" and size > 1:
+            if any(arguments[1]) and fresh:
+                quiet, sure = True, sure or not unsure
+        elif method in (Side.step, Side.clip):
+            if sure:
+                return maybe, number
+            maybe += [number] * quiet
+            quiet = sure = False
+            fresh, unsure = method is Side.clip, not fresh
+        elif method is Side.assign:
+            unsure = True
+        elif method is not Side.clear_some:
+            fresh, unsure = True, method in (Side.failed, Side.hook_fails)
+    return maybe, None
+
+
+def on_ranks(
+    cell: Cell, actions: list[Action], accumulate: str, world: SpawnedWorld | None
+) -> list[Any]:
+    """:func:`told` of each rank, of threads or of processes."""
+    if world is not None:
+        return world.run(told, cell, actions, accumulate)
+    grid: Any = cell.size
+    if cell.layout == "copy along tp":
+        grid = {"dp": cell.size // cell.copies, "tp": cell.copies}
+    elif cell.layout.startswith("shard_ranks"):
+        grid = {"dp": cell.size}
+    threads = ThreadedWorld(grid)
+    found = threads.run(told, cell, actions, accumulate)
+    if cell.copies == 1:  # else ranks of other shards sum other packs up
+        assert_same_sequence(threads.logs)
+    return found
+
+
+def compare(
+    actions: list[Action],
+    cell: Cell | None = None,
+    world: SpawnedWorld | None = None,
+    accumulate: str = "local",
+) -> None:
+    """Assert that every rank has seen what plain torch has: masters to the bit, norms nearly.
+
+    Or it refuses a quiet backward upon means of the same step, as all ranks do.
+    """
+    cell = Cell() if cell is None else cell
+    expected = plain(cell, actions)
+    ranks = on_ranks(cell, actions, accumulate, world)
+    maybe, surely = refused(actions, cell.size, accumulate)
+    if surely is not None or isinstance(ranks[0], int):
+        assert ranks == [ranks[0]] * cell.size and ranks[0] in (*maybe, surely)
+        return
+    limits = {"int8": 0.1, "Muon": 0.01}
+    limit = RATE * max(limits.get(cell.storage, 0), limits.get(cell.kind, 0))
+    steps = 0.0
+    for number, (it, *seen) in enumerate(zip(expected, *ranks, strict=True)):
+        if isinstance(it, Tensor):
+            for norm in seen:
+                torch.testing.assert_close(norm, it, rtol=1e-6, atol=0)
+            continue
+        steps += 0.5  # of each of two models
+        assert_covered(it, seen, limit * (steps + 1), f"{number}, {cell}, {accumulate}")
+
+
+def assert_covered(
+    expected: dict[str, Tensor], ranks: Sequence[dict[Any, Tensor]], limit: float, about: str
+) -> None:
+    """Assert that ranks own all that is expected, and that all of them show the same."""
+    covered = {name: torch.zeros(tensor.numel()) for name, tensor in expected.items()}
+    for of_rank in ranks:
+        for key, tensor in of_rank.items():
+            if isinstance(key, str):
+                assert torch.equal(tensor, ranks[0][key]), (key, about)
+                continue
+            name, start, stop = key
+            covered[name][start:stop] += 1
+            error = (tensor - expected[name].flatten()[start:stop]).abs().max()
+            assert error <= limit, (name, float(error), about)
+    assert all((count > 0).all() for count in covered.values()), about
+
+
+def random_sequence(draw: random.Random, assigns: bool = True) -> list[Action]:
+    """No backward fails after nested ones with other parameters on each rank.
+
+    A rank knows of itself alone which packs wait for the end of a backward since then, so that
+    ranks may have sent other packs when it fails.
+
+    Args:
+        assigns: gradients are assigned, too; a synchronized backward follows, which averages them.
+            Refused where they are summed over model-parallel ranks.
+    """
+    actions: list[Action] = []
+    clipped = False  # then gradients are only cleared by the optimizer, else the step is refused
+    has_failed = False  # since they were cleared: what is on its way cannot be assigned
+    rare = draw.random() < 0.5  # what defers launches for good comes late or never
+    for number in range(draw.randint(4, 14)):
+        seed = draw.randrange(1000)
+        uses = tuple(
+            frozenset(n for n in range(COUNT) if draw.random() < 0.7) | {2} for _ in range(4)
+        )
+        kinds = ["backward", "quiet", "step", "step", "clear", "clip"]
+        if not any(method is Side.nested for method, _ in actions):
+            kinds += ["failed", "hook_fails"]
+        if not rare or number > 6:
+            kinds += ["nested", "through_both"]
+        if assigns and not clipped and not has_failed:
+            kinds += ["assign"]
+        kind = draw.choice(kinds)
+        has_failed = kind in ("failed", "hook_fails") or (has_failed and kind != "clear")
+        if kind == "quiet":
+            actions.append((Side.backward, (seed, uses, True)))
+        elif kind == "assign":
+            actions += [(Side.assign, (seed, uses[0])), (Side.backward, (seed + 10, uses[1:] * 2))]
+        elif kind in ("failed", "hook_fails"):
+            actions.append(
+                (getattr(Side, kind), (seed, uses[:1] * 4, draw.choice(sorted(uses[0]))))
+            )
+        elif kind == "clear":
+            how = ["none", "zeros"] if clipped else ["none", "zeros", "model"]
+            actions.append((Side.clear, (draw.choice(how),)))
+        else:
+            arguments = () if kind in ("step", "clip") else (seed, uses)
+            actions.append((getattr(Side, kind), arguments))
+        clipped = kind == "clip" or (clipped and kind not in ("step", "clear"))
+    return [*actions, (Side.step, ())]
