@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from models import parts, values
+from models import assert_same_bits, parts, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
@@ -273,6 +273,13 @@ class Side:
         else:
             self.seen.append(self.optimizers[0].clip_grad_norm_(1e30))
 
+    def gather(self) -> None:
+        """See every ``.grad`` of the first model, in fp32."""
+        if self.group is not None:
+            self.optimizers[0].gather_gradients()
+        grads = {f"grad {n}": param.grad for n, param in enumerate(self.models[0].all)}
+        self.seen.append({n: local(g).float().clone() for n, g in grads.items() if g is not None})
+
     def step(self) -> None:
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             optimizer.step()
@@ -322,8 +329,8 @@ def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int
 
     After a backward that failed some packs have means and some have not, and of those that have
     some parameters have gradients of this rank, which others may be added to; so it is after some
-    were assigned. After a clip without a backward there are means, of zeros, unless earlier ones
-    were cleared.
+    were assigned. After a clip or a gather without a backward there are means, of zeros, unless
+    earlier ones were cleared.
     """
     maybe: list[int] = []
     fresh = quiet = sure = unsure = False  # means of this step; a quiet backward upon some
@@ -335,12 +342,12 @@ def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int
         elif is_quiet and accumulate == "local" and size > 1:
             if any(arguments[1]) and fresh:
                 quiet, sure = True, sure or not unsure
-        elif method in (Side.step, Side.clip):
+        elif method in (Side.step, Side.clip, Side.gather):
             if sure:
                 return maybe, number
             maybe += [number] * quiet
             quiet = sure = False
-            fresh, unsure = method is Side.clip, not fresh
+            fresh, unsure = method is not Side.step, not fresh
         elif method is Side.assign:
             unsure = True
         elif method is not Side.clear_some:
@@ -391,6 +398,10 @@ def compare(
             for norm in seen:
                 torch.testing.assert_close(norm, it, rtol=1e-6, atol=0)
             continue
+        if any(name.startswith("grad") for name in it) or not it:
+            for grads in seen:
+                assert_same_bits(grads, {name: grad.float() for name, grad in it.items()})
+            continue
         steps += 0.5  # of each of two models
         assert_covered(it, seen, limit * (steps + 1), f"{number}, {cell}, {accumulate}")
 
@@ -431,7 +442,7 @@ def random_sequence(draw: random.Random, assigns: bool = True) -> list[Action]:
         uses = tuple(
             frozenset(n for n in range(COUNT) if draw.random() < 0.7) | {2} for _ in range(4)
         )
-        kinds = ["backward", "quiet", "step", "step", "clear", "clip"]
+        kinds = ["backward", "quiet", "step", "step", "clear", "clip", "gather"]
         if not any(method is Side.nested for method, _ in actions):
             kinds += ["failed", "hook_fails"]
         if not rare or number > 6:
@@ -452,7 +463,7 @@ def random_sequence(draw: random.Random, assigns: bool = True) -> list[Action]:
             how = ["none", "zeros"] if clipped else ["none", "zeros", "model"]
             actions.append((Side.clear, (draw.choice(how),)))
         else:
-            arguments = () if kind in ("step", "clip") else (seed, uses)
+            arguments = () if kind in ("step", "clip", "gather") else (seed, uses)
             actions.append((getattr(Side, kind), arguments))
         clipped = kind == "clip" or (clipped and kind not in ("step", "clear"))
     return [*actions, (Side.step, ())]

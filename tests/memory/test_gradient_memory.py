@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import adamw, run_world, sharded
+from models import adamw, run_world, sgd, sharded
+from sequences import BoomError, Fail
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import shardcast
 from shardcast.memory.stand_in import StandIn
 from shardcast.optimizer.sharded import packed_of
 from shardcast.step.reduce.bucket import State
@@ -153,13 +153,7 @@ def test_gradients_in_memory_that_comes_again_are_added_up(size: int, pack_param
 
     def run(group: Any) -> list[float]:
         model = nn.ParameterList(torch.zeros(8) for _ in range(2))
-        optimizer = shardcast.shard(
-            model,
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            process_group=group,
-            param_dtype="fp32",
-            pack_params=pack_params,
-        )
+        optimizer = sharded(model, group, lambda m: sgd(m, lr=1.0), pack_params=pack_params)
         memory = [torch.zeros(8) for _ in range(2)]
         for step in range(2):
             for value in (1.0, 2.0):
@@ -176,6 +170,23 @@ def test_gradients_in_memory_that_comes_again_are_added_up(size: int, pack_param
         return [float(param.unique()) for param in model]
 
     assert ThreadedWorld(size).run(run) == [[-6.0, -6.0]] * size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_failed_backward_left_in_such_memory_is_added_up_too(size: int):
+    def run(group: Any) -> list[float]:
+        model = nn.ParameterList(torch.zeros(8) for _ in range(2))
+        optimizer = sharded(model, group, lambda m: sgd(m, lr=1.0), pack_params=1)
+        memory = [torch.zeros(8) for _ in range(2)]
+        before = Fail.apply(Static.apply(model[0], memory[0], 1.0))
+        with pytest.raises(BoomError):  # once the second one has its gradient
+            (before + Static.apply(model[1], memory[1], 1.0)).backward()
+        second = Static.apply(model[1], memory[1], 2.0)  # whose gradient comes after the other's
+        (second + Static.apply(model[0], memory[0], 2.0)).backward()
+        optimizer.step()
+        return [float(param.unique()) for param in model]
+
+    assert ThreadedWorld(size).run(run) == [[-2.0, -3.0]] * size
 
 
 def test_the_fp32_sum_of_a_step_is_not_kept_beside_the_gradients_of_the_next():

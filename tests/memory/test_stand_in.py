@@ -7,7 +7,6 @@ import gc
 import io
 import operator
 import pickle
-import random
 import weakref
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from oracle import BATCH, mlp, on_ranks
-from pairwise import seeds
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
@@ -25,7 +23,7 @@ from shardcast.memory import stand_in
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.stand_in import StandIn
 from shardcast.optimizer.sharded import packed_of
-from shardcast.testing import ThreadedWorld, assert_same_sequence
+from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(120)
 NAMES: dict[str, Any] = {
@@ -373,133 +371,6 @@ def test_in_a_world_of_one_gradients_are_plain_tensors():
 
     on_ranks(script, 1)
     on_ranks(script, 1, accumulate="sharded")
-
-
-# -- what can be read is what DDP shows -----------------------------------------------------------
-
-SHAPES = ((30, 40), (3,), (), (1100,))
-
-
-class Dots(nn.Module):
-    """Its gradients are those that it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
-
-    def forward(self, seed: int) -> Tensor:
-        terms = [(param * gradient(seed, n)).sum() for n, param in enumerate(self.all)]
-        return torch.stack(terms).sum()
-
-
-def gradient(seed: int, number: int) -> Tensor:
-    """Multiples of 3/8, whose means over 1 to 4 ranks are exact in fp32."""
-    generator = torch.Generator().manual_seed(100 * seed + number)
-    return torch.randint(-16, 17, SHAPES[number], generator=generator) * 0.375
-
-
-class Shown:
-    """What ``.grad`` is under DDP, on each rank."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.grads = size, [[torch.zeros(shape) for shape in SHAPES]] * size
-
-    def backward(self, seed: int, syncs: bool) -> None:
-        for number in range(len(SHAPES)):
-            added = [
-                grads[number] + gradient(seed + rank, number)
-                for rank, grads in enumerate(self.grads)
-            ]
-            mean = torch.stack(added).double().mean(0).float()
-            self.grads = [
-                [*grads[:number], mean if syncs else added[rank], *grads[number + 1 :]]
-                for rank, grads in enumerate(self.grads)
-            ]
-
-    def reduce(self) -> None:
-        mean = [torch.stack(one).double().mean(0).float() for one in zip(*self.grads, strict=True)]
-        self.grads = [mean] * self.size
-
-    def clear(self) -> None:
-        self.grads = [[torch.zeros(shape) for shape in SHAPES]] * self.size
-
-
-def look(model: Dots, shown: Shown, rank: int) -> set[bool]:
-    """Whether gradients can be read; those that can are those of DDP."""
-    seen = set()
-    for param, expected in zip(model.all, shown.grads[rank], strict=True):
-        if param.grad is not None:
-            try:
-                found = param.grad + 0
-            except RuntimeError as error:
-                assert "reads .grad" in str(error)
-                seen.add(False)
-            else:
-                seen.add(True)
-                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    return seen
-
-
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_what_can_be_read_is_what_ddp_shows(size: int, accumulate: str):
-    def body(group: Any, seed: int) -> set[tuple[str, bool]]:
-        draw, rank = random.Random(seed), group.rank()
-        model = Dots()
-        optimizer = shardcast.shard(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            process_group=group,
-            partition=draw.choice(["even", "whole"]),
-            pack_params=draw.choice([1, 2, None]),
-            param_dtype="fp32",
-            fuse="eager",
-            accumulate=accumulate,
-        )
-        shown, found, sharded = Shown(size), set(), size > 1 and accumulate == "sharded"
-        holds_means = False
-        for number in range(24):
-            act = draw.choice(["sync", "sync", "local", "local", "gather", "step", "none", "zeros"])
-            if act == "local" and holds_means and size > 1 and not sharded:
-                act = "none"  # refused: see tests/step/reduce
-            if act == "local":
-                with optimizer.no_sync():
-                    model(10 * number + rank).backward()
-                shown.backward(10 * number, syncs=sharded)
-            elif act == "sync":
-                model(10 * number + rank).backward()
-                shown.backward(10 * number, syncs=True)
-            elif act == "gather":
-                optimizer.gather_gradients()
-                shown.reduce()
-                assert False not in look(model, shown, rank)
-            elif act in ("none", "zeros"):
-                by = draw.choice([optimizer, model] if act == "none" else [optimizer])
-                by.zero_grad(set_to_none=act == "none")
-                shown.clear()
-            elif act == "step":
-                optimizer.step()
-                shown.reduce()  # what no_sync left is reduced by the step
-            if act in ("none", "zeros", "sync", "gather", "step"):
-                holds_means = act not in ("none", "zeros")
-            seen = look(model, shown, rank)
-            assert len(seen) < 2, "all alike"
-            found |= {(act, can) for can in seen}
-        return found
-
-    found: set[tuple[str, bool]] = set()
-    for seed in seeds(4):
-        world = ThreadedWorld(size, timeout=30)
-        ranks = world.run(body, seed)
-        assert all(one == ranks[0] for one in ranks)
-        assert_same_sequence(world.logs)
-        found |= ranks[0]
-    reads = {act for act, can in found if can}
-    if size == 1:
-        assert False not in {can for _, can in found}
-    else:
-        assert {("sync", False), ("step", False)} <= found and ("sync", True) not in found
-        assert "gather" in reads and ("local" in reads) == (accumulate == "local")
 
 
 def test_a_model_is_converted_with_gradients_that_are_at_their_owners():
