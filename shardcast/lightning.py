@@ -5,12 +5,15 @@
     trainer = Trainer(strategy="shardcast", precision="bf16-true", ...)
     trainer = Trainer(strategy=ShardcastStrategy("bf16.yaml"), precision="bf16-true", ...)
 
-``precision`` decides ``param_dtype`` where the shardcast configuration does not name it, and with
-``"bf16-mixed"`` or ``"16-mixed"`` ``autocast``; ``"bf16-true"`` computes in bf16 throughout. Under
-manual optimization, optimizers that train the same child of the LightningModule are sharded
-together, and those of different children, as of a GAN, apart. A Lightning checkpoint holds fp32
-weights and the plain torch optimizer state, gathered on rank 0: it resumes at any world size, and
-under any other strategy. The norm of the last step is ``self.optimizers().grad_norm``.
+``precision`` sets ``param_dtype`` and ``autocast`` unless the shardcast configuration sets them:
+``"bf16-mixed"`` and ``"16-mixed"`` use autocast, ``"bf16-true"`` computes in bf16 throughout.
+
+Under manual optimization, optimizers of the same child of the LightningModule are sharded together.
+Optimizers of different children, as in a GAN, are sharded separately.
+
+A Lightning checkpoint holds fp32 weights and the plain torch optimizer state, gathered on rank 0.
+It resumes at any world size and under any other strategy. ``self.optimizers().grad_norm`` is the
+norm of the last step.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ DTYPES = {
 
 
 class ShardcastPrecision(Precision):
-    """Leaves casts of parameters, loss scale and clipping to the sharded optimizer."""
+    """Precision plug-in that leaves casts, loss scale and clipping to the sharded optimizer."""
 
     def __init__(self, precision: Any) -> None:
         self.precision = precision
@@ -78,7 +81,7 @@ class ShardcastPrecision(Precision):
         self._exact: list[tuple[Tensor, Tensor]] = []  # what was cast, and its values before
 
     def convert_module(self, module: Any) -> Any:
-        """Give it the dtypes of ``fit``, to validate, test or predict. Local."""
+        """Cast ``module`` as ``fit`` does, to validate, test or predict. Local."""
         if self.fits:
             return module
         rules = Rules(module, self.config)
@@ -105,14 +108,17 @@ class ShardcastPrecision(Precision):
         self._casts, self._exact = [], []
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Autocast around a step of the module, which bypasses its forward, if it is asked for."""
+        """Autocast around a step of the module, which bypasses its forward; off if not wanted."""
         low, device_type = self.config.param_dtype, self.device_type
         enabled = self.config.autocast and low != torch.float32
         # Without the cache, as a root's own.
         return torch.autocast(device_type, low, cache_enabled=False) if enabled else nullcontext()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """The loss times the loss scale; of counted tokens not over ``accumulate_grad_batches``."""
+        """Return the loss times the loss scale.
+
+        If tokens are counted, this undoes Lightning's division by ``accumulate_grad_batches``.
+        """
         loss: Tensor = super().pre_backward(tensor, module)
         batches = module.trainer.accumulate_grad_batches
         if module.automatic_optimization and divides_by_tokens(self.sharded):
@@ -120,7 +126,7 @@ class ShardcastPrecision(Precision):
         return scale_loss(self.sharded, loss)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Do as Lightning does; ``on_after_backward`` of the script sees mean gradients."""
+        """Gather mean gradients for ``on_after_backward`` hooks. Collective: every rank."""
         if not self.accumulates:
             self._show_gradients(module, "on_after_backward")
         loss: Tensor = super().post_backward(tensor, module)
@@ -131,7 +137,7 @@ class ShardcastPrecision(Precision):
         super()._after_closure(model, optimizer)
 
     def _show_gradients(self, module: Any, hook: str, optimizer: Any = None) -> None:
-        """Have the mean in every ``.grad`` where a hook may log norms of it. Collective."""
+        """Gather mean gradients into ``.grad`` if a hook may read them. Collective: every rank."""
         # What the step leaves in .grad is cleared, and may be read before, in the next one.
         hooks = (hook, "on_before_zero_grad") if optimizer is not None else (hook,)
         hooked = any(is_overridden(name, module) for name in hooks) or any(
@@ -145,14 +151,18 @@ class ShardcastPrecision(Precision):
                     sharded.gather_gradients()
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        """Do as Lightning does; a handle of several optimizers steps without a closure."""
+        """Step ``optimizer``; one of several steps without a closure. Collective: every rank."""
         if isinstance(optimizer, OptimizerHandle) and closure is do_nothing_closure:
             self._wrap_closure(model, optimizer, closure)  # its hooks
             return optimizer.step()
         return super().optimizer_step(optimizer, model, closure, **kwargs)
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Do as Lightning does; a RuntimeError for one of several optimizers alone."""
+        """Clip like Lightning.
+
+        Raises:
+            RuntimeError: it is one of several optimizers that are sharded together.
+        """
         if isinstance(_unwrapped(optimizer), OptimizerHandle):
             raise RuntimeError(
                 "clip_gradients: optimizers that are sharded together are clipped together, within "
@@ -162,74 +172,78 @@ class ShardcastPrecision(Precision):
         super().clip_gradients(optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip by the global norm over all ranks, in the coming step."""
+        """Clip the norm over all ranks in the coming step. Collective: every rank."""
         if self.sharded:
             _unwrapped(optimizer).clip_grad_norm_(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Each element of the averaged gradients."""
+        """Clamp each element of the averaged gradients. Collective: every rank."""
         if self.sharded:
             _unwrapped(optimizer).clip_grad_value_(float(clip_val))
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale of each sharded optimizer."""
+        """Return the loss scale of each sharded optimizer."""
         return {"scalers": [step_state(packed_of(s)) for s in self.sharded]} if self.sharded else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Load what :meth:`state_dict` returned."""
         for sharded, scaler in zip(self.sharded, state_dict.get("scalers", ()), strict=False):
             load_step_state(packed_of(sharded), scaler)
 
 
 class EvaluateAverage(Callback):
-    """Has an average in the module while Trainer validates within ``fit``.
+    """Callback that puts an average into the module while Trainer validates during ``fit``.
 
     Args:
-        name: of an average, as in ``ShardcastStrategy({"averages": {"ema": 0.999}})``.
+        name: name of an average, such as ``"ema"`` of
+            ``ShardcastStrategy({"averages": {"ema": 0.999}})``.
     """
 
     def __init__(self, name: str) -> None:
         self._name, self._entered = name, ExitStack()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Publish the average. Collective."""
+        """Put the average into the module. Collective: every rank."""
         if trainer.state.fn == TrainerFn.FITTING:
             for sharded in trainer.strategy.precision_plugin.sharded:
                 self._entered.enter_context(sharded.averaged(self._name))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Have the weights back. Collective."""
+        """Restore the weights. Collective: every rank."""
         self._entered.close()
 
 
 class LogMetrics(Callback):
-    """Logs the metrics of parameters in every ``log_every_n_steps``-th step.
+    """Callback that logs metrics of parameters every ``log_every_n_steps`` steps.
+
+    It needs ``ShardcastStrategy({"metrics": True})``.
 
     Args:
-        pattern: of their names, or from labels to patterns, as ``optimizer.metrics`` takes them;
-            needs ``ShardcastStrategy({"metrics": True})``.
+        pattern: a pattern of parameter names, or a mapping from labels to patterns, as in
+            ``optimizer.metrics``.
     """
 
     def __init__(self, pattern: str | Mapping[str, str] = "*") -> None:
         self._pattern = pattern
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Log what the last step measured."""
+        """Log the metrics of the last step."""
         if trainer.global_step % trainer.log_every_n_steps == 0:
             for sharded in trainer.strategy.precision_plugin.sharded:
                 pl_module.log_dict(flat(sharded.metrics(self._pattern)))
 
 
 class ShardcastStrategy(DDPStrategy):
-    """Lightning's DDP strategy, with the launching and without the wrapper.
+    """Lightning's DDP strategy with a sharded optimizer instead of the DDP wrapper.
 
     Args:
-        shardcast_config: a config, a mapping or a YAML file; ``None`` reads the environment.
-        kwargs: those of ``DDPStrategy`` (``process_group_backend``, ``timeout`` ...).
+        shardcast_config: a config, a mapping or a YAML file. ``None`` reads the environment.
+        kwargs: keywords of ``DDPStrategy`` (``process_group_backend``, ``timeout`` and so on).
 
     Raises:
-        ValueError: for a hook of DDP's communication, or sizes of ``ModelParallelStrategy``; for
-            another precision, one that contradicts ``param_dtype``, or a DTensor.
+        ValueError: a keyword is a communication hook of DDP or a size of ``ModelParallelStrategy``,
+            the precision is unsupported or contradicts ``param_dtype``, or a parameter is a
+            DTensor.
     """
 
     strategy_name = "shardcast"
@@ -252,7 +266,7 @@ class ShardcastStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        """Always a :class:`ShardcastPrecision`."""
+        """The precision plug-in, always a :class:`ShardcastPrecision`."""
         if self._precision_plugin is None:  # Trainer sets the one that its `precision` asks for
             return ShardcastPrecision("32-true")
         return self._precision_plugin
@@ -269,7 +283,7 @@ class ShardcastStrategy(DDPStrategy):
         self._precision_plugin = plugin
 
     def setup(self, trainer: Any) -> None:
-        """Do as DDPStrategy does; to fit, shard the module's optimizer instead of wrapping it."""
+        """Set up the module; for ``fit``, shard its optimizers. Collective: every rank."""
         precision, config = self.precision_plugin.precision, ShardcastConfig.load(self._source)
         config = following(
             config,
@@ -308,7 +322,7 @@ class ShardcastStrategy(DDPStrategy):
             self.precision_plugin.convert_module(module)
 
     def configure_ddp(self) -> None:
-        """Nothing to do: the optimizers are sharded instead."""
+        """Do nothing: the optimizers are sharded instead."""
 
     def _shard(self, module: nn.Module, config: ShardcastConfig) -> None:
         parts = _parts(module, self.optimizers)
@@ -326,7 +340,7 @@ class ShardcastStrategy(DDPStrategy):
         self._sharded_module = module
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as DDPStrategy, which sends buffers before it, as it bypasses the module's forward."""
+        """Broadcast buffers, then run the module's step, which bypasses its forward."""
         for sharded in self.precision_plugin.sharded:
             if (buffers := packed_of(sharded).hook_of("broadcast_buffers")) is not None:
                 buffers.before(self.lightning_module)
@@ -334,7 +348,7 @@ class ShardcastStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Have gradients accumulate locally inside it; Trainer's accumulation uses it."""
+        """Accumulate gradients locally; Trainer's accumulation uses this."""
         plugin = self.precision_plugin
         with ExitStack() as stack:
             for sharded in plugin.sharded:
@@ -348,7 +362,7 @@ class ShardcastStrategy(DDPStrategy):
     # -- state: Trainer asks every rank, and writes what rank 0 answers -------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with the fp32 masters as parameters, on rank 0. Collective."""
+        """Return the module's state with fp32 masters, on rank 0. Collective: every rank."""
         state: dict[str, Any] = super().lightning_module_state_dict()
         if self._sharded_module is self.lightning_module:
             for sharded in self.precision_plugin.sharded:
@@ -356,7 +370,7 @@ class ShardcastStrategy(DDPStrategy):
         return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state of the unsharded optimizer, on rank 0. Collective."""
+        """Return the plain torch optimizer state, on rank 0. Collective: every rank."""
         inner = _unwrapped(optimizer)
         if isinstance(inner, (ShardedOptimizer, OptimizerHandle)):
             return inner.full_state_dict()
@@ -364,7 +378,7 @@ class ShardcastStrategy(DDPStrategy):
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """The inverse of :meth:`optimizer_state`, of all optimizers. Collective."""
+        """Load the states of all optimizers. Collective: every rank."""
         states = checkpoint["optimizer_states"]
         if not self.precision_plugin.sharded:
             super().load_optimizer_state_dict(checkpoint)
@@ -377,9 +391,9 @@ class ShardcastStrategy(DDPStrategy):
             sharded.load_state_dict(own if len(own) > 1 else own[0])
 
     def teardown(self) -> None:
-        """Take the hooks off the module, which may then be trained again.
+        """Remove the hooks from the module, so that it can be trained again.
 
-        The state stays for ``trainer.save_checkpoint``, until the next fit or the trainer's end.
+        The state remains for ``trainer.save_checkpoint`` until the next fit or the trainer's end.
         """
         for sharded in self.precision_plugin.sharded:
             if is_sharded(packed_of(sharded).model):
@@ -390,14 +404,14 @@ class ShardcastStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make the strategy known by its name."""
+        """Register the strategy under its name."""
         strategy_registry.register(
             cls.strategy_name, cls, description="Optimizer state sharded over data-parallel ranks"
         )
 
 
 def _refuse_parallel(given: str) -> None:
-    """Refuse what Lightning's ModelParallelStrategy is for."""
+    """Raise ValueError for settings of Lightning's ModelParallelStrategy."""
     raise ValueError(
         f"strategy: 'shardcast' is data-parallel, without the tensor parallelism of "
         f"ModelParallelStrategy, got {given}; use shardcast.shard(model, optimizer, mesh=...) in a "
@@ -408,9 +422,9 @@ def _refuse_parallel(given: str) -> None:
 def _parts(
     module: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> list[tuple[nn.Module, list[torch.optim.Optimizer]]]:
-    """Pair ``module`` with all optimizers; or its parts with theirs, if they share no child.
+    """Pair ``module`` with all optimizers, or parts of it with theirs if they share no child.
 
-    A part has the children under their own names. The first one has what no optimizer trains, too.
+    A part keeps its children's names. The first part also has the children that nobody trains.
     """
     children = dict(module.named_children())
     groups = clusters(optimizers, list(children.values()))
@@ -430,7 +444,7 @@ def _parts(
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """Return what may be inside a LightningOptimizer."""
+    """Return the optimizer inside a LightningOptimizer."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 

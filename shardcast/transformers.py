@@ -1,17 +1,17 @@
 """Transformers: Hugging Face's Trainer with a sharded optimizer.
 
-    trainer = ShardcastTrainer(model=model, args=args, ..., shardcast_config="bf16.yaml")
+Replace ``Trainer``, or put the mixin before your own Trainer class::
 
-in place of ``Trainer``, or the mixin before a Trainer class of one's own::
+    trainer = ShardcastTrainer(model=model, args=args, ..., shardcast_config="bf16.yaml")
 
     class MyShardcastTrainer(ShardcastTrainerMixin, MyTrainer): ...
 
-``bf16=True`` and ``fp16=True`` of the arguments decide ``param_dtype``. A checkpoint directory has
-every rank's shard in ``shardcast/`` in place of ``optimizer.pt``, and loads at any world size;
-``optimizer.pt.txt`` in it says how the stock Trainer, too, resumes from it.
+The arguments ``bf16=True`` and ``fp16=True`` set ``param_dtype``. A checkpoint directory has every
+rank's shard in ``shardcast/`` instead of ``optimizer.pt``, and loads at any world size. Its file
+``optimizer.pt.txt`` explains how the stock Trainer can resume from it.
 
-Where Trainer takes an optimizer it may be a list of them. The schedule that Trainer makes drives
-the groups of all, each from its own learning rate; or give a list of schedulers of your own:
+``optimizers=`` also takes a list of optimizers. Trainer's schedule then drives the groups of all,
+each from its own learning rate. Or pass a list of schedulers:
 ``optimizers=([muon, adamw], [of_muon, of_adamw])``.
 """
 
@@ -64,9 +64,9 @@ STAND_IN = b"\x80\x02cshardcast\nTHE_STATE_IS_IN_shardcast__SEE_optimizer_pt_txt
 
 
 class ShowGradients(TrainerCallback):
-    """Has the mean in every ``.grad`` where another callback may read it: AdaLoRA, norms, pruning.
+    """Gathers mean gradients if another callback may read ``.grad`` (AdaLoRA, norms, pruning).
 
-    Those are callbacks with a method of :attr:`HOOKS`; without any nothing is gathered.
+    A callback may read them if it has a method of :attr:`HOOKS`.
     """
 
     HOOKS = "on_pre_optimizer_step", "on_optimizer_step"
@@ -75,7 +75,7 @@ class ShowGradients(TrainerCallback):
         self._trainer = weakref.ref(trainer)
 
     def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
-        """Gather them; every rank has the same callbacks."""
+        """Gather them. Collective: every rank has the same callbacks."""
         trainer = self._trainer()
         hooked = trainer is not None and any(
             getattr(type(callback), hook, None) is not getattr(TrainerCallback, hook)
@@ -89,16 +89,18 @@ class ShowGradients(TrainerCallback):
 
 
 class ShardcastTrainerMixin(_Trainer):
-    """Put before a Trainer class: it then shards its optimizer. Every rank calls ``train()``.
+    """A mixin before a Trainer class that shards its optimizer. Every rank calls ``train()``.
 
     Args:
-        args, kwargs: those of the Trainer.
-        shardcast_config: a config, a mapping or a YAML file; ``None`` reads the environment.
-        evaluate_average: the name of an average (``averages`` of the configuration), which is in
-            the model while it evaluates and predicts.
-        log_metrics: a pattern of names of parameters, ``"*"`` for all, or from labels to patterns,
-            of which ``metrics()`` of the optimizer is logged with the loss (``metrics`` of the
-            configuration).
+        args, kwargs: arguments of the Trainer.
+        shardcast_config: a config, a mapping or a YAML file. ``None`` reads the environment.
+        evaluate_average: name of one of the ``averages`` in the configuration. The model has it
+            while it evaluates and predicts.
+        log_metrics: a pattern of parameter names (``"*"`` for all), or a mapping from labels to
+            patterns. Trainer logs their ``metrics()`` with the loss. Needs the option ``metrics``.
+
+    Raises:
+        ValueError: one scheduler was passed for several optimizers.
     """
 
     accelerator: Any
@@ -138,18 +140,18 @@ class ShardcastTrainerMixin(_Trainer):
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Do as Trainer does; its accelerator then shards what it prepares."""
+        """Create Trainer's accelerator and let it shard."""
         super().create_accelerator_and_postprocess()
         enable(self.accelerator, self._shardcast_config)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Do as Trainer does, with the metrics of parameters that ``log_metrics`` names."""
+        """Log, with the metrics that ``log_metrics`` names."""
         if self._log_metrics is not None and "loss" in logs and _shards(self):
             logs = {**logs, **flat(_pair(self)[1].metrics(self._log_metrics))}
         super().log(logs, *args, **kwargs)
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """Do as Trainer does; where the loss counts tokens, they alone are the divisor."""
+        """Trainer's context; if the loss counts tokens, only they divide it."""
 
         def undivided() -> None:
             if _shards(self) and packed_of(_pair(self)[1]).decider.tokens.counted:
@@ -161,20 +163,20 @@ class ShardcastTrainerMixin(_Trainer):
         return stack
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as Trainer does, with the average ``evaluate_average`` in the model."""
+        """Evaluate, with the average ``evaluate_average`` in the model."""
         with ExitStack() as stack:
             if self._evaluate_average is not None and _shards(self):
                 stack.enter_context(_pair(self)[1].averaged(self._evaluate_average))
             return super().evaluation_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as Trainer does; weights of the loss, as sentence-transformers has, are sharded too.
+        """Create the optimizer, and shard weights of the loss as well (sentence-transformers).
 
-        Modules of losses, outside of the model, are prepared as another one. Stock DDP leaves their
-        gradients as each rank has them.
+        Loss modules outside the model are prepared as another model. Stock DDP does not average
+        their gradients.
 
         Raises:
-            ValueError: options of the shardcast configuration that Trainer would leave unused.
+            ValueError: the shardcast configuration has options that Trainer would not use.
         """
         if isinstance(self.accelerator, ShardcastAccelerator):
             self._check_config(self.accelerator.shardcast_config)
@@ -209,7 +211,7 @@ class ShardcastTrainerMixin(_Trainer):
             )
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Do as Trainer does, for the groups of all optimizers, which are sharded now."""
+        """Create the schedule for the groups of all optimizers, which are sharded now."""
         if isinstance(self.optimizer, (list, tuple)):  # Trainer 5.0 prepares them after this
             _, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             optimizer = self.optimizer
@@ -226,10 +228,10 @@ class ShardcastTrainerMixin(_Trainer):
             super()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as Trainer does, in fp32; every rank must call it, as Trainer does itself.
+        """Save the model in fp32. Collective: every rank, as Trainer itself does.
 
-        Where rank 0 does so alone it warns after a minute, and saves in ``param_dtype``. Set
-        ``trainer.accelerator.save_masters = False`` for that everywhere.
+        If only rank 0 calls it, it warns after a minute and saves in ``param_dtype``. With
+        ``trainer.accelerator.save_masters = False`` it always saves in ``param_dtype``.
         """
         if _shards(self) and not is_cut(self.model):  # gathered by all, for _save on rank 0
             self._exact_state = self.accelerator.get_state_dict(self.model)
@@ -250,7 +252,7 @@ class ShardcastTrainerMixin(_Trainer):
             self.model.config.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Every rank writes its shard, committed as a whole; rank 0 the scheduler."""
+        """Write every rank's shard, committed as a whole, and the scheduler on rank 0."""
         if not _shards(self):
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -267,7 +269,7 @@ class ShardcastTrainerMixin(_Trainer):
             Path(output_dir, OPTIMIZER).write_bytes(STAND_IN)
 
     def _load_optimizer_and_scheduler(self, directory: str | None) -> None:
-        """Load from ``shardcast/``; what the stock Trainer saved is taken too."""
+        """Load from ``shardcast/``, or what the stock Trainer saved."""
         if directory is None or not _shards(self) or not Path(directory, FOLDER).is_dir():
             if directory and _is_stand_in(Path(directory, OPTIMIZER)):
                 raise FileNotFoundError(
@@ -290,7 +292,7 @@ class ShardcastTrainerMixin(_Trainer):
         return False  # the sharded optimizer has the norm over all of them
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Nothing to do: they are reduced as all others."""
+        """Do nothing: they are reduced like all others."""
 
 
 class ShardcastTrainer(ShardcastTrainerMixin, Trainer):
@@ -298,7 +300,7 @@ class ShardcastTrainer(ShardcastTrainerMixin, Trainer):
 
 
 class Schedulers:
-    """The schedulers of several optimizers as the one that Trainer steps and saves."""
+    """The schedulers of several optimizers, as the one scheduler that Trainer expects."""
 
     def __init__(self, schedulers: Sequence[Any]) -> None:
         self._schedulers = schedulers
@@ -309,22 +311,22 @@ class Schedulers:
             scheduler.step()
 
     def get_last_lr(self) -> list[float]:
-        """The rates of all groups, in order; Trainer logs the first."""
+        """Return the rates of all groups, in order; Trainer logs the first."""
         return [rate for scheduler in self._schedulers for rate in scheduler.get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all schedulers."""
+        """Return the states of all schedulers."""
         return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Load what :meth:`state_dict` returned."""
         for scheduler, state in zip(self._schedulers, state_dict["schedulers"], strict=True):
             scheduler.load_state_dict(state)
 
 
 @cache
 def sharding(kind: type) -> type:
-    """The class of Trainer with the mixin before it, once for each."""
+    """Return the Trainer class ``kind`` with the mixin before it, cached."""
     if issubclass(kind, ShardcastTrainerMixin):
         return kind
     return type(f"Shardcast{kind.__name__}", (ShardcastTrainerMixin, kind), {})

@@ -1,16 +1,16 @@
 """Accelerate: Hugging Face's Accelerator with a sharded optimizer instead of DDP and autocast.
 
-One class, three doors::
+There are three ways to use it::
 
-    accelerator = ShardcastAccelerator(shardcast_config="bf16.yaml")   # in place of Accelerator
-    accelerator = enable(Accelerator(), max_grad_norm=1.0)             # one that exists already
-    python -m shardcast.run script.py                                  # no edit at all
+    accelerator = ShardcastAccelerator(shardcast_config="bf16.yaml")   # instead of Accelerator
+    accelerator = enable(Accelerator(), max_grad_norm=1.0)             # an existing one
+    python -m shardcast.run script.py                                  # an unchanged script
 
-``prepare`` places the model without wrapping it and shards its optimizer; what cannot work raises.
+``prepare`` places the model without wrapping it and shards its optimizer. Unsupported settings
+raise an error.
 
-Collective, so to be called by every rank: ``prepare``, ``backward`` of the last micro-batch,
-``clip_grad_norm_``, ``clip_grad_value_``, the optimizer's ``step``, ``save_state``,
-``load_state``.
+Collective, on every rank: ``prepare``, ``backward`` of the last micro-batch, ``clip_grad_norm_``,
+``clip_grad_value_``, the optimizer's ``step``, ``save_state``, ``load_state``.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 from shardcast.plan.precision import MASTER_DTYPE
 
 ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None
-"""What a configuration is taken from: an object, a mapping, a YAML file, or the environment."""
+"""Source of a configuration: an object, a mapping, a YAML file, or ``None`` (environment)."""
 
 
 class ShardcastAccelerator(Accelerator):
-    """An Accelerator that shards the optimizer it prepares.
+    """An Accelerator that shards the optimizers it prepares.
 
     Args:
-        args, kwargs: those of ``accelerate.Accelerator``. ``mixed_precision`` decides
-            ``param_dtype`` (no: fp32) where the shardcast configuration does not say it.
-        shardcast_config: a config, a mapping or a YAML file; ``None`` reads the environment, see
+        args, kwargs: arguments of ``accelerate.Accelerator``. ``mixed_precision`` sets
+            ``param_dtype`` (``"no"``: fp32) unless the shardcast configuration sets it.
+        shardcast_config: a config, a mapping or a YAML file. ``None`` reads the environment, see
             :meth:`shardcast.ShardcastConfig.load`.
 
     Raises:
+        TypeError: a keyword is an option of shardcast; pass it in ``shardcast_config``.
         ValueError: ``mixed_precision`` and ``param_dtype`` contradict each other.
-        RuntimeError: a plug-in that shards or casts by itself is in use (DeepSpeed, FSDP,
-            Megatron-LM, XLA, fp8), or the processes were not joined.
+        RuntimeError: another plug-in shards or casts (DeepSpeed, FSDP, Megatron-LM, XLA, fp8), or
+            the processes are not connected.
     """
 
     def __init__(self, *args: Any, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
@@ -80,15 +81,15 @@ class ShardcastAccelerator(Accelerator):
         self._unsharded: dict[nn.Module, Any] = {}  # placed, and waiting for their optimizer
 
     native_amp: bool
-    """Accelerate's own: whether it runs forwards under autocast."""
+    """Accelerate's own flag: run forwards under autocast."""
     _models: list[Any]  # likewise
     _optimizers: list[Any]
     loss_params: tuple[nn.Parameter, ...] = ()
-    """Weights of a loss that are trained with a model; Trainer's clip does not name them."""
+    """Trained weights of a loss module; Trainer leaves them out when it clips."""
     save_masters = True
-    """Whether get_state_dict and save_model give fp32, as under DDP with autocast."""
+    """``get_state_dict`` and ``save_model`` give fp32, as under DDP with autocast."""
     provisional = False
-    """Made by ``shardcast.run``: :func:`enable` may still give it another configuration."""
+    """Made by ``shardcast.run``: :func:`enable` may still change its configuration."""
 
     @property
     def sharded(self) -> tuple[ShardcastOptimizer, ...]:
@@ -97,26 +98,26 @@ class ShardcastAccelerator(Accelerator):
 
     @property
     def bare_models(self) -> list[nn.Module]:
-        """The prepared models without the wrappers that Accelerate may have put around them."""
+        """The prepared models without Accelerate's wrappers."""
         return [*dict.fromkeys(map(_compat.unwrapped, self._models))]
 
     @property
     def is_sharding(self) -> bool:
-        """Return whether a model and its optimizer are sharded."""
+        """Whether a model and its optimizer are sharded."""
         return bool(self._owners)
 
     @property
     def sharded_model(self) -> nn.Module:
-        """The bare model of :attr:`sharded_optimizer`; raises as that."""
+        """The bare model of :attr:`sharded_optimizer`; raises the same errors."""
         return self._only().model
 
     @property
     def sharded_optimizer(self) -> ShardedOptimizer:
-        """The optimizer with ``grad_norm``, ``loss_scale``, ``skipped_steps``, ``layout`` ...
+        """The :class:`ShardedOptimizer`, with ``grad_norm``, ``loss_scale``, ``layout`` and so on.
 
         Raises:
-            RuntimeError: none was prepared yet, or several were, each of which has it as
-                ``.optimizer``.
+            RuntimeError: no optimizer was prepared yet, or several were; each prepared optimizer
+                has its own as ``.optimizer``.
         """
         sharded: ShardedOptimizer = self._only().optimizer
         return sharded
@@ -131,13 +132,24 @@ class ShardcastAccelerator(Accelerator):
         return self.sharded[0]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Do as ``Accelerator.prepare``; models are placed, and their optimizers are sharded.
+        """Place models and shard their optimizers. Collective: every rank.
 
-        Every rank must call it. Models come first, whatever the order of the arguments, because
-        optimizers are sharded over parameters that are on their device. An optimizer of several
-        models shards them as one; models of different optimizers are sharded apart. Several
-        optimizers of one model are sharded together: step all of them, one after the other. A list
-        of optimizers among ``args`` becomes one that steps all, with the groups of all.
+        Models are placed first, in any order of ``args``, because parameters must be on their
+        device before they are sharded. Several models of one optimizer are sharded as one. Models
+        of different optimizers are sharded separately.
+
+        Args:
+            args: what ``Accelerator.prepare`` takes. Several optimizers of one model are sharded
+                together; step all of them. A list of optimizers becomes one optimizer with the
+                groups of all.
+            device_placement: as in ``Accelerator.prepare``.
+
+        Returns:
+            The prepared objects, in the order of ``args``.
+
+        Raises:
+            ValueError: an optimizer's parameters are in no prepared model.
+            RuntimeError: a model already has a sharded optimizer.
         """
         placement: list[Any] = device_placement or [None] * len(args)
         if len(placement) == len(args):  # else Accelerate says what is wrong
@@ -162,9 +174,12 @@ class ShardcastAccelerator(Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Place (and compile) ``model`` without DDP and autocast.
+        """Place (and compile) ``model`` without DDP and autocast. Local.
 
-        On several processes its forward in training raises until its optimizer is prepared too.
+        On several processes, a forward in training raises until the optimizer is prepared, too.
+
+        Raises:
+            ValueError: the model is wrapped in DistributedDataParallel.
         """
         if any(model is prepared for prepared in self._models):
             return model
@@ -184,11 +199,13 @@ class ShardcastAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> ShardcastOptimizer | ShardcastHandle:
-        """Shard ``optimizer`` over its models, which must be prepared before or with it.
+        """Shard ``optimizer``. Collective: every rank.
+
+        Prepare its models before it or in the same call.
 
         Raises:
-            ValueError: they were not.
-            RuntimeError: one of them is sharded with another optimizer.
+            ValueError: its models are not prepared.
+            RuntimeError: one of its models is sharded with another optimizer.
         """
         if isinstance(optimizer, ShardcastHandle):
             self.prepare_optimizer(optimizer.prepared)
@@ -231,17 +248,18 @@ class ShardcastAccelerator(Accelerator):
         return args  # it would find the optimizer's parameters by address, which empty parts share
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do as ``Accelerator.prepare_data_loader``: tp and cp ranks of a group share batches.
+        """Prepare a data loader; the tp and cp ranks of a group get the same batches.
 
         Raises:
-            ValueError: rank 0 reads for all, with tp and dp, or cp.
+            ValueError: rank 0 would read for all ranks (``dispatch_batches=True``) in a job that
+                combines tp with dp, or uses cp.
         """
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         mesh.refuse_dispatch(self, isinstance(prepared, DataLoaderDispatcher))
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Do as ``Accelerator.prepare_scheduler``; only skips of its own optimizer hold it up."""
+        """Prepare a scheduler; it pauses only when its own optimizer skips a step."""
         prepared = super().prepare_scheduler(scheduler)
         for optimizer in self.sharded:
             originals = packed_of(optimizer.optimizer).originals.optimizers
@@ -252,9 +270,10 @@ class ShardcastAccelerator(Accelerator):
     # -- backward and step --------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Do as ``Accelerator.backward``: divided by the accumulation steps, loss scale applied.
+        """Run the backward of ``loss``, times the loss scale, over the accumulation steps.
 
-        Where tokens are counted, :meth:`ShardedOptimizer.count`, they alone are the divisor.
+        If tokens are counted (:meth:`ShardedOptimizer.count`), the loss is divided by them only.
+        Collective in the last micro-batch of a step: every rank.
         """
         optimizers = [prepared.optimizer for prepared in self.sharded]
         scaled = scale_loss(optimizers, loss)
@@ -266,16 +285,16 @@ class ShardcastAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Have gradients of ``model`` accumulate locally inside it; ``accumulate`` uses it too."""
+        """Accumulate the gradients of ``model`` locally; ``accumulate`` uses this, too."""
         prepared = self._owners.get(_compat.unwrapped(model))
         with super().no_sync(model) if prepared is None else prepared.optimizer.no_sync():
             yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing to do: the step unscales, and ``clip_grad_norm_`` returns an unscaled norm.
+        """Do nothing: ``step()`` unscales, and ``clip_grad_norm_`` returns an unscaled norm.
 
         Raises:
-            RuntimeError: a loss scale is in use, so the caller counts on unscaled ``.grad``.
+            RuntimeError: there is a loss scale, so ``.grad`` would stay scaled.
         """
         if not self.is_sharding:
             super().unscale_gradients(optimizer)
@@ -289,22 +308,29 @@ class ShardcastAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Clip the *global* norm of the sharded gradients in the coming step; returns the norm.
+        """Clip the global gradient norm in the coming step. Collective: every rank.
 
-        Every rank must call it.
+        Args:
+            parameters: all parameters of one optimizer.
+            max_norm: upper bound of the norm.
+            norm_type: must equal the configuration's ``norm_type``.
+
+        Returns:
+            The unscaled norm before clipping, a 0-dim tensor.
 
         Raises:
-            ValueError: only a part of the parameters that an optimizer trains, those of several
-                optimizers, or another ``norm_type`` than the configuration's.
-            RuntimeError: between the micro-batches of an accumulation.
+            ValueError: ``parameters`` are only some of an optimizer's or belong to several
+                optimizers, or ``norm_type`` differs from the configuration's.
+            RuntimeError: called between the micro-batches of an accumulation.
         """
         norm: Tensor | None = self._clip("clip_grad_norm_", parameters, max_norm, norm_type)
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp every element of the averaged gradients. Every rank must call it.
+        """Clamp each element of the averaged gradients. Collective: every rank.
 
-        Raises: as :meth:`clip_grad_norm_`.
+        Raises:
+            ValueError, RuntimeError: for the same mistakes as :meth:`clip_grad_norm_`.
         """
         self._clip("clip_grad_value_", parameters, clip_value)
 
@@ -330,7 +356,11 @@ class ShardcastAccelerator(Accelerator):
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Joins nothing: batches are even. A RuntimeError where several processes have others."""
+        """Do nothing, because batches are even.
+
+        Raises:
+            RuntimeError: ``even_batches`` is off and there are several processes.
+        """
         if not self.is_sharding:
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
@@ -348,10 +378,13 @@ class ShardcastAccelerator(Accelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
-        """Do as ``Accelerator.save_state``; every rank writes its own shard, and must call it.
+        """Save Accelerate's files and every rank's shard. Collective: every rank.
 
-        The checkpoint in ``output_dir`` is committed as the last act: a run that is killed while
-        it saves leaves the one that was there before.
+        The checkpoint is committed last, so a run that is killed while saving leaves the previous
+        one intact. The arguments are those of ``Accelerator.save_state``.
+
+        Returns:
+            The folder of the checkpoint.
         """
         if not self.is_sharding:
             return super().save_state(output_dir, safe_serialization, **kwargs)
@@ -364,12 +397,15 @@ class ShardcastAccelerator(Accelerator):
         load_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Do as ``Accelerator.load_state``, at any world size, also of what it saved under DDP.
+        """Load a checkpoint at any world size. Collective: every rank.
 
-        Every rank must call it.
+        It also loads a checkpoint that stock Accelerate saved under DDP. The arguments are those of
+        ``Accelerator.load_state``.
 
         Raises:
-            FileNotFoundError: no committed checkpoint in ``input_dir``.
+            FileNotFoundError: ``input_dir`` has no committed checkpoint.
+            ValueError: the checkpoint is of another number of sharded optimizers, or one of DDP and
+                the model is tensor-parallel.
         """
         if not self.is_sharding:
             super().load_state(input_dir, load_kwargs, **kwargs)
@@ -378,11 +414,11 @@ class ShardcastAccelerator(Accelerator):
         state.load(self, input_dir, partial(super().load_state, **options))
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Do as ``Accelerator.get_state_dict``, with the fp32 masters as parameters on rank 0.
+        """Return the model's state with the fp32 masters, on rank 0. Collective: every rank.
 
-        ``save_model`` writes it. Every rank must call it: where rank 0 does so alone it warns after
-        a minute, and returns the parameters in ``param_dtype``, as the other ranks always do. Set
-        ``accelerator.save_masters = False`` for them everywhere.
+        Other ranks get the parameters in ``param_dtype``, and so do all ranks with
+        ``accelerator.save_masters = False``. If only rank 0 calls it, it warns after a minute and
+        returns them in ``param_dtype``, too. ``save_model`` writes this state.
         """
         state = mesh.whole(super().get_state_dict(model, unwrap))
         inner = _compat.unwrapped(model)
@@ -392,7 +428,7 @@ class ShardcastAccelerator(Accelerator):
         return prepared.exact_state(state, inner, "get_state_dict")
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Save as ``Accelerator.save`` does; warn once of weights in low precision. Local.
+        """Save like ``Accelerator.save``; warn once about low-precision weights. Local.
 
         ``unwrap_model(model).state_dict()`` has the weights in ``param_dtype``, not the masters.
         """
@@ -416,7 +452,7 @@ class ShardcastAccelerator(Accelerator):
 
     @contextmanager
     def seen_by_stock(self, *, models: bool = True, optimizers: bool = False) -> Iterator[None]:
-        """Have Accelerate's own methods see models and optimizers, or none, inside it. Local."""
+        """Hide models or optimizers from Accelerate's own methods inside the block. Local."""
         prepared = self._models, self._optimizers
         self._models = prepared[0] if models else []
         self._optimizers = prepared[1] if optimizers else []
@@ -426,10 +462,11 @@ class ShardcastAccelerator(Accelerator):
             self._models, self._optimizers = prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """Do as ``Accelerator.free_memory``; hooks on the model's gradients go with the optimizer:
+        """Release all references, like ``Accelerator.free_memory``. Local.
 
-        at once if model or optimizer is among ``objects``, else when the caller drops it. One that
-        is kept may be prepared again.
+        The hooks on a model's gradients are removed at once if the model or its optimizer is among
+        ``objects``, and otherwise when the caller drops the optimizer. A kept optimizer can be
+        prepared again.
         """
         for prepared in self._optimizers:
             if any(item is prepared or item in self._models for item in objects):
@@ -441,24 +478,31 @@ class ShardcastAccelerator(Accelerator):
 
 
 def _is_plain(item: Any) -> bool:
-    """Return whether it is an optimizer that is not sharded yet."""
+    """Whether ``item`` is an optimizer that is not sharded yet."""
     return isinstance(item, torch.optim.Optimizer) and not isinstance(
         item, (AcceleratedOptimizer, ShardedOptimizer)
     )
 
 
 def _is_list(item: Any) -> bool:
-    """Return whether it is a list of optimizers that are to be sharded together."""
+    """Whether ``item`` is a list of optimizers to be sharded together."""
     return isinstance(item, (list, tuple)) and len(item) > 0 and all(map(_is_plain, item))
 
 
 def enable(accelerator: Any, config: ConfigSource = None, **fields: Any) -> ShardcastAccelerator:
-    """Make an existing accelerator shard, in place; it must not have prepared anything yet.
+    """Turn an existing accelerator into a :class:`ShardcastAccelerator`, in place. Local.
 
     Args:
-        accelerator: an ``accelerate.Accelerator``, or one of a subclass of it; it is returned.
-        config: as ``shardcast_config`` of :class:`ShardcastAccelerator`.
-        fields: single options, which win over ``config``.
+        accelerator: an ``accelerate.Accelerator`` that has not prepared anything yet.
+        config: ``shardcast_config`` of :class:`ShardcastAccelerator`.
+        fields: single options; they take precedence over ``config``.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: ``accelerator`` is not an ``accelerate.Accelerator``.
+        RuntimeError: it shards already, or has prepared a model or an optimizer.
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(

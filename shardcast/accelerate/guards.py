@@ -1,4 +1,4 @@
-"""Refusals of :mod:`shardcast.accelerate`, and the configuration that it uses."""
+"""Checks of :mod:`shardcast.accelerate` that raise errors, and its configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS = ("lm_head", "classifier", "score", "qa_outputs", "proj_out")  # in trans
 
 
 def resolve_config(mixed_precision: str, source: Any, **fields: Any) -> ShardcastConfig:
-    """The configuration, whose ``param_dtype`` is ``mixed_precision`` unless it is named there.
+    """Return the configuration; ``mixed_precision`` sets ``param_dtype`` unless it is given.
 
     Raises:
         ValueError: both are given and differ.
@@ -31,9 +31,9 @@ def resolve_config(mixed_precision: str, source: Any, **fields: Any) -> Shardcas
 
 
 def with_fp32_heads(config: ShardcastConfig, models: Sequence[nn.Module]) -> ShardcastConfig:
-    """Return ``fp32_outputs`` for models of transformers, unless they are named.
+    """Add the heads of transformers models to ``fp32_outputs``, unless the option is given.
 
-    Such a model computes its loss itself, which under DDP autocast would do in fp32.
+    Such a model computes its own loss; under DDP with autocast that loss is fp32.
     """
     if "fp32_outputs" in config.named:
         return config
@@ -46,7 +46,7 @@ def with_fp32_heads(config: ShardcastConfig, models: Sequence[nn.Module]) -> Sha
 
 
 def refuse_options(keywords: Mapping[str, Any]) -> None:
-    """Raise TypeError where options of shardcast are among the keywords of an Accelerator."""
+    """Raise TypeError if a keyword of the Accelerator is an option of shardcast."""
     options = [field.name for field in fields(ShardcastConfig) if field.name in keywords]
     if options:
         raise TypeError(
@@ -56,10 +56,10 @@ def refuse_options(keywords: Mapping[str, Any]) -> None:
 
 
 def refuse_unsupported(accelerator: Any) -> None:
-    """Check an accelerator, whatever its keywords and the environment made of it.
+    """Check the settings that an accelerator got from its keywords and the environment.
 
     Raises:
-        RuntimeError: names what is in the way and what to do.
+        RuntimeError: names the unsupported setting and the remedy.
     """
     kind = accelerator.distributed_type.value
     names = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
@@ -83,7 +83,7 @@ def refuse_unsupported(accelerator: Any) -> None:
 
 
 def _refuse_handlers(accelerator: Any) -> None:
-    """Refuse handlers of DDP, autocast and GradScaler that ask for more than the default."""
+    """Raise RuntimeError for handlers of DDP, autocast or GradScaler that change the default."""
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
     if hook is not None and str(getattr(hook, "value", hook)) != "no":
         raise RuntimeError(
@@ -117,7 +117,10 @@ def _refuse(name: str, where: str) -> None:
 
 
 def refuse_sharded(models: Iterable[nn.Module]) -> None:
-    """A model that an earlier optimizer still shards: two would undo each other's updates."""
+    """Raise RuntimeError if another optimizer still shards a model.
+
+    Two optimizers would undo each other's updates.
+    """
     if any(map(is_sharded, models)):
         raise RuntimeError(
             "prepare: the model is sharded with another optimizer, of an accelerator or Trainer "
@@ -130,7 +133,7 @@ def refuse_sharded(models: Iterable[nn.Module]) -> None:
 def refuse_second(
     owners: Mapping[nn.Module, Any], models: Iterable[nn.Module], optimizer: torch.optim.Optimizer
 ) -> None:
-    """A further optimizer of a model that is sharded already."""
+    """Raise RuntimeError for another optimizer of a model that is sharded already."""
     if any(model in owners and owners[model].optimizer is not optimizer for model in models):
         raise RuntimeError(
             "prepare: expected the optimizers of a model in one call, got a further one "
@@ -151,7 +154,7 @@ def check_prepared(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
 
 
 def refuse_training(mixed_precision: str, processes: int, model: nn.Module, _args: Any) -> None:
-    """Forward pre-hook of a trainable model whose optimizer was not prepared."""
+    """Raise RuntimeError in the forward of a trainable model whose optimizer was not prepared."""
     if not model.training or not torch.is_grad_enabled() or is_sharded(model):
         return
     remedy = (

@@ -1,4 +1,4 @@
-"""The device mesh of Accelerate's ParallelismConfig, as :func:`shardcast.shard` takes it."""
+"""The device mesh of Accelerate's ParallelismConfig, for :func:`shardcast.shard`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ CP = "cp"
 
 
 def options(accelerator: Any, model: nn.Module) -> dict[str, Any]:
-    """Return ``mesh=``, ``dp=`` and ``grad_sum_over=``; empty for data parallelism alone.
+    """Return ``mesh=``, ``dp=`` and ``grad_sum_over=``; empty for pure data parallelism.
 
-    Every rank must call it: tensor parallelism alone gets a mesh with a data-parallel dimension.
+    Pure tensor parallelism gets a mesh with a data-parallel dimension of size 1. Collective: every
+    rank.
 
     Raises:
-        ValueError: the model is not tensor-parallel over as many ranks as the mesh.
+        ValueError: the model is tensor-parallel over another number of ranks than the mesh.
     """
     mesh = getattr(accelerator.state, "device_mesh", None)
     if mesh is None:
@@ -59,10 +60,11 @@ def _check_model(model: nn.Module, size: int) -> None:
 
 
 def _partial(model: nn.Module) -> list[str]:
-    """The plain parameters whose gradient on each rank is a part of the sum, as transformers says.
+    """Names of the plain parameters that have a partial gradient on each rank.
 
-    It sums in a hook on ``.grad``, and so again what was accumulated before: the hook is taken off
-    (it would be set in the first forward), and the sharded optimizer sums, once per step.
+    transformers sums these in a hook on ``.grad``, which would sum accumulated gradients again. So
+    this removes the hook (before the first forward sets it); the sharded optimizer sums them once
+    per step.
     """
     names = []
     for name, module in model.named_modules():
@@ -75,10 +77,12 @@ def _partial(model: nn.Module) -> list[str]:
 
 
 def refuse_dispatch(accelerator: Any, dispatches: bool) -> None:
-    """Accelerate sends every rank the same batch, or ranks that share one different batches.
+    """Refuse a data loader that rank 0 reads for all ranks in a job with tp and dp, or cp.
+
+    There Accelerate sends every rank the same batch, or different batches to ranks that share one.
 
     Raises:
-        ValueError: rank 0 reads for all, in a job that is more than data-parallel.
+        ValueError: rank 0 reads for all in such a job.
     """
     config = getattr(accelerator, "parallelism_config", None)
     if config is None or not dispatches:
@@ -92,7 +96,7 @@ def refuse_dispatch(accelerator: Any, dispatches: bool) -> None:
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the same, tensors in place of DTensors; every rank must call it if there are any."""
+    """Replace DTensors by whole tensors, in place. Collective if there are DTensors."""
     for name, value in state.items():
         if _compat.is_dtensor(value):
             state[name] = value.full_tensor()
@@ -100,5 +104,5 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Return whether parameters are DTensors."""
+    """Whether any parameter is a DTensor."""
     return any(map(_compat.is_dtensor, model.parameters()))

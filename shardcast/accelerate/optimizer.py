@@ -22,11 +22,11 @@ from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
-    """Steps and forgets gradients only where gradients are synchronized, as Accelerate's own does.
+    """An optimizer that steps and clears gradients only when Accelerate synchronizes them.
 
     Args:
-        optimizer: what it steps.
-        sharded: the one that does so, of this optimizer alone or of several together.
+        optimizer: the sharded optimizer, or a handle of it.
+        sharded: the sharded optimizer of this optimizer, or of several together.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sharded: ShardedOptimizer) -> None:
@@ -36,45 +36,46 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.sharded = sharded
 
     def averaged(self, name: str) -> AbstractContextManager[None]:
-        """Have an average in the model, as ShardedOptimizer does; on every rank."""
+        """Put an average into the model, see :class:`ShardedOptimizer`. Collective: every rank."""
         entered: AbstractContextManager[None] = self.sharded.averaged(name)
         return entered
 
     def owned(self) -> AbstractContextManager[list[Part]]:
-        """Edit the elements that this rank owns, as ShardedOptimizer does; on every rank."""
+        """Edit this rank's elements, see :class:`ShardedOptimizer`. Collective: every rank."""
         entered: AbstractContextManager[list[Part]] = self.sharded.owned()
         return entered
 
     def whole(self, *wanted: str | nn.Parameter) -> AbstractContextManager[dict[str, Values]]:
-        """Edit whole parameters, as ShardedOptimizer does; on every rank."""
+        """Edit whole parameters, see :class:`ShardedOptimizer`. Collective: every rank."""
         entered: AbstractContextManager[dict[str, Values]] = self.sharded.whole(*wanted)
         return entered
 
     def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:
-        """Do as ShardedOptimizer; ``accelerator.log(shardcast.metrics.flat(...))`` takes them."""
+        """Return norms of parameters; log them as ``shardcast.metrics.flat(...)``. Local."""
         metrics: dict[str, dict[str, Tensor]] = self.sharded.metrics(patterns)
         return metrics
 
     def count(self, tokens: float | Tensor) -> None:
-        """Do as ShardedOptimizer; the loss is then not divided by the accumulation steps.
+        """Count the tokens of a micro-batch, see :meth:`ShardedOptimizer.count`. Every rank.
 
-        Of several optimizers that are sharded together call it of one.
+        ``backward`` then does not divide the loss by the accumulation steps. If several optimizers
+        are sharded together, call it on one of them.
         """
         self.sharded.count(tokens)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Return whether the last step was skipped, on all ranks.
+        """Whether all ranks skipped the last step.
 
-        Reading it waits for the device; a prepared scheduler reads it in every step.
+        Reading it waits for the device. A prepared scheduler reads it in every step.
         """
         return bool(self.sharded.last_step_skipped)
 
 
 class ShardcastOptimizer(PreparedOptimizer):
-    """The :class:`ShardedOptimizer` of ``model``, which is its ``optimizer``.
+    """A prepared optimizer; its ``optimizer`` is the :class:`ShardedOptimizer` of ``model``.
 
-    While it is there, what each of ``models`` returns is fp32, as under Accelerate's autocast.
+    As under Accelerate's autocast, each of ``models`` returns fp32.
     """
 
     def __init__(
@@ -93,19 +94,24 @@ class ShardcastOptimizer(PreparedOptimizer):
         """Close the sharded optimizer without restoring fp32, and remove the hooks."""
 
     def step(self, closure: Any = None, loss: float | Tensor | None = None) -> None:
-        """Do as Accelerate's; ``loss`` is for a ``guard``, see :meth:`ShardedOptimizer.step`."""
+        """Make a step in the last micro-batch. Collective: every rank.
+
+        Args:
+            closure: as in ``torch.optim``.
+            loss: the rank's loss, for a ``guard`` on losses; see :meth:`ShardedOptimizer.step`.
+        """
         if self.gradient_state.sync_gradients:
             self.sharded.step(closure, loss=loss)
 
     @property
     def params(self) -> set[nn.Parameter]:
-        """The model's parameters that it trains."""
+        """The parameters that this optimizer trains."""
         return {param for group in self.param_groups for param in group["params"]}
 
     def exact_state(self, state: dict[str, Any], model: nn.Module, call: str) -> dict[str, Any]:
-        """The ``state`` of ``model``, one of ``models``, in fp32 on rank 0. Every rank calls it.
+        """Return ``state`` of ``model`` in fp32, on rank 0. Collective: every rank.
 
-        Where only some do, a warning and ``state`` as it is.
+        If only some ranks call it, it warns and returns ``state`` unchanged.
         """
         if self.sharded.config.param_dtype == torch.float32:
             return state
@@ -123,7 +129,7 @@ class ShardcastOptimizer(PreparedOptimizer):
 
 
 class ShardcastHandle(PreparedOptimizer):
-    """Stands for one of several optimizers that ``prepared`` steps together.
+    """One of several optimizers that ``prepared`` steps together.
 
     ``optimizer`` is its :class:`~shardcast.optimizer.sharded.OptimizerHandle`.
     """

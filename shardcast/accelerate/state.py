@@ -1,4 +1,4 @@
-"""``save_state`` and ``load_state``: Accelerate's own files, and with them every rank's shard."""
+"""``save_state`` and ``load_state``: Accelerate's own files and every rank's shard."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ AUTOMATIC = re.compile(r"checkpoint_(\d+)")  # as Accelerate names them
 
 
 def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
-    """Accelerate's files and every rank's shard, in a fresh folder, committed by the latter.
+    """Write Accelerate's files and every rank's shard into a new folder. Collective: every rank.
 
-    ``output_dir/state-N/`` holds what Accelerate writes and, written last, ``shardcast/``, whose
-    commit makes the whole folder count. Older folders are removed only then. With automatic
-    checkpoint naming the folder is the fresh ``checkpoint_N`` itself. Collective.
+    ``output_dir/state-N/`` holds Accelerate's files and ``shardcast/``. The latter is written last
+    and commits the whole folder; older folders are removed after that. With automatic checkpoint
+    naming the folder is the new ``checkpoint_N`` itself.
     """
     project = accelerator.project_configuration
     automatic, limit = project.automatic_checkpoint_naming, project.total_limit
@@ -63,10 +63,10 @@ def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
 
 
 def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
-    """The newest committed state in ``input_dir``, or one that Accelerate saved under DDP.
+    """Load the newest committed state in ``input_dir``, or one that Accelerate saved under DDP.
 
-    Collective; rank 0 chooses the folder for all. Where the newest one is damaged it warns and
-    takes the one before, unless ``input_dir`` is that one.
+    Rank 0 chooses the folder for all. If the newest one is damaged, it warns and takes the previous
+    one, unless ``input_dir`` names the damaged one. Collective: every rank.
     """
     chosen = _agreed(accelerator, lambda: _committed(accelerator, input_dir))
     # DTensors do not take the model's file, which has whole tensors.
@@ -105,13 +105,13 @@ def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
 
 
 def _shards_of(accelerator: Any, folder: Path) -> list[tuple[Path, Any]]:
-    """Each sharded optimizer with the folder of its checkpoint."""
+    """Pair each sharded optimizer with the folder of its checkpoint."""
     names = [SHARDS, *(FURTHER.format(number) for number in range(1, len(accelerator.sharded)))]
     return [(folder / name, own) for name, own in zip(names, accelerator.sharded, strict=True)]
 
 
 def _agreed(accelerator: Any, find: Callable[[], T]) -> T:
-    """Return or raise what ``find`` does on rank 0, on every rank. Collective."""
+    """Return, or raise, on every rank the outcome of ``find()`` on rank 0. Collective."""
     outcome: list[Any] = [None]
     if accelerator.process_index == 0:
         try:
@@ -132,7 +132,7 @@ def _folders(root: Path, names: re.Pattern[str] = FOLDER) -> dict[int, Path]:
 
 
 def _committed(accelerator: Any, input_dir: Any) -> str | None:
-    """The newest sound folder; ``None`` where none was committed.
+    """The newest sound folder, or ``None`` if none was committed.
 
     Raises:
         DamagedCheckpointError: ``input_dir`` itself is damaged, or all folders are.
@@ -156,9 +156,9 @@ def _damage(folder: Path) -> checkpoint.DamagedCheckpointError | None:
 
 
 def _without_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook of ``load_state_dict``: takes the names that parameters have in a DDP wrapper.
+    """Accept the names that parameters have inside a DDP wrapper; a ``load_state_dict`` hook.
 
-    Not where the model is loaded as a part of another one, which may call it ``module``.
+    It does nothing if the model is loaded as part of another one, which may name it ``module``.
     """
     if not prefix and state.keys().isdisjoint(model.state_dict()):
         consume_prefix_in_state_dict_if_present(state, "module.")

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, load on any grid of ranks, and open in plain PyTorch.
+"""Checkpoints that are complete or absent, load on any mesh, and open in plain PyTorch.
 
 ::
 
@@ -7,10 +7,9 @@
         ...
         checkpoint.save("runs/a", model, optimizer, step=step + 1, extra=..., keep=3)
 
-:func:`save`, :func:`load` and :func:`resume` are collective: every rank of the optimizer's group,
-which is that of the whole mesh if it has one, must call them, and so are :func:`save_async`,
-:func:`load_plain` and :func:`import_dcp`. :func:`latest`, :func:`inspect` and :func:`export` are
-local.
+Collective, on every rank of the optimizer's group (the whole mesh, if there is one): :func:`save`,
+:func:`save_async`, :func:`load`, :func:`resume`, :func:`load_plain` and :func:`import_dcp`. Local:
+:func:`latest`, :func:`inspect` and :func:`export`.
 """
 
 from shardcast.checkpoint.background import Saving, save_async

@@ -1,10 +1,10 @@
 """``save_async``: training waits for the copy to host memory, not for the disk.
 
-The thread uses no collectives: rank 0 waits for the messages that the others leave next to their
-data, and commits as ``save`` does. ``dcp.async_save`` gathers plans in collectives on its thread,
-which needs a CPU backend in the group, mixes with the collectives of training, and leaves all ranks
-waiting for one that failed. A directory being written is called ``.background-...``, so that a
-``save`` in between leaves it alone.
+The thread uses no collectives. Rank 0 waits for the messages that the other ranks leave next to
+their data, then commits like ``save``. ``dcp.async_save`` instead gathers plans in collectives on
+its thread. That needs a CPU backend in the group, interferes with the collectives of training, and
+makes all ranks wait for one that failed. A directory being written is called ``.background-...``,
+so that a ``save`` in between leaves it alone.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ def save_async(
 ) -> Saving:
     """Save in the background: return once the state is copied to the host.
 
-    Call it between steps; it takes host memory for this rank's part, and first waits for an
-    earlier ``save_async``. A save that fails is logged on rank 0, raised by its ``wait()``, and
-    costs no other checkpoint. A process that ends waits for its part.
+    Call it between steps. It needs host memory for this rank's part, and first waits for an earlier
+    ``save_async``. If a save fails, rank 0 logs it and its ``wait()`` raises; other checkpoints are
+    unaffected. A process that ends waits for its part.
 
     Collective: every rank of the optimizer's group, with the same arguments.
 
     Args:
-        directory, model, optimizer, step, extra, per_rank, keep, digest, overwrite: as of
+        directory, model, optimizer, step, extra, per_rank, keep, digest, overwrite: see
             :func:`save`.
-        timeout: seconds after which rank 0 gives up, and logs that the checkpoint is lost, if a
-            rank was killed.
+        timeout: seconds after which rank 0 gives up and logs that the checkpoint is lost, if a rank
+            was killed.
 
     Returns:
         The save in progress; its ``wait()`` is collective.
 
     Raises:
-        ValueError, RuntimeError, OSError: as ``save``.
+        ValueError, RuntimeError, OSError: see :func:`save`.
     """
     base = absolute(directory)
     snapshot = Snapshot(model, optimizer)
@@ -94,10 +94,10 @@ def _copied(view: ShardView) -> ShardView:
 
 
 class Saving:
-    """A save that is under way, made by :func:`save_async`.
+    """A running save of :func:`save_async`.
 
     Attributes:
-        path: the checkpoint's directory, once it is committed.
+        path: the checkpoint's directory, which exists once it is committed.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class Saving:
         self._thread.start()
 
     def done(self) -> bool:
-        """Return whether this rank's part has ended, successfully or not. Local."""
+        """Whether this rank's part has ended, successfully or not. Local."""
         return not self._thread.is_alive()
 
     def end(self, call: str) -> list[str | None]:
-        """Return what went wrong on each rank, once all have ended. Collective."""
+        """Return the error of each rank, once all have ended. Collective: every rank."""
 
         def outcome() -> str | None:
             self._thread.join()
@@ -134,7 +134,7 @@ class Saving:
         Collective: every rank.
 
         Raises:
-            RuntimeError: this checkpoint is lost; on all ranks alike.
+            RuntimeError: this checkpoint is lost. Raised on every rank.
         """
         self._awaited = True
         for error in self.end("wait"):  # rank 0, which hears of all the others, comes first

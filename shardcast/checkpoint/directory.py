@@ -1,13 +1,12 @@
-"""Directories that are checkpoints: which of them are sound, what they say, how one becomes one.
+"""Directories of checkpoints: commit, verify, choose and delete them.
 
-A checkpoint is written to a directory ``.writing-...`` and becomes ``step-...`` by one rename,
-after everything in it was flushed. So a directory with that name is complete; checksums tell
-whether it still is::
+A checkpoint is written to a directory ``.writing-...``, flushed, and then renamed to ``step-...``.
+So a directory with that name is complete. Checksums tell whether it still is::
 
     step-000000100/
         __0_0.distcp  __1_0.distcp ...   data, one file per rank
-        __once_0.distcp                  what is stored once: groups, extra, per_rank
-        .metadata                        DCP's: which chunk is where
+        __once_0.distcp                  stored once: groups, extra, per_rank
+        .metadata                        DCP's index of chunks
         shardcast.json                   size and SHA-256 of the files above, and facts
         COMMITTED                        SHA-256 of shardcast.json
 """
@@ -56,18 +55,18 @@ WRITING, BACKGROUND, LEAVING, DAMAGED = ".writing-", ".background-", ".leaving-"
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's description of itself.
+    """The description of a checkpoint.
 
     Attributes:
-        path: its folder.
+        path: folder of the checkpoint.
         step: number of the step after which it was saved.
-        world_size: ranks that saved it.
-        partition: of their layout.
+        world_size: number of ranks that saved it.
+        partition: partition of their layout.
         optimizer: class of the optimizer.
-        files: size (``bytes``) and ``sha256`` of each, by name.
-        digest: of masters and state, if it was saved with one; ``digest_of`` says in which forms
-            they were kept.
-        torch, python: versions that wrote it, where it says so.
+        files: size (``bytes``) and ``sha256`` of each file, by name.
+        digest: digest of masters and state, if it was saved with one. ``digest_of`` names the forms
+            in which they were kept.
+        torch, python: versions that wrote it, if recorded.
     """
 
     path: Path
@@ -83,7 +82,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all files."""
+        """Size of all files in bytes."""
         return sum(listed["bytes"] for listed in self.files.values())
 
     @property
@@ -101,9 +100,9 @@ class Manifest:
 
     @property
     def optimizer_steps(self) -> int | None:
-        """The most steps that a parameter has taken; ``None`` where the optimizer counts none.
+        """The most steps that any parameter has taken; ``None`` if the optimizer counts none.
 
-        Other than :attr:`step` where a framework numbers checkpoints in another way.
+        It differs from :attr:`step` if a framework numbers checkpoints in another way.
         """
         reader = Reader(self.path)
         counts = [path for path in reader.stored if path[::3] == ("optimizer", "step")]
@@ -115,7 +114,7 @@ def absolute(directory: Any) -> Path:
     """Return ``directory`` as an absolute path.
 
     Raises:
-        TypeError: it is no path.
+        TypeError: ``directory`` is not a path.
     """
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(
@@ -126,12 +125,12 @@ def absolute(directory: Any) -> Path:
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """The directory of the checkpoint of ``step``."""
+    """Return the directory of the checkpoint of ``step``."""
     return directory / f"step-{step:09d}"
 
 
 def steps(directory: Path) -> dict[int, Path]:
-    """The committed checkpoints of a directory, newest first."""
+    """Return the committed checkpoints of a directory, newest first."""
     if not directory.is_dir():
         return {}
     matches = ((NAME.fullmatch(path.name), path) for path in directory.iterdir())
@@ -140,7 +139,7 @@ def steps(directory: Path) -> dict[int, Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether ``path`` is one checkpoint, not a directory of them."""
+    """Whether ``path`` is one checkpoint, not a directory of them."""
     files = (MANIFEST, MARKER, METADATA)
     named = NAME.fullmatch(path.name) is not None and not steps(path)
     return named or any((path / name).exists() for name in files)
@@ -159,7 +158,7 @@ def commit(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write the manifest and the marker, flush, and give the directory its name.
+    """Write the manifest and the marker, flush, and rename the directory.
 
     Args:
         overwrite: replace a checkpoint of that name, by two renames.
@@ -198,10 +197,10 @@ def commit(
 
 
 def manifest_of(folder: Path) -> Manifest:
-    """The manifest, checked against the marker and the directory's name.
+    """Read the manifest, and check it against the marker and the directory's name.
 
     Raises:
-        DamagedCheckpointError: says which file is missing or wrong.
+        DamagedCheckpointError: a file is missing or wrong; names it.
     """
     match = NAME.fullmatch(folder.name)
     for name in (MARKER, MANIFEST):
@@ -244,17 +243,17 @@ def _damaged(folder: Path, name: str, wrong: str) -> DamagedCheckpointError:
 def damage(
     folder: Path, share: int = 0, shares: int = 1, written_since: int | None = None
 ) -> DamagedCheckpointError | None:
-    """Return what is wrong with a checkpoint; of ``shares`` ranks, rank ``share`` reads its part.
+    """Return the damage of a checkpoint, or ``None``; rank ``share`` of ``shares`` reads its part.
 
-    The error names the file, what is wrong with it, and parameters in it.
+    The error names the file, the damage, and parameters in the file.
 
     Args:
-        written_since: of files that were last written before, in nanoseconds, only the size is
+        written_since: time in nanoseconds; for files last written before it, only the size is
             compared.
 
     Raises:
-        ValueError: nothing is wrong with it, but this version of shardcast, torch or Python cannot
-            read it. An older one in its place would cost the steps between them without need.
+        ValueError: the checkpoint is sound, but this version of shardcast, torch or Python cannot
+            read it. Taking an older checkpoint instead would lose steps without need.
     """
     try:
         manifest = manifest_of(folder)
@@ -311,11 +310,12 @@ def _verify(
 def choose(
     path: Path, check: Callable[[Path], DamagedCheckpointError | None], loud: bool = True
 ) -> Path | None:
-    """The named checkpoint, or the newest sound one of a directory; ``None`` if that has none.
+    """Return the named checkpoint, or the newest sound one of a directory; ``None`` if it has none.
 
     Raises:
-        DamagedCheckpointError: the named one is damaged, or each one of the directory.
-        FileNotFoundError, NotADirectoryError: the named one is not there; the path is of a file.
+        DamagedCheckpointError: the named checkpoint, or every one in the directory, is damaged.
+        FileNotFoundError: the named checkpoint does not exist.
+        NotADirectoryError: the path is a file.
     """
     named = is_checkpoint(path)
     if path.is_file():
@@ -338,16 +338,17 @@ def newest_sound(
     named: bool,
     loud: bool = True,
 ) -> Path | None:
-    """The first of ``folders`` in which ``check`` finds no damage; ``None`` if there are none.
+    """Return the first of ``folders`` without damage; ``None`` if there are no folders.
 
     Args:
         folders: newest first.
-        place: where they were looked for.
-        named: whether a user named the one folder, so that its own error is raised.
-        loud: whether to warn of damaged ones that are passed over.
+        check: returns the damage of a folder, or ``None``.
+        place: searched directory, for errors.
+        named: a user named the one folder, so its own error is raised.
+        loud: warn about damaged folders that are skipped.
 
     Raises:
-        DamagedCheckpointError: all are damaged.
+        DamagedCheckpointError: all folders are damaged.
     """
     reasons: list[str] = []
     for folder in folders:
@@ -369,8 +370,8 @@ def newest_sound(
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """Return the newest checkpoint whose checksums hold; ``None`` if there is no checkpoint.
 
-    Reads all files of the checkpoint. If the newest one is damaged, it warns and tries the one
-    before.
+    It reads all files of the checkpoint. If the newest one is damaged, it warns and tries the
+    previous one.
 
     Local: any process may call it.
 
@@ -378,17 +379,17 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         directory: directory of a run, or one checkpoint in it.
 
     Raises:
-        DamagedCheckpointError: there are checkpoints, and none is sound.
+        DamagedCheckpointError: every checkpoint is damaged.
     """
     return choose(absolute(directory), damage)
 
 
 def chosen(directory: str | os.PathLike[str]) -> Path:
-    """The named checkpoint, or the newest of a directory, verified.
+    """Return the named checkpoint, or the newest of a directory, verified.
 
     Raises:
-        FileNotFoundError: there is none.
-        DamagedCheckpointError: none is sound.
+        FileNotFoundError: there is no checkpoint.
+        DamagedCheckpointError: every checkpoint is damaged.
     """
     newest = latest(directory)
     if newest is None:
@@ -408,18 +409,18 @@ def inspect(directory: str | os.PathLike[str]) -> Manifest:
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        DamagedCheckpointError: none is sound.
+        DamagedCheckpointError: every checkpoint is damaged.
     """
     return manifest_of(chosen(directory))
 
 
 def clear_the_way(target: Path, facts: Mapping[str, Any]) -> None:
-    """Make sure that the name is free, or has a checkpoint that :func:`commit` may find equal.
+    """Check that the name is free, or has a checkpoint that may turn out identical.
 
-    A damaged checkpoint of the same step is set aside.
+    A damaged checkpoint of the same step is moved aside.
 
     Raises:
-        ValueError: a sound checkpoint of this step exists, of which other ``facts`` hold.
+        ValueError: a sound checkpoint of this step exists, with other ``facts``.
     """
     if not os.path.lexists(target):
         return
@@ -446,7 +447,7 @@ def _exists(target: Path) -> ValueError:
 
 
 def sweep_exports(directory: Path) -> None:
-    """Delete what exports that were killed left behind; one that is under way holds a lock."""
+    """Delete the remains of killed exports; a running export holds a lock."""
     for path in directory.glob(f"{EXPORTING}*"):
         with contextlib.suppress(OSError), locked(path):
             shutil.rmtree(path)
@@ -454,10 +455,10 @@ def sweep_exports(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold a lock that ends with the process, where the system has such ones.
+    """Hold a lock that ends with the process, if the system has such locks.
 
     Raises:
-        OSError: somebody else holds it, or there are none.
+        OSError: another process holds it, or the system has no such locks.
     """
     handle = os.open(directory, os.O_RDONLY)
     try:
@@ -470,17 +471,17 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def sweep(directory: Path, *prefixes: str) -> None:
-    """Delete what saves and deletions that were cut off left behind; failures only warn."""
+    """Delete the remains of interrupted saves and deletions; failures only warn."""
     for path in directory.iterdir():
         if path.name.startswith(prefixes):
             _delete(path)
 
 
 def retain(directory: Path, step: int, keep: int) -> None:
-    """Delete all but the newest ``keep`` sound ones up to ``step``; newer ones are left alone.
+    """Delete all but the newest ``keep`` sound checkpoints up to ``step``.
 
-    Damaged ones between them are left alone too. No data is read but that of files which were
-    written after their checkpoint was committed.
+    Newer ones stay, and so do damaged ones in between. It reads only files that were written after
+    their checkpoint was committed.
     """
     older = [path for number, path in steps(directory).items() if number < step]
     sound = 0

@@ -37,35 +37,36 @@ def export(
     weights: str | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[Path]:
-    """Write a checkpoint, or the newest one of a directory, for programs without shardcast.
+    """Convert a checkpoint, or the newest one of a directory, to plain PyTorch files.
 
-    The model becomes ``model.safetensors``, or numbered files with an index: trained parameters in
-    fp32, under every name that ``model.state_dict()`` has. One parameter is in memory at a time.
-    The optimizer becomes ``optimizer.pt``, which the plain torch optimizer loads with
-    ``weights_only=True``; its whole state is in memory while it is written. Several optimizers
+    The model becomes ``model.safetensors``, or numbered files with an index. Trained parameters are
+    in fp32, under every name in ``model.state_dict()``. One parameter is in memory at a time. The
+    optimizer becomes ``optimizer.pt``, which the plain torch optimizer loads with
+    ``weights_only=True``. Its whole state is in memory while it is written. Several optimizers
     become ``optimizer-0.pt`` and so on, in the order given to ``shard()``.
 
     Local: one process, without a process group.
 
     Args:
         directory: directory of a run, or one checkpoint in it.
-        out: new or empty directory. It is created with all files, or not at all.
+        out: new or empty directory. It gets all files or none.
         max_shard_mb: largest size of a file of weights, in MB.
-        optimizer: ``False`` writes the model alone.
-        weights: name of an average (``averages``) to write as the model; or
-            ``published``: of parameters that have a form (``published``) their codes, and scales
-            as ``..._scale_inv``, as transformers reads them with what is written to
-            ``quantization_config.json`` in the model's ``config.json``.
-        progress: called after each tensor with the bytes that are done, and the total.
+        optimizer: ``False`` writes only the model.
+        weights: name of an average (``averages``) to write as the model. Or ``"published"``:
+            parameters with a published form become codes and scales (``..._scale_inv``).
+            transformers reads them if the model's ``config.json`` includes the contents of
+            ``quantization_config.json``, which is written, too.
+        progress: called after each tensor with the bytes done and the total.
 
     Returns:
         The files written.
 
     Raises:
-        FileExistsError: there is something in ``out`` already.
-        FileNotFoundError, DamagedCheckpointError: there is no checkpoint, or it is damaged.
+        FileExistsError: ``out`` is not empty.
+        FileNotFoundError: there is no checkpoint.
+        DamagedCheckpointError: the checkpoint is damaged.
         ValueError: the checkpoint has no average of that name, or a buffer has a dtype that
-            safetensors files cannot have.
+            safetensors cannot store.
     """
     if not max_shard_mb > 0:
         raise ValueError(f"max_shard_mb: expected a number > 0, got {max_shard_mb!r}")
@@ -127,7 +128,7 @@ def export(
 
 
 def _state_paths(reader: Reader) -> list[KeyPath]:
-    """Return paths of the optimizer's state, without averages, which a plain one has not."""
+    """Return paths of the optimizer's state without averages, for a plain optimizer."""
     state = [path for path in reader.stored if path[:2] == ("optimizer", "state")]
     return [path for path in state if not path[3].startswith(AVERAGE)]
 
@@ -158,17 +159,17 @@ def _as_it_is(key: str, _name: str, value: Tensor) -> Mapping[str, Tensor]:
 
 
 def _groups(reader: Reader) -> Any:
-    """The options of the optimizer's groups, with names of parameters."""
+    """Return the options of the optimizer's groups, with names of parameters."""
     return reader.object(("optimizer", "param_groups"))
 
 
 def _name_of(path: KeyPath) -> str:
-    """The name of a parameter or buffer, or of the parameter of an average."""
+    """Return the name of a parameter or buffer, or of an average's parameter."""
     return str(path[2] if path[0] == "optimizer" else path[1])
 
 
 def _model_paths(reader: Reader, average: str | None) -> Paths:
-    """Return paths of parameters and buffers; of an average those that were trained."""
+    """Return paths of parameters and buffers; for an average only the trained ones."""
     names = {path[1]: path for path in reader.paths if path[0] == "model"}
     if average is None:
         return names
@@ -192,10 +193,10 @@ def _export_model(
     read: Callable[[KeyPath], Tensor],
     convert: Convert,
 ) -> list[str]:
-    """Write the model, in files of at most ``limit`` bytes; their names.
+    """Write the model in files of at most ``limit`` bytes, and return their names.
 
     Args:
-        convert: gives what is written of a tensor, from its key, its name and itself.
+        convert: returns the tensors to write, from a key, a name and a tensor.
     """
     from safetensors.torch import save_file  # not needed for anything else
 

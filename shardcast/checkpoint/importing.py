@@ -1,7 +1,7 @@
-"""Files that others wrote, into a sharded run: plain torch, and FSDP2 through DCP.
+"""Load files of plain torch, and of FSDP2 through DCP, into a sharded run.
 
-Nothing in their files can run code. Every rank reads the same files, mapped into memory, and copies
-out what it owns. They have no checksums: files of DCP are compared in size only.
+Files cannot run code. Every rank maps the same files into memory and copies the elements that it
+owns. They have no checksums; of DCP's files only the sizes are checked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load_plain(
     weights: Values,
     state: Values | Sequence[Values] | None = None,
 ) -> None:
-    """Load a plain torch model, and the state of the plain optimizer, into a sharded pair.
+    """Load the weights of a plain model, and the state of its plain optimizer.
 
     Everything is compared before anything in memory changes. Weights of any floating dtype become
     fp32 masters.
@@ -44,15 +44,15 @@ def load_plain(
     Args:
         model: model that was passed to :func:`shardcast.shard`.
         optimizer: what :func:`shardcast.shard` returned.
-        weights: ``model.state_dict()``, or its path: a ``torch.save`` or safetensors file, or a
-            directory with ``model.safetensors`` or an index as the Hub has it. All files of
-            ``torch.save`` are read with ``weights_only=True``.
-        state: the unsharded optimizer's ``state_dict()``, or its file; a list of them if several
-            optimizers were sharded together. ``None`` keeps the options of the groups and starts
-            with fresh state. If the state has ``param_names``, they are compared.
+        weights: ``model.state_dict()``, or the path of a ``torch.save`` file, a safetensors file,
+            or a directory with ``model.safetensors`` or a Hugging Face index. ``torch.save`` files
+            are read with ``weights_only=True``.
+        state: the plain optimizer's ``state_dict()``, or its file; a list of them for several
+            optimizers that were sharded together. ``None`` starts with fresh state and keeps the
+            options of the groups. If the state has ``param_names``, they are compared.
 
     Raises:
-        ValueError: another model or other groups; names the parameter. Nothing was changed.
+        ValueError: the model or the groups do not match; names the parameter. Nothing has changed.
         RuntimeError: a file cannot be read.
     """
 
@@ -86,9 +86,9 @@ def load_plain(
 def _check_param_names(
     loaded: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise ValueError if a state that knows the names of its parameters has others, or an order.
+    """Raise ValueError if the state's parameter names, or their order, do not match.
 
-    An optimizer that was built over ``named_parameters()`` of a part of the model has shorter ones.
+    An optimizer that was built over ``named_parameters()`` of a submodule has shorter names.
     """
     for number, (group, present) in enumerate(zip(loaded, expected, strict=True)):
         names = _unwrapped(dict.fromkeys(group.get("param_names") or ()))
@@ -108,7 +108,7 @@ def _import(
     opened: Callable[[Snapshot], StateSource],
     call: str,
 ) -> None:
-    """Open what others wrote, compare it, and take it. Collective."""
+    """Open a source, compare it and load it. Collective: every rank."""
     snapshot = Snapshot(model, optimizer)
     snapshot.meet(call)
     source = snapshot.together(lambda: compare(snapshot, opened(snapshot)), call)
@@ -120,10 +120,10 @@ def _values(source: Values) -> Any:
 
 
 def torch_file(path: Path) -> Any:
-    """Return what ``torch.save`` wrote, mapped into memory, unable to run code.
+    """Read a ``torch.save`` file, mapped into memory and without running code.
 
     Raises:
-        RuntimeError: it cannot be read.
+        RuntimeError: the file cannot be read.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -181,7 +181,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _unwrapped(weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the names without what DDP and ``torch.compile`` put before all of them."""
+    """Return the names without the prefixes of DDP and ``torch.compile``."""
     for prefix in WRAPPERS:
         if weights and all(name.startswith(prefix) for name in weights):
             bare = {name.removeprefix(prefix): value for name, value in weights.items()}
@@ -200,23 +200,23 @@ def import_dcp(
     model_key: str = "model",
     optimizer_key: str | None = "optim",
 ) -> None:
-    """Load what ``torch.distributed.checkpoint.save`` wrote, such as the state of FSDP2.
+    """Load a checkpoint of ``torch.distributed.checkpoint``, such as FSDP2's.
 
-    Expects what ``dcp.save({"model": ..., "optim": ...})`` writes of the two results of
+    It expects the files of ``dcp.save({"model": ..., "optim": ...})`` with the two results of
     ``get_state_dict``.
 
     Collective: every rank of the optimizer's group.
 
     Args:
-        directory: directory with a file ``.metadata``.
+        directory: directory that contains ``.metadata``.
         model: model that was passed to :func:`shardcast.shard`.
         optimizer: what :func:`shardcast.shard` returned.
-        model_key, optimizer_key: names under which the two were saved; with
+        model_key, optimizer_key: keys under which the two were saved. With
             ``optimizer_key=None`` the optimizer starts with fresh state.
 
     Raises:
-        ValueError: another model or other groups; names the parameter. Nothing was changed.
-        RuntimeError: a file is missing, too short or cannot be read.
+        ValueError: the model or the groups do not match; names the parameter. Nothing has changed.
+        RuntimeError: a file is missing, too short, or cannot be read.
     """
     folder = absolute(directory)
     opened = lambda _snapshot: _from_dcp(folder, model_key, optimizer_key)  # noqa: E731

@@ -1,4 +1,4 @@
-"""``load`` and ``resume``: verify, compare, and only then change anything."""
+"""``load`` and ``resume``: verify, compare, and only then change memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Directory = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Resumed:
-    """A description of what was loaded.
+    """Description of a loaded checkpoint.
 
     Attributes:
         step: number of the step after which it was saved.
-        extra: as :func:`save` took it.
-        per_rank: what each of the saving ranks gave, in their order.
-        path: of the checkpoint.
+        extra: ``extra`` of :func:`save`.
+        per_rank: ``per_rank`` of each rank that saved, in rank order.
+        path: folder of the checkpoint.
     """
 
     step: int
@@ -50,10 +50,9 @@ def load(
 ) -> Resumed:
     """Load the newest sound checkpoint of a directory, or one checkpoint by its path.
 
-    The grid of ranks, partition, packs and ``param_dtype`` may differ from the saved ones:
-    masters, state and step counts are bitwise those that were saved. Everything is verified and
-    compared before anything in memory changes. Extra memory is the state of one pack's span, on
-    the host.
+    The mesh, partition, packs and ``param_dtype`` may differ from the saved ones. Masters, state
+    and step counts are restored bit for bit. Everything is verified and compared before anything in
+    memory changes. It needs extra host memory for the state of one pack's span.
 
     Collective: every rank of the optimizer's group.
 
@@ -61,20 +60,21 @@ def load(
         directory: directory of a run, or one checkpoint in it.
         model: model that was passed to :func:`shardcast.shard`.
         optimizer: what :func:`shardcast.shard` returned.
-        only: glob patterns of names of parameters and buffers to load, for a model with a new
-            head or new layers. Everything else keeps its values and state. The options of the
-            groups and the loss scale stay as they are here.
-        state: load the optimizer's state. ``False`` loads weights and buffers alone; their
-            optimizer state begins anew, and options of the groups stay as they are here.
+        only: glob patterns of parameter and buffer names to load, for a model with a new head or
+            new layers. Everything else keeps its values and state. Options of the groups and the
+            loss scale are not loaded.
+        state: load the optimizer's state. ``False`` loads only weights and buffers. Their optimizer
+            state starts anew, and options of the groups are not loaded.
 
     Returns:
-        What was loaded: step, ``extra``, ``per_rank`` and path.
+        Step, ``extra``, ``per_rank`` and path of the loaded checkpoint.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or not the named one; see :func:`resume`.
-        DamagedCheckpointError: the named one, or every one, is damaged; names file and parameters.
-        ValueError: it is one of another model or optimizer, or a pattern of ``only`` matches
-            nothing; nothing was changed.
+        DamagedCheckpointError: the named checkpoint, or every one, is damaged; names file and
+            parameters.
+        ValueError: the checkpoint is of another model or optimizer, or a pattern of ``only``
+            matches nothing. Nothing has changed.
 
     Example::
 
@@ -91,9 +91,20 @@ def load(
 
 
 def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer) -> Resumed | None:
-    """Load as :func:`load` does, or return ``None`` if a directory has no checkpoint yet.
+    """Load like :func:`load`, but return ``None`` if the directory has no checkpoint yet.
 
     Collective: every rank of the optimizer's group.
+
+    Args:
+        directory: directory of a run, or one checkpoint in it.
+        model: model that was passed to :func:`shardcast.shard`.
+        optimizer: what :func:`shardcast.shard` returned.
+
+    Returns:
+        Step, ``extra``, ``per_rank`` and path, or ``None``.
+
+    Raises:
+        FileNotFoundError, DamagedCheckpointError, ValueError: see :func:`load`.
     """
     return _resume(directory, model, optimizer, None, True)
 
@@ -157,7 +168,7 @@ def _ours(folder: Path, reader: Reader) -> StateSource:
 
 
 def _choose(snapshot: Snapshot, path: Path) -> Path | None:
-    """The sound checkpoint to load; each rank verifies a share of the files."""
+    """Return the sound checkpoint to load; each rank verifies a share of the files."""
 
     def check(folder: Path) -> DamagedCheckpointError | None:
         share = snapshot.comm.rank, snapshot.comm.size
@@ -179,11 +190,11 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
 def part_of(
     snapshot: Snapshot, source: StateSource, patterns: Sequence[str] | None, with_state: bool
 ) -> StateSource:
-    """Return what of ``source`` is asked for: the names that match, with or without state. Local.
+    """Return the requested part of ``source``: matching names, with or without state. Local.
 
     Raises:
         TypeError: ``patterns`` are not strings.
-        ValueError: a pattern matches no name of either side.
+        ValueError: a pattern matches no name.
     """
     names = sorted({*source.weights} | {*snapshot.inventory.shapes})
     for pattern in patterns or ():
@@ -212,10 +223,10 @@ def part_of(
 
 
 def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
-    """``source``, if all of it belongs to this model and optimizer. Local.
+    """Return ``source`` if all of it belongs to this model and optimizer. Local.
 
     Raises:
-        ValueError: names the parameter.
+        ValueError: it does not; names the parameter.
     """
     where, inventory = source.where, snapshot.inventory
     optimizer, expected = snapshot.head()["optimizer"], inventory.shapes
@@ -280,11 +291,11 @@ def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
 
 
 def take(snapshot: Snapshot, source: StateSource, call: str) -> None:
-    """Put compared values into memory and make all ranks equal. Collective.
+    """Write compared values into memory and make all ranks equal. Collective: every rank.
 
     Raises:
-        RuntimeError: an average is in the model; or the source became unreadable: only then
-            something has been changed.
+        RuntimeError: an average is in the model, or the source became unreadable. Memory may have
+            changed only in the second case.
     """
     snapshot.refuse_averaged(call)
 

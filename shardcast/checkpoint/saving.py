@@ -1,8 +1,7 @@
 """``save``: check together, write apart, acknowledge together, commit on rank 0.
 
-What rank 0 has to know of the others' files, and what is theirs in the part that is stored once,
-goes through files next to the data, which ``save_async`` can use as well: sent in collectives it
-would be on every rank, and grow with their number.
+Ranks describe their files to rank 0 in small files next to the data, which ``save_async`` can use
+as well. In collectives these descriptions would reach every rank and grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -55,31 +54,31 @@ def save(
     digest: bool = False,
     overwrite: bool = False,
 ) -> Path:
-    """Save a checkpoint that is either committed whole or not there at all.
+    """Save a checkpoint that is complete or absent.
 
     Call it between steps. Each rank writes its own elements once, in fp32. Extra memory is one
-    chunk of one parameter on the host; masters and moments that are not kept in fp32 also take
-    the state of one parameter on the device.
+    chunk of one parameter on the host. Masters and moments that are not kept in fp32 also need
+    memory for the state of one parameter on the device.
 
-    Collective: every rank of the optimizer's group, with the same arguments; it returns on all
-    ranks, or raises on all.
+    Collective: every rank of the optimizer's group, with the same arguments. It returns on all
+    ranks or raises on all ranks.
 
     Args:
         directory: directory of one run's checkpoints, on a file system that all ranks share;
             created if it is missing. One job at a time may save into it.
         model: model that was passed to :func:`shardcast.shard`; the stages of a pipeline rank.
         optimizer: what :func:`shardcast.shard` returned.
-        step: number that names the checkpoint. A sound one of the same step is not overwritten
-            by default. Saving identical contents again changes nothing, and neither does saving the
-            checkpoint that was just loaded, on any number of ranks and whatever ``extra`` is; the
-            latter logs one line at INFO.
-        extra: anything else that the run needs (schedulers, position in the data), of rank 0:
-            tensors, containers and plain values that ``torch.load(weights_only=True)`` reads.
+        step: number that names the checkpoint. By default a sound checkpoint of the same step is
+            not overwritten. Saving identical contents again changes nothing. Saving the checkpoint
+            that was just loaded changes nothing either, with any number of ranks and any ``extra``;
+            it logs one line at INFO.
+        extra: anything else that the run needs (schedulers, position in the data), from rank 0:
+            tensors, containers and plain values that ``torch.load(weights_only=True)`` can read.
         per_rank: the same for values that differ between ranks (random generators).
-        keep: number of newest sound checkpoints to keep, this one included; older ones are
+        keep: number of newest sound checkpoints to keep, including this one; older ones are
             deleted. ``None`` keeps all.
-        digest: store ``optimizer.digest()``, which ``load`` compares, to find bits that memory or
-            a copy lost; costs a pass over the own state.
+        digest: store ``optimizer.digest()``, which ``load`` compares to detect bits that memory or
+            a copy lost. Costs one pass over the rank's state.
         overwrite: replace a checkpoint of the same step once the new one is complete. A process
             that is killed between the two renames leaves neither; older checkpoints stay.
 
@@ -87,9 +86,9 @@ def save(
         The checkpoint's directory.
 
     Raises:
-        TypeError: ``directory`` is no path; it comes first.
+        TypeError: ``directory`` is not a path; it is the first argument.
         ValueError: ``step`` exists with other contents, or an argument cannot be used.
-        RuntimeError, OSError: a rank could not write; nothing was committed.
+        RuntimeError, OSError: a rank could not write. Nothing was committed.
     """
     began = time.monotonic()
     base = folders.absolute(directory)
@@ -111,7 +110,7 @@ def save(
 
 @contextlib.contextmanager
 def _naming(target: Path) -> Iterator[None]:
-    """Errors of the system say which checkpoint is not there now."""
+    """Add the name of the missing checkpoint to errors of the system."""
     try:
         yield
     except OSError as error:
@@ -124,15 +123,14 @@ class RankSave:
     """One rank's share of a save that all ranks have agreed on.
 
     Attributes:
-        writing: the fresh directory to write into.
-        target: what it will be called once it is committed.
-        own: this rank's ``per_rank``, and the state of the optimizer and of modules that is no
-            tensor, as ``torch.save`` writes them.
-        once: what is stored once, by path.
-        facts: the plain facts of the manifest.
-        timeout: seconds in which rank 0 must see what the others have written.
+        writing: new directory to write into.
+        target: its name after the commit.
+        own: this rank's ``per_rank`` and all state that is not tensors, as ``torch.save`` bytes.
+        once: values that are stored once, by path.
+        facts: plain facts of the manifest.
+        timeout: seconds in which rank 0 must see the files of all ranks.
         overwrite: replace ``target`` if it exists.
-        is_there: ``target`` is what was loaded; there is nothing to write.
+        is_there: ``target`` is the loaded checkpoint; there is nothing to write.
     """
 
     rank: int
@@ -147,7 +145,7 @@ class RankSave:
     is_there: bool = False
 
     def look(self) -> None:
-        """Raise a RuntimeError if this rank does not see the directory that rank 0 made."""
+        """Raise RuntimeError if this rank does not see the directory that rank 0 made."""
         if not self.writing.is_dir():
             raise RuntimeError(
                 f"directory: rank 0 made {str(self.writing)!r}, but rank {self.rank} does not see "
@@ -155,7 +153,7 @@ class RankSave:
             )
 
     def write(self, views: Iterable[ShardView]) -> Written:
-        """Write this rank's file, then leave a message for rank 0 with what is in it."""
+        """Write this rank's file, then a message to rank 0 that describes it."""
         self.look()
         written = Writer(self.writing, self.rank).write(views)
         if self.rank != 0:
@@ -163,15 +161,15 @@ class RankSave:
         return written
 
     def reserve(self) -> None:
-        """Take room in the directory for an error that :meth:`leave` may have to leave.
+        """Reserve disk space for an error message that :meth:`leave` may have to write.
 
-        To be called on all ranks before any of them writes: a full disk has none left.
+        All ranks call it before any of them writes, because a full disk has no space left.
         """
         if self.rank != 0:
             self._draft(bytes(SAID))
 
     def leave(self, message: dict[str, Any]) -> None:
-        """Leave a message for rank 0, which sees all of it or none; an ``error`` ends the save."""
+        """Write a message to rank 0, which sees all of it or none; an ``error`` ends the save."""
         if "error" in message:
             message = {"error": message["error"].encode()[: SAID // 2].decode(errors="ignore")}
         try:
@@ -183,7 +181,7 @@ class RankSave:
         os.replace(self._draft_path, self._message(self.rank))
 
     def _draft(self, data: bytes) -> None:
-        """Write over the draft of this rank's message, which keeps the room that it has."""
+        """Overwrite the draft of this rank's message, which keeps its disk space."""
         with open(os.open(self._draft_path, os.O_RDWR | os.O_CREAT, 0o666), "wb") as file:
             file.write(data)
             file.truncate()
@@ -196,7 +194,7 @@ class RankSave:
         """Commit what all ranks wrote, on rank 0; elsewhere do nothing.
 
         Args:
-            began: when the save did, on the monotonic clock.
+            began: start of the save on the monotonic clock.
 
         Raises:
             RuntimeError: a rank failed, or wrote nothing in time.
@@ -224,12 +222,12 @@ class RankSave:
         note_speed(f"saved {str(self.target)!r}", sum(size for size, _ in sums.values()), began)
 
     def retain(self) -> None:
-        """Delete older checkpoints, as ``keep`` says, on rank 0."""
+        """Delete all but the ``keep`` newest checkpoints, on rank 0."""
         if self.rank == 0 and self.keep is not None:
             folders.retain(self.target.parent, self.facts["step"], self.keep)
 
     def abandon(self) -> None:
-        """Delete what was written of a save that failed, on rank 0."""
+        """Delete the files of a failed save, on rank 0."""
         if self.rank == 0:
             shutil.rmtree(self.writing, ignore_errors=True)
 
@@ -263,11 +261,11 @@ def begin(
     per_rank: Any,
     timeout: float = LAG,
 ) -> RankSave:
-    """Check together what is to be saved, and make a fresh directory. Collective.
+    """Check the save on all ranks, and make a new directory. Collective: every rank.
 
     Args:
         call: ``"save"`` or ``"save_async"``.
-        arguments: equal on all ranks.
+        arguments: arguments that must be equal on all ranks.
     """
     directory, step, keep, digest, overwrite = arguments
     base = Path(directory)
@@ -335,7 +333,7 @@ def begin(
 
 
 def _copied(what: str, value: Any) -> tuple[Any, io.BytesIO]:
-    """A copy of plain values on the host, and its file; refuse what could not be read back."""
+    """Copy plain values to the host and return their bytes; raise if they cannot be read back."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
@@ -351,7 +349,7 @@ def _copied(what: str, value: Any) -> tuple[Any, io.BytesIO]:
 
 
 def _prepare(base: Path, target: Path, inventory: Inventory, background: bool) -> str:
-    """Room and a fresh directory, on rank 0; what killed runs left is removed."""
+    """Make a new directory with enough space on rank 0, and remove remains of killed runs."""
     if not base.exists():
         storage.make_directory(base)
     # A save leaves alone what one in the background is writing meanwhile.

@@ -20,7 +20,7 @@ NUMBERED = re.compile(r"(?:state-|checkpoint[-_])(\d+)")  # by Accelerate and Tr
 
 
 def inspect(arguments: list[str]) -> int:
-    """Show what a checkpoint holds: step, ranks, size, and every tensor."""
+    """Show a checkpoint: step, ranks, size, and every tensor."""
     parser = argparse.ArgumentParser(prog="shardcast inspect", allow_abbrev=False)
     parser.add_argument("directory", help=CHECKPOINT_HELP)
     folder = _located(parser.parse_args(arguments).directory)
@@ -29,9 +29,9 @@ def inspect(arguments: list[str]) -> int:
 
 
 def _located(directory: str) -> str:
-    """Find the checkpoint in a folder of Accelerate, Trainer or Lightning; else ``directory``.
+    """Return the checkpoint in a folder of Accelerate, Trainer or Lightning, or ``directory``.
 
-    ``shardcast/`` in it, or in the newest of the folders that they number in it.
+    It is ``shardcast/`` in the folder, or in the newest of its numbered subfolders.
     """
     path = Path(directory)
     if not path.is_dir() or is_checkpoint(path) or steps(path):
@@ -43,7 +43,7 @@ def _located(directory: str) -> str:
 
 
 def _table(info: checkpoint.Manifest) -> list[str]:
-    """Print the optimizer's state of a parameter next to the parameter."""
+    """Print each parameter with its optimizer state."""
     prefix, state = "model.", "optimizer.state."
     states: dict[str, list[str]] = {}  # names of state tensors, by parameter
     for key in info.tensors:
@@ -101,7 +101,7 @@ def export(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Bytes that are done, and of how many, on a terminal: a bar of tqdm, or lines for tenths."""
+    """Show progress in bytes on a terminal: a tqdm bar, or one line per tenth."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]  # optional
     except ImportError:

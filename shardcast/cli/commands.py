@@ -16,7 +16,7 @@ import shardcast
 
 
 class Command(NamedTuple):
-    """A command: the module that has it as a function of its name, and its help."""
+    """A command: its help, and the module that has a function of its name."""
 
     module: str
     help: str
@@ -37,25 +37,23 @@ COMMANDS = {
     ),
     "estimate": Command(
         "estimate",
-        "Print what each rank will hold and send, for a model that is built without memory.",
+        "Print what each rank will hold and send, for a model built on the meta device.",
     ),
-    "inspect": Command(
-        "checkpoints", "Show what a checkpoint holds: step, ranks, size, and every tensor."
-    ),
+    "inspect": Command("checkpoints", "Show a checkpoint: step, ranks, size, and every tensor."),
     "export": Command(
         "checkpoints",
         "Write a checkpoint's model as safetensors and its plain torch optimizer state.",
     ),
     "test": Command(
         "self_test",
-        "Try this installation: one process, two over gloo, and NCCL where there are GPUs.",
+        "Check this installation: one process, two over gloo, and NCCL if there are GPUs.",
     ),
 }
 AT_ONCE = {"test": "importing torch; then one process, two over gloo, and NCCL if there are GPUs"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; what ``shardcast`` on the command line calls."""
+    """Run one command; the entry point of ``shardcast``."""
     arguments = sys.argv[1:] if arguments is None else arguments
     name = arguments[0] if arguments else "--help"
     if name == "--version":

@@ -31,7 +31,7 @@ def config(arguments: list[str]) -> int:
 
 
 def annotated_config() -> str:
-    """YAML with the help of every field; options stand there commented out, with the default."""
+    """Return YAML with the help of every field; options are commented out, with defaults."""
     lines = [
         "# shardcast configuration. Name it in SHARDCAST_CONFIG, or pass it to shardcast.shard().",
         "# Remove the '# ' before an option to change it; every value shown is the default.",

@@ -69,7 +69,7 @@ def _backends() -> str:
 
 
 def _configuration() -> dict[str, str]:
-    """Every option as this environment resolves it; an error where it cannot be."""
+    """Return every option as this environment resolves it, or the error."""
     facts = {"file": os.environ.get(CONFIG_VARIABLE) or "none"}
     try:
         options = ShardcastConfig.load().to_dict()

@@ -1,4 +1,4 @@
-"""``shardcast estimate``: what an importable model needs, as a table or JSON."""
+"""``shardcast estimate``: memory and traffic of an importable model, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LEGEND = {
 
 
 def estimate(arguments: list[str]) -> int:
-    """Print what each rank will hold and send, for a model that is built without memory."""
+    """Print what each rank will hold and send, for a model built on the meta device."""
     parsed = _parse(arguments)
     model, originals = _build(parsed.model, parsed.optimizer)
     config = ShardcastConfig.load(parsed.config)
@@ -142,7 +142,7 @@ def _cut_of(text: str) -> tuple[str, int]:
 
 
 def function_of(parameter: str, name: str) -> Callable[[], Any]:
-    """The function ``name``, ``module:function``, that the command's ``parameter`` is given."""
+    """Import the function ``name``, given as ``module:function`` for ``parameter``."""
     module, _, function = name.partition(":")
     sys.path.insert(0, "")  # as python -m does
     try:
@@ -156,7 +156,7 @@ def function_of(parameter: str, name: str) -> Callable[[], Any]:
 
 
 def _build(name: str, kind: str | None) -> tuple[nn.Module, OptimizerList]:
-    """Return what the function ``name`` does; an optimizer ``kind`` unless it returns some."""
+    """Call the function ``name``; add an optimizer ``kind`` unless it returns one."""
     build = function_of("model", name)
     with torch.device("meta"):
         built = build()
@@ -187,11 +187,11 @@ def row_of(
     config: ShardcastConfig,
     joined: Mapping[str, Any],
 ) -> Row:
-    """One world size, for programs: :data:`BYTES`, :data:`COUNTS`, what others hold in bytes.
+    """Return one world size for JSON: :data:`BYTES`, :data:`COUNTS`, and peers in bytes.
 
     Args:
-        stages: of a pipeline, of which the one that holds most counts.
-        joined: what joins the ranks, and micro-batches, as ``estimate`` takes them.
+        stages: stages of a pipeline; the largest one counts.
+        joined: keywords of ``estimate`` for links and micro-batches.
     """
     held = [estimated(model, originals, size, config, **joined) for model, originals in stages]
     fullest = max(held, key=lambda one: one.total)
@@ -208,7 +208,7 @@ def row_of(
 
 
 def _moments(originals: OptimizerList) -> float:
-    """Return the state tensors per parameter, in the mean over all elements."""
+    """Return the number of state tensors per parameter, averaged over all elements."""
     elements = moments = 0
     for _, owner, group in originals.numbered():
         numel = sum(param.numel() for param in group["params"])
@@ -218,7 +218,7 @@ def _moments(originals: OptimizerList) -> float:
 
 
 def _algorithms(held: Estimate) -> list[Row]:
-    """Each way in which packs travel, of how many, and why the biggest of them does."""
+    """Return each algorithm with its number of packs, and the reason for the largest pack."""
     ways: dict[tuple[str, str], list[PackLayout]] = {}
     for pack in held.layout.trained if held.world_size > 1 else ():
         ways.setdefault((pack.algorithms.reduce, pack.algorithms.sync), []).append(pack)
@@ -227,7 +227,7 @@ def _algorithms(held: Estimate) -> list[Row]:
 
 
 def summary(rows: Sequence[Row], title: str) -> list[str]:
-    """Return a table with a column per world size: what a rank holds and sends, and others hold."""
+    """Return a table with a column per world size: memory, traffic, and other systems."""
     columns = [_short(row) for row in rows]
     width = max(9, *(len(cell) + 2 for column in columns for cell in column.values()))
     names = dict.fromkeys(name for column in columns for name in column)
@@ -243,7 +243,7 @@ def summary(rows: Sequence[Row], title: str) -> list[str]:
 
 
 def _short(row: Row) -> dict[str, str]:
-    """Return the figures of one world size that matter first, by name."""
+    """Return the most important figures of one world size, by name."""
     is_shared = row["shard_ranks"] < row["world_size"]
     return {
         "ranks": f"{row['world_size']:,}",
@@ -257,13 +257,13 @@ def _short(row: Row) -> dict[str, str]:
 
 
 def gigabytes(nbytes: float) -> str:
-    """Format bytes in GB of 10^9 bytes, with digits for small ones."""
+    """Format bytes in GB of 10^9 bytes, with more digits for small numbers."""
     value = nbytes / 1e9
     return f"{value:,.1f}" if value >= 1 else f"{value:.4f}"
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """A line per figure, with a column per world size and what it is."""
+    """Return a line per figure, with a column per world size and an explanation."""
     cells = [_cells(row) for row in rows]
     return [
         *(
@@ -281,7 +281,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """The figures of one world size for people, by name."""
+    """Return the formatted figures of one world size, by name."""
     return {
         "world_size": f"{row['world_size']:,}",
         **{name: gigabytes(row[name]) for name in BYTES},

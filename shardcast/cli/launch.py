@@ -30,8 +30,8 @@ def launch(arguments: list[str]) -> int:
     """Start a script as `accelerate launch` does, from one file that also configures shardcast.
 
     The section ``shardcast_config:`` of ``--config_file`` is checked before any process starts
-    and reaches the processes through ``SHARDCAST_CONFIG``; everything else, flags and file, is
-    Accelerate's. The script runs under ``shardcast.run``, so that it may be an unedited one.
+    and reaches the processes through ``SHARDCAST_CONFIG``. All other flags and sections are
+    Accelerate's. The script runs under ``shardcast.run`` and needs no edit.
     """
     import shardcast.accelerate  # noqa: F401  # says which extra is missing
 
@@ -54,11 +54,11 @@ def launch(arguments: list[str]) -> int:
 
 
 def split_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The ``shardcast_config`` section of a launch file (``None``: there is none), and the rest.
+    """Split a launch file into its ``shardcast_config`` section (or ``None``) and the rest.
 
     Raises:
-        TypeError, ValueError: the section or the file is no mapping, an option in it is unknown or
-            has a value that it cannot have, or there are two configurations.
+        TypeError, ValueError: the section or the file is not a mapping, an option is unknown or has
+            an invalid value, or there are two configurations.
     """
     if path is None:
         return None, {}
@@ -80,7 +80,7 @@ def split_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any
 
 
 def _check_launch(parsed: Any, ours: Mapping[str, Any] | None, rest: Mapping[str, Any]) -> None:
-    """Refuse what would fail, or silently do something else, in every process."""
+    """Refuse settings that would fail, or be ignored, in every process."""
     # Not at the top: the other commands do not need Accelerate.
     from accelerate.utils import parse_flag_from_env
 
@@ -120,7 +120,7 @@ def _check_launch(parsed: Any, ours: Mapping[str, Any] | None, rest: Mapping[str
 
 
 def _have_it_shard(parsed: Any) -> None:
-    """Start the script through :mod:`shardcast.run`: its Accelerator is then one that shards."""
+    """Start the script through :mod:`shardcast.run`, so that its Accelerator shards."""
     script, arguments = parsed.training_script, parsed.training_script_args
     if parsed.no_python:
         print(

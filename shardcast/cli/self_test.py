@@ -1,4 +1,4 @@
-"""``shardcast test``: a try of the installation."""
+"""``shardcast test``: check the installation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRIED_STEPS = 5
 
 
 def test(arguments: list[str]) -> int:
-    """Try this installation: one process, two over gloo, and NCCL where there are GPUs."""
+    """Check this installation: one process, two over gloo, and NCCL if there are GPUs."""
     parser = Parser(prog="shardcast test")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each check")
     timeout = parser.parse_args(arguments).timeout
@@ -42,7 +42,7 @@ def test(arguments: list[str]) -> int:
 
 
 def _try(group: Any, device_type: str) -> str:
-    """Train next to plain torch; every rank calls it. Raises what is wrong."""
+    """Train next to plain torch, and raise if results differ. Collective: every rank."""
     rank = dist.get_rank(group)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -61,7 +61,7 @@ def _try(group: Any, device_type: str) -> str:
 
 
 def _trained(device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The weights after a few steps, 1-d; of plain torch without a ``dtype``."""
+    """Return the weights after a few steps, 1-d; without ``dtype`` those of plain torch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(15, 33), nn.GELU(), nn.Linear(33, 5)).to(device)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

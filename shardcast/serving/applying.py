@@ -1,4 +1,4 @@
-"""Changes of all ranks, checked as a whole, and then written into a model."""
+"""Check the changes of all ranks as a whole, then write them into a model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ RECOMPUTED = "_checkpoint_wrapped_module."  # torch takes it out of the keys of 
 
 
 class DamagedChangesError(RuntimeError):
-    """Changes that are not what was sent: a checksum, a form or a place is wrong."""
+    """Changes differ from what was sent: a checksum, a form or an index is wrong."""
 
 
 class IncompleteChangesError(ValueError):
-    """Parts of one version that are not all of its parts, or of several versions."""
+    """Parts of a version are missing, or belong to several versions."""
 
 
 class WrongVersionError(ValueError):
-    """Changes since another version than the reader has."""
+    """The changes follow another version than the reader has."""
 
 
 class WrongModelError(ValueError):
-    """A model without a parameter that changes are of, or with one of another form."""
+    """The model lacks a changed parameter, or has it with another shape or dtype."""
 
 
 @torch.no_grad()
@@ -38,27 +38,29 @@ def apply(
     changes: Changes | Iterable[Changes],
     version: str | None = None,
 ) -> str:
-    """Write changes into a model that follows a training; in any process, without a group.
+    """Write changes into a model that follows a training run.
 
-    All is checked before anything is written: afterwards the parameters have the bits that those of
-    the training had, and after an error they are as before. Only what the trained optimizer has is
-    written: no buffers, and no parameters outside of it.
+    Everything is checked before anything is written. Afterwards the parameters have the bits of the
+    training run; after an error they are unchanged. Only parameters that the optimizer holds are
+    written, and no buffers.
+
+    Local: any process may call it, without a process group.
 
     Args:
-        target: a model, or tensors by the keys of its ``state_dict()``, such as a file's; in the
-            dtypes of the training. They are written in place; an empty dictionary gets them all,
-            and one that has a version gets parameters that were added since.
-        changes: the parts of all ranks, in any order; of one rank, that one.
-        version: that the target has, as the last call returned it; ``None`` where it has none yet,
-            to which full changes alone apply.
+        target: a model, or tensors by the keys of its ``state_dict()``, in the dtypes of the
+            training run. They are written in place. An empty dictionary gets all tensors, and one
+            that has a version gets parameters that were added since.
+        changes: the parts of all ranks, in any order; for one rank, its part.
+        version: version of the target, as the last call returned it. ``None``: it has none yet and
+            needs full changes.
 
     Returns:
-        the version that the target has now.
+        The version that the target has now.
 
     Raises:
-        WrongVersionError: these are changes since another version. Ask for full ones.
-        IncompleteChangesError: a part is missing, or is one of another version.
-        DamagedChangesError: a part is not what was sent.
+        WrongVersionError: the changes follow another version; ask for full ones.
+        IncompleteChangesError: a part is missing or belongs to another version.
+        DamagedChangesError: a part differs from what was sent.
         WrongModelError: a parameter is missing, or has another shape or dtype.
     """
     parts = [changes] if isinstance(changes, Changes) else [*changes]
@@ -100,7 +102,7 @@ def apply(
 
 
 def check_sum(part: Changes) -> None:
-    """Raise for a part whose checksum is not that of its contents."""
+    """Raise DamagedChangesError if a part's checksum does not match its contents."""
     if part.computed_checksum() != part.checksum:
         raise DamagedChangesError(
             f"changes: part {part.part} of version {part.version} is not what was sent: its "
@@ -131,7 +133,7 @@ def _tensors(target: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _fitting(tensors: Mapping[str, Tensor], name: str, patch: WeightPatch) -> Tensor:
-    """The tensor of that name, if it is as the training has it."""
+    """Return the tensor of that name, checked against the training's shape and dtype."""
     tensor = tensors.get(name)
     if tensor is None:
         raise WrongModelError(f"target: it has no parameter {name!r}, which the training has")
@@ -146,7 +148,7 @@ def _fitting(tensors: Mapping[str, Tensor], name: str, patch: WeightPatch) -> Te
 
 
 def check_values(patch: WeightPatch) -> None:
-    """Raise for values or indices that do not fit the shape and dtype of their parameter."""
+    """Raise DamagedChangesError if values or indices do not fit their parameter."""
     numel, count, places = math.prod(patch.shape), patch.values.numel(), patch.indices
     wrong = patch.values.dtype != patch.dtype or patch.values.dim() != 1
     if places is None:
@@ -162,7 +164,7 @@ def check_values(patch: WeightPatch) -> None:
 
 
 def _check_whole(patches: Sequence[WeightPatch], names: Container[str] | None) -> None:
-    """Raise unless all elements of each parameter are there; ``None``: of every name."""
+    """Raise unless all elements of each parameter are there; ``None`` means every name."""
     counts: dict[str, int] = {}
     for patch in patches:
         counts[patch.name] = counts.get(patch.name, 0) + patch.values.numel()
@@ -175,7 +177,7 @@ def _check_whole(patches: Sequence[WeightPatch], names: Container[str] | None) -
 
 
 def _write(tensor: Tensor, patch: WeightPatch) -> None:
-    """By bits: torch does not write all dtypes of codes at indices."""
+    """Write by bits, because torch cannot write all dtypes of codes at indices."""
     bits = INTEGERS[patch.dtype.itemsize]
     values = patch.values.to(tensor.device).view(bits)
     flat = tensor.reshape(-1).view(bits)  # a copy, where the tensor is not contiguous
@@ -189,7 +191,7 @@ def _write(tensor: Tensor, patch: WeightPatch) -> None:
 
 
 def begin_of_run(indices: Tensor) -> int | None:
-    """The first one of indices that follow one another; ``None`` where some are left out."""
+    """The first of consecutive indices; ``None`` if they have gaps."""
     if not indices.numel():
         return None
     first, last = int(indices[0]), int(indices[-1])
@@ -199,10 +201,11 @@ def begin_of_run(indices: Tensor) -> int | None:
 
 
 def joined(chain: Sequence[Changes]) -> Changes:
-    """Return one answer that does what several do, one after the other.
+    """Join consecutive answers into one with the same effect.
 
     Raises:
-        DamagedChangesError: one of them is not what was sent, or does not follow the one before.
+        DamagedChangesError: an answer differs from what was sent, or does not follow the previous
+            one.
     """
     first, last = chain[0], chain[-1]
     if len(chain) == 1:
@@ -224,7 +227,7 @@ def joined(chain: Sequence[Changes]) -> Changes:
 
 
 def _latest(patches: Sequence[WeightPatch]) -> WeightPatch:
-    """Return one patch with the last value at each place."""
+    """Return one patch with the last value at each index."""
     last = patches[-1]
     if len(patches) == 1:
         return last

@@ -1,8 +1,8 @@
 """``fp8_block128`` in one Triton kernel: a program reads a block of 128 x 128 once, and writes it.
 
-Inductor would take three: it sums up 16,384 elements in two steps, and reads them twice. The
-arithmetic is that of :mod:`.forms`, to the bit; in integers where the order of operations or a
-device could matter.
+Inductor would need three kernels: it reduces 16,384 elements in two steps and reads them twice. The
+results are bitwise those of :mod:`.forms`. Arithmetic is in integers wherever the order of
+operations or the device could matter.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _launch(values: Tensor, others: Sequence[Tensor], scales: Tensor, rounds: bo
 
 
 def round_(masters: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Write what is published of masters, as int16, into one output or into two.
+    """Write the published values of masters, as int16, into one or two outputs.
 
     Args:
         masters: fp32, contiguous, of shape ``(..., rows, columns)``.

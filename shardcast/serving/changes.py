@@ -1,10 +1,9 @@
-"""``changes``: which published values have changed since somebody asked last.
+"""``changes``: the published values that have changed since the last answer.
 
-An inference engine that follows a training, or a copy of the model, needs the few values that a
-step at a small learning rate changes. Where the owner of an element casts its new value it sees
-whether that is another one; a bit per element is all that has to be kept (:mod:`.records`). When a
-script asks, they become values and indices of whole parameters (:mod:`.patches`), which
-:mod:`shardcast.publish` writes and applies.
+At a small learning rate a step changes few published values, and an inference engine that follows
+the training needs only those. The owner of an element notices a change when it casts the new
+master, and keeps one bit per element (:mod:`.records`). An answer turns the bits into values and
+indices of whole parameters (:mod:`.patches`), which :mod:`shardcast.publish` writes and applies.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ RECOMPUTED = "_checkpoint_wrapped_module."  # torch takes it out of the keys of 
 
 
 class ChangesOfRank(StepHook):
-    """Answers of one rank; versions are numbered, and named by the run that they belong to."""
+    """Changes of one rank. A version has a number and the name of its run."""
 
     name = "changes"
 
@@ -50,30 +49,31 @@ class ChangesOfRank(StepHook):
 
     @torch.no_grad()
     def changes(self, since: str | None = None, weights: str | None = None) -> Changes:
-        """Return what has changed, since a version, of the elements that this rank owns.
+        """Return this rank's published values that have changed since a version.
 
-        Every rank must call it, at the same point of the script and with the same ``since``; it
-        issues no collective, and waits for the device. What scripts have written, loads, skipped
-        steps and averages that were in the model count by what is there in the end. Versions are
-        one chain: changes are known since the last answer alone. For any other version, one of
-        another run too, the answer has all elements (:attr:`.Changes.is_full`), and so has the
-        first one. Let one sender write for several readers.
+        Every rank must call it, at the same point of the script and with the same ``since``. It
+        issues no collective and waits for the device.
+
+        The answer has the values at this time, whatever wrote them: steps, edits, loads, or
+        averages that were swapped in and out. Versions form one chain: only changes since the last
+        answer are known. The first answer, and one since any other version, has all elements
+        (:attr:`.Changes.is_full`). For several readers, use one sender.
 
         Args:
-            since: the ``version`` of the last answer; ``None`` asks for all elements.
-            weights: ``published``: of parameters that have a form (``published``) codes, and scales
-                as ``..._scale_inv``, of the blocks in which a value has changed, as
-                ``checkpoint.export`` writes them; in place of their bf16 values.
+            since: ``version`` of the last answer; ``None`` asks for all elements.
+            weights: ``"published"`` returns, for parameters with a published form, codes and scales
+                (``..._scale_inv``) of the changed blocks instead of bf16 values, as
+                ``checkpoint.export`` writes them.
 
         Returns:
-            patches in the coordinates of whole parameters, values on the device: copies, of 2 bytes
-            for bf16 and 4 or 8 for their indices. Parameters that the optimizer does not have, and
-            buffers, are not among them.
+            Patches with indices into whole parameters. Values and indices are copies on the device;
+            an index has 4 or 8 bytes. Buffers and parameters outside the optimizer are left out.
 
         Raises:
-            RuntimeError: without the option ``changes``; inside ``averaged()``; after ``close()``.
-            TypeError: ``since`` is no version.
-            ValueError: ``weights`` is something else, or there are no published forms.
+            RuntimeError: without the option ``changes``, inside ``averaged()``, or after
+                ``close()``.
+            TypeError: ``since`` is not a version.
+            ValueError: ``weights`` has another value, or there are no published forms.
         """
         optimizer = self._optimizer
         if since is not None and not isinstance(since, str):
@@ -146,15 +146,15 @@ def _key(name: str) -> str:
 def _coded(
     name: str, values: Tensor, param: nn.Parameter, start: int, places: Tensor, form_name: str
 ) -> Iterator[WeightPatch]:
-    """Return the codes, and scales, of the blocks in which something has changed.
+    """Return codes and scales of the blocks with changes.
 
-    A block is told whole: another scale changes all of its codes, and the values of few. They have
-    the names, dtypes and shapes that ``checkpoint.export(..., weights="published")`` writes.
+    A block is returned whole, because a new scale changes all of its codes. Names, dtypes and
+    shapes are those of ``checkpoint.export(..., weights="published")``.
 
     Args:
-        values: what is published of a part of the parameter, 1-d, whole blocks.
-        start: of that part in the flat local tensor.
-        places: of what has changed in that part.
+        values: published values of a part of the parameter, 1-d, whole blocks.
+        start: first element of that part in the flat local tensor.
+        places: changed elements of that part.
     """
     form = FORMS[form_name]
     whole: Tensor = param  # of a DTensor the shape of all ranks' parts
@@ -178,7 +178,7 @@ def _coded(
 
 
 def _fits(plan: Plan, dims: ParallelDims) -> None:
-    """Refuse a parameter whose elements have no place in a whole one."""
+    """Raise ValueError for a parameter whose elements have no index in a whole parameter."""
     for pack in plan.new:
         if dims.expert_blocks(pack.pack_groups)[0] > 1:
             for slot in pack.slots:

@@ -1,15 +1,15 @@
-"""Changes through a directory: safetensors files, one of each rank for each version.
+"""Changes sent through a directory: one safetensors file per rank and version.
 
 ::
 
-    3f9c2a71-00000012-345.full.0-of-2.safetensors      all elements of rank 0: to begin with
+    3f9c2a71-00000012-345.full.0-of-2.safetensors      all elements of rank 0: a start
     3f9c2a71-00000012-345.full.1-of-2.safetensors
-    3f9c2a71-00000012-345.next.0-of-2.safetensors      the same version, for whoever has the last
-    3f9c2a71-00000013-346.next.0-of-2.safetensors      what has changed since 00000012
+    3f9c2a71-00000012-345.next.0-of-2.safetensors      the same version, for readers of the last one
+    3f9c2a71-00000013-346.next.0-of-2.safetensors      changes since 00000012
     NEWEST                                             the run that is written now
 
-A file appears by one rename after it was flushed, so that a file with such a name is complete; a
-version is complete when all its parts are there. Nobody locks, and no rank waits for another.
+A file is flushed and then renamed, so a file with such a name is complete. A version is complete
+when all its parts are there. There are no locks, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ FULL_EVERY = 100  # versions
 
 
 class Follows(Protocol):
-    """An optimizer that knows what has changed: what ``shard(..., changes=True)`` returns."""
+    """An optimizer that records changes, from ``shard(..., changes=True)``."""
 
     def changes(self, since: str | None = None, weights: str | None = None) -> Changes:
         """See :meth:`shardcast.ShardedOptimizer.changes`."""
 
 
 class _File(NamedTuple):
-    """A file of a part, as its name says."""
+    """One part's file, described by its name."""
 
     path: Path
     run: str
@@ -66,18 +66,19 @@ class _File(NamedTuple):
 
 
 class FolderSender:
-    """Writes what has changed into a directory that all ranks and readers see.
+    """Writes changes into a directory that all ranks and readers share.
 
     Args:
-        directory: made if it is missing. A later run of the training may go on in it.
-        optimizer: of ``shardcast.shard(..., changes=True)``.
-        full_every: versions from one to the next that has all elements, for readers that begin or
-            are too far behind. Files of before the last but one of these are removed.
-        weights: what :meth:`shardcast.ShardedOptimizer.changes` is asked for.
+        directory: directory for the files, created if missing. A later run may continue in it.
+        optimizer: the result of ``shardcast.shard(..., changes=True)``.
+        full_every: number of versions from one full version to the next. New readers, and readers
+            that are too far behind, start from a full version. Files older than the last two full
+            versions are removed.
+        weights: ``weights`` of :meth:`shardcast.ShardedOptimizer.changes`.
 
     Attributes:
-        values, nbytes: how many values of this rank had changed when it last sent, and bytes of
-            them and their indices.
+        values: number of this rank's values in the last ``send()``.
+        nbytes: bytes of these values and their indices.
     """
 
     values = nbytes = 0
@@ -100,21 +101,21 @@ class FolderSender:
 
     @property
     def version(self) -> str | None:
-        """The version that was sent last; ``None`` before that."""
+        """The last version sent; ``None`` before the first."""
         return self._version
 
     def send(self) -> str:
-        """Write what has changed since the last call; the first one writes all elements.
+        """Write the changes since the last call; the first call writes all elements.
 
-        Every rank must call it, at the same points of the script: after a step, or after several.
-        It issues no collective, and returns when this rank's file is safe on the disk.
+        Every rank must call it at the same points of the script, after one or several steps. It
+        issues no collective and returns once this rank's file is on disk.
 
         Returns:
-            the version, equal on all ranks.
+            The version, equal on all ranks.
 
         Raises:
-            OSError: of the file system, on this rank alone. The next call writes all of this rank's
-                elements, and readers go on from that version.
+            OSError: an error of the file system, on this rank only. The next call writes all of
+                this rank's elements, and readers continue from that version.
         """
         # Versions are numbered by the answers, so all ranks ask alike, whatever a disk did.
         changes = told = self._optimizer.changes(self._version, self._weights)
@@ -140,7 +141,7 @@ class FolderSender:
         return told.version
 
     def _name_run(self, run: str) -> None:
-        """Have NEWEST name this run, unless that of a later one stands there."""
+        """Write this run's name into NEWEST, unless it names a later run."""
         named = _named_run(self._directory)
         stays = named == run or any(file.run == named for file in _files(self._directory))
         if not (self._is_named and stays):
@@ -149,7 +150,7 @@ class FolderSender:
             self._is_named = True
 
     def _remove_old(self, full: Changes) -> None:
-        """Remove what nobody needs any more."""
+        """Remove files that no reader needs."""
         run, _ = _run_of(full.version)
         for file in _files(self._directory, (WRITING, "")):
             if file.run == run:
@@ -166,15 +167,15 @@ class FolderSender:
 
 
 class FolderReader:
-    """Follows a directory that a :class:`FolderSender` of each rank writes into.
+    """Reads changes from a directory that each rank's :class:`FolderSender` writes into.
 
     Args:
-        directory: may be empty, or missing yet.
-        version: that the reader's model has, if it was kept with it; ``None`` begins with a full
-            one.
+        directory: directory of the sender; may still be empty or missing.
+        version: version of the reader's model, if you saved it. ``None`` starts from a full
+            version.
 
     Raises:
-        ValueError: ``version`` is none.
+        ValueError: ``version`` is not a version.
     """
 
     def __init__(self, directory: str | os.PathLike[str], version: str | None = None) -> None:
@@ -184,21 +185,21 @@ class FolderReader:
 
     @property
     def version(self) -> str | None:
-        """The version that the model has; ``None`` before a first full version."""
+        """The model's version; ``None`` before a first full version."""
         return self._version
 
     def update(self, target: nn.Module | Mapping[str, Tensor]) -> str | None:
-        """Bring a model to the newest version that is there; see :func:`apply`.
+        """Bring a model to the newest complete version; see :func:`apply`.
 
-        Local, and waits for nobody: if nothing new is complete yet, nothing happens. If a part is
-        missing or damaged, a later version that has all of its elements takes its place.
+        It does nothing if there is no new complete version. If a part is missing or damaged, it
+        skips to a later full version. Local; it waits for nothing.
 
         Returns:
-            the version that the model has now.
+            The version that the model has now.
 
         Raises:
-            DamagedChangesError: a file is not what was written, and no full version is behind it.
-                The versions before it were applied; the model has :attr:`version`.
+            DamagedChangesError: a file is damaged and no later full version exists. All versions
+                before it were applied, and :attr:`version` says which one the model has.
             WrongModelError: a parameter is missing, or has another shape or dtype.
         """
         failure: Exception | None = None
@@ -219,14 +220,14 @@ class FolderReader:
         return self._version
 
     def _way(self, spoiled: Container[Path]) -> list[list[Path]] | None:
-        """Find what to apply next, as the files of each part in their order.
+        """Return the files to apply next, in order, for each part.
 
-        That is the next version, or the newest one of which all parts are full. If a rank could not
-        write its part of the next version, it is the first one that each part has a chain of files
-        to.
+        They lead to the next version, or to the newest version whose parts are all full. If a rank
+        could not write its part of the next version, they lead to the first version that every part
+        can reach.
 
         Args:
-            spoiled: files that are of no use.
+            spoiled: unusable files.
         """
         try:
             files = [file for file in _files(self._directory) if file.path not in spoiled]
@@ -268,7 +269,7 @@ class FolderReader:
 
 
 def _spoiled(paths: Sequence[Path]) -> Sequence[Path]:
-    """Return those of files that cannot be applied which are to blame."""
+    """Return the files that are to blame when files cannot be applied."""
     return (
         [path for path in paths if not _is_sound(path)]
         or [path for path in paths if ".next." in path.name]
@@ -285,7 +286,7 @@ def _is_sound(path: Path) -> bool:
 
 
 def _named_run(directory: Path) -> str | None:
-    """Return the run that NEWEST names; ``None`` where it is missing or damaged."""
+    """Return the run that NEWEST names; ``None`` if NEWEST is missing or damaged."""
     try:
         text = (directory / NEWEST).read_bytes().decode("ascii", "replace").strip()
     except FileNotFoundError:
@@ -294,7 +295,7 @@ def _named_run(directory: Path) -> str | None:
 
 
 def _newest_run(directory: Path, files: Sequence[_File]) -> str | None:
-    """Return the run that NEWEST names, or that of the newest file where it names none of them."""
+    """Return the run that NEWEST names, or else the run of the newest file."""
     named = _named_run(directory)
     if not files or any(file.run == named for file in files):
         return named
@@ -302,7 +303,7 @@ def _newest_run(directory: Path, files: Sequence[_File]) -> str | None:
 
 
 def _written(path: Path) -> float:
-    """Return when a file was written; 0 where it is gone."""
+    """Return when a file was written; 0 if it is gone."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -310,7 +311,7 @@ def _written(path: Path) -> float:
 
 
 def write_changes(path: Path, changes: Changes) -> None:
-    """Write one part as a safetensors file, which is there whole or not at all."""
+    """Write one part as a safetensors file that is complete or absent."""
     from safetensors.torch import save_file  # not needed for anything else
 
     tensors: dict[str, Tensor] = {}
@@ -344,11 +345,11 @@ def write_changes(path: Path, changes: Changes) -> None:
 
 
 def read_changes(path: str | os.PathLike[str]) -> Changes:
-    """Read one part; whether it is what was sent is seen where it is applied.
+    """Read one part; its checksum is checked when it is applied.
 
     Raises:
-        DamagedChangesError: it is no such file.
-        FileNotFoundError: there is none.
+        DamagedChangesError: it is not a file of changes.
+        FileNotFoundError: the file does not exist.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -385,7 +386,7 @@ def read_changes(path: str | os.PathLike[str]) -> Changes:
 
 
 def _check_head(head: Any) -> None:
-    """Raise ValueError for facts that no sender writes: their checksum may be right."""
+    """Raise ValueError for facts that no sender writes, even if their checksum is right."""
     aliases, since, patches = head["aliases"], head["since"], head["patches"]
     shapes = [fact["shape"] for fact in patches]
     texts = [head["version"], *([] if since is None else [since]), head["checksum"]]

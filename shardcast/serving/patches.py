@@ -1,4 +1,4 @@
-"""Patches of weights: new values at places of whole parameters, from all ranks together."""
+"""Patches of weights: new values at indices of whole parameters, from all ranks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch import Tensor
 class WeightPatch(NamedTuple):
     """New values of one parameter, with the fields of vLLM's ``CheckpointWeightPatch``.
 
-    That class takes them in this order: ``CheckpointWeightPatch(*patch)``. It refuses NaN.
+    ``CheckpointWeightPatch(*patch)`` converts it. That class refuses NaN.
 
     Attributes:
-        name: of the parameter, as in ``model.state_dict()``.
-        shape: of the whole parameter.
-        dtype: of the parameter, which ``values`` have.
-        values: 1-d, absolute.
-        indices: 1-d int32, or int64 for 2**31 elements and more: of ``values`` in the flat whole
-            parameter, each once. They are always given; vLLM's class may have ``None``.
+        name: name of the parameter in ``model.state_dict()``.
+        shape: shape of the whole parameter.
+        dtype: dtype of the parameter and of ``values``.
+        values: new values (not differences), 1-d.
+        indices: indices of ``values`` in the flattened whole parameter, 1-d, each once. int32, or
+            int64 for 2**31 elements and more. Never ``None``, unlike in vLLM's class.
     """
 
     name: str
@@ -34,29 +34,29 @@ class WeightPatch(NamedTuple):
 
 
 def in_32_bits(indices: Tensor, whole: Tensor) -> Tensor:
-    """Return the indices of elements of a tensor in the shorter dtype, where that has them all."""
+    """Return indices as int32 if that is wide enough for the tensor."""
     return indices.to(torch.int32) if whole.numel() < 1 << 31 else indices
 
 
 def step_of(version: str) -> int:
-    """After how many steps of its run a version was told, skipped ones among them."""
+    """Return the number of steps of its run, skipped ones included, before a version."""
     return int(version.rsplit("-", 1)[1])
 
 
 @dataclass(frozen=True, eq=False)
 class Changes(Sequence[WeightPatch]):
-    """The changes of the elements that one rank owns: one part of a version.
+    """The changes of one rank's elements: one part of a version.
 
-    A sequence of :class:`WeightPatch`. All ranks' parts together are the whole model, of which no
-    element is in two of them.
+    A sequence of :class:`WeightPatch`. The parts of all ranks cover the whole model, and no element
+    is in two parts.
 
     Attributes:
-        patches: one for each parameter with a change; where ``since`` is ``None`` all elements.
-        version: what is there once they are applied; ask for changes since it next time.
-        since: the version that they apply to; ``None``: to any.
-        part, parts: which rank's this is, of how many; every version has all.
-        aliases: names of tied parameters, which no patch has, with the names that patches have.
-        checksum: hexadecimal, of all of the above. It finds errors, not attacks.
+        patches: one per changed parameter; all elements if ``since`` is ``None``.
+        version: the version after these changes; pass it as ``since`` next time.
+        since: the version that these changes apply to; ``None``: any version.
+        part, parts: index of this part, and number of parts; every version has all parts.
+        aliases: other names of tied parameters, each with the name that patches use.
+        checksum: hexadecimal checksum of all of the above. It detects errors, not attacks.
     """
 
     patches: tuple[WeightPatch, ...]
@@ -73,7 +73,7 @@ class Changes(Sequence[WeightPatch]):
 
     @property
     def is_full(self) -> bool:
-        """Return whether they apply to whatever a reader has."""
+        """Whether the changes apply to a reader of any version."""
         return self.since is None
 
     @property
@@ -88,7 +88,7 @@ class Changes(Sequence[WeightPatch]):
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def computed_checksum(self) -> str:
-        """Compute what :attr:`checksum` has to be; copies values and indices to the host."""
+        """Compute the expected :attr:`checksum`; copies values and indices to the host."""
         facts = {
             "version": self.version,
             "since": self.since,

@@ -1,8 +1,8 @@
-"""``published``: parameters that lie on the grid of a quantized form, decided once by their owner.
+"""``published``: parameters whose values lie on the grid of a quantized form.
 
-The owner of a block rounds its new fp32 masters in every step, and nobody else has to: forward,
-recomputation, every micro-batch and whoever reads the weights see the same bf16 numbers, which are
-codes times powers of two (:mod:`.forms`). The gradient at them goes to the master.
+The owner of a block rounds its new fp32 masters once per step. Every forward, recomputation and
+reader then sees the same bf16 numbers, which are codes times powers of two (:mod:`.forms`). The
+gradient at these values goes to the master.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BLOCK = (128, 128)
 
 @dataclass(frozen=True)
 class PublishedForms(ValidatedOptions):
-    """Patterns of names of parameters by the form that they have.
+    """Patterns of parameter names, by form.
 
     Attributes:
-        mxfp8, mxfp4, fp8_block128, mxfp8_rceil, mxfp4_rceil: glob patterns of names of parameters,
-            or of modules for the matrices that these hold themselves.
-        wire: what owners send, ``codes`` with their scales, or ``bf16`` values.
+        mxfp8, mxfp4, fp8_block128, mxfp8_rceil, mxfp4_rceil: glob patterns of parameter names, or
+            of module names for the matrices that these modules hold directly.
+        wire: what owners send: ``codes`` with scales, or ``bf16`` values.
     """
 
     mxfp8: tuple[str, ...] = option(())
@@ -43,7 +43,7 @@ class PublishedForms(ValidatedOptions):
     wire: str = option("codes", within=one_of("codes", "bf16"))
 
     def patterns(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the patterns by the name of their form, those that were given."""
+        """Return the given patterns by the name of their form."""
         return {name: patterns for name in FORMS if (patterns := getattr(self, name))}
 
 
@@ -75,10 +75,10 @@ class Published(NamedTuple):
     """The published form of one parameter.
 
     Attributes:
-        codes: float8_e4m3fn, or of ``mxfp4`` uint8 with two codes in a byte.
-        scales: float8_e8m0fnu, one for each block: powers of two.
-        form: its name.
-        shape: of the parameter; of a DTensor that of what lies here.
+        codes: float8_e4m3fn; for ``mxfp4`` uint8 with two codes per byte.
+        scales: float8_e8m0fnu, one power of two per block.
+        form: name of the form.
+        shape: shape of the parameter; for a DTensor, of its local tensor.
     """
 
     codes: Tensor
@@ -87,7 +87,7 @@ class Published(NamedTuple):
     shape: tuple[int, ...]
 
     def dequantize(self) -> Tensor:
-        """The bf16 values."""
+        """Return the bf16 values."""
         return FORMS[self.form].dequantize(self.codes, self.scales.view(torch.uint8))
 
 
@@ -104,20 +104,20 @@ class PublishedReader(StepHook):
         self._optimizer = optimizer
 
     def published(self, name: str) -> Published:
-        """Read what is published of a parameter that has a form, as codes and scales. Local.
+        """Return codes and scales of a parameter with a published form. Local.
 
-        Any rank may call it: it reads the parameter that the model has here, whose values are codes
-        times powers of two. What a script has written since the last step is rounded.
+        It reads the parameter in this rank's model. Values that a script has written since the last
+        step are rounded.
 
         Args:
-            name: of the parameter, as in ``model.named_parameters()``.
+            name: name of the parameter in ``model.named_parameters()``.
 
         Returns:
-            ``.codes``, ``.scales`` (powers of two, float8_e8m0fnu), ``.form``, ``.shape``, and
-            ``.dequantize()``, which gives the bf16 values.
+            An object with ``.codes``, ``.scales`` (powers of two, float8_e8m0fnu), ``.form``,
+            ``.shape`` and ``.dequantize()``, which returns bf16 values.
 
         Raises:
-            ValueError: it has no form.
+            ValueError: the parameter has no form.
             AttributeError: the option ``published`` was not given.
         """
         self._optimizer.need_masters("published")
@@ -139,18 +139,18 @@ class PublishedReader(StepHook):
 
 
 def as_exported(form: Form, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales in the dtypes that files have them in."""
+    """Return codes and scales in the dtypes that files use."""
     if form.name == "fp8_block128":
         scales = scales.view(torch.float8_e8m0fnu).float()  # exact
     return codes if form.bits == 8 else codes.view(torch.int8), scales
 
 
 class Exported:
-    """Tensors of a folder that others read, from exact ones.
+    """Converts exact tensors to the codes and scales of an exported folder.
 
     Args:
-        options: what the option was, as :meth:`.ShardcastConfig.to_dict` has it.
-        trained: names of the parameters that the optimizer had.
+        options: value of the option, from :meth:`.ShardcastConfig.to_dict`.
+        trained: names of the optimizer's parameters.
 
     Raises:
         ValueError: there are no published forms.
@@ -166,11 +166,11 @@ class Exported:
         self._bare: set[str] = set()  # modules whose matrices have no form
 
     def __call__(self, key: str, name: str, values: Tensor) -> Mapping[str, Tensor]:
-        """Return the tensors in place of one, by their keys.
+        """Return the tensors that replace one, by key.
 
         Args:
-            key: of ``model.state_dict()``.
-            name: of the parameter.
+            key: key in ``model.state_dict()``.
+            name: name of the parameter.
         """
         shape = tuple(values.shape)
         cast = ""
@@ -184,7 +184,7 @@ class Exported:
         return {key: codes, key + SCALE: scales}
 
     def config(self) -> dict[str, Any]:
-        """Return what ``config.json`` of the model needs, for transformers; after all tensors."""
+        """Return the entries for the model's ``config.json``; call it after all tensors."""
         return {
             "quantization_config": {
                 "quant_method": "fp8",

@@ -1,14 +1,14 @@
-"""``optimizer.sleep()``: the device is somebody else's between steps, as a rollout engine's.
+"""``optimizer.sleep()``: free the device between steps, for example for a rollout engine.
 
-Masters, state and parameters go to host memory, or into a file, one copy of each storage, and their
-memory is freed. All that is here stays the same object: tensors of ours become empty ones, and
-parameters NaN, which take the room of one element. So nobody can have a value that is old, and what
-is asked of the optimizer meanwhile is an error that says ``wake()``.
+Masters, state and parameters are copied to host memory or a file, one copy per storage, and their
+memory is freed. All objects stay the same: our tensors become empty, and parameters become NaN in
+the memory of one element. So nothing can read an old value, and calls that need the optimizer
+raise an error that names ``wake()``.
 
-Memory is freed when nobody has it any more. A view that a script holds would be of the old memory
-after ``wake()``, so ``sleep()`` looks whether each storage is gone, and where one is not it gives
-all back and says which. Bare addresses cannot be seen: those in a CUDA graph, in another process,
-or in an array of numpy that has a parameter itself.
+Memory is freed once nothing refers to it. A view that a script holds would refer to old memory
+after ``wake()``. So ``sleep()`` checks that each storage is gone; if one is not, it undoes
+everything and names the tensor. It cannot see bare addresses: those in a CUDA graph, in another
+process, or in a NumPy array of a parameter.
 """
 
 from __future__ import annotations
@@ -57,29 +57,30 @@ class Sleep(StepHook):
         self._sleeps = False
 
     def sleep(self, keep: Iterable[str] = (), to: str | os.PathLike[str] | None = None) -> int:
-        """Free the memory of masters, state, averages and parameters, until :meth:`wake`.
+        """Free the memory of masters, state, averages and parameters until :meth:`wake`.
 
-        Every rank must call it, between steps. Gradients are dropped, with their memory. Until then
-        a forward, a backward, a step, and all that reads or writes masters, state or parameters
-        (state dicts, checkpoints, averages) raise a RuntimeError that says ``wake()``; a parameter
-        reads as NaN. It waits for the device, and for a sync under way; a save in the background
-        has a copy of its own. Parameters have other addresses afterwards: capture CUDA graphs anew,
-        and hand the weights anew to other processes.
+        Call it between steps. Gradients are dropped. Until ``wake()``, parameters read as NaN, and
+        a forward, backward, step, state dict, checkpoint or average raises a RuntimeError that
+        names ``wake()``. It waits for the device and for a running sync; a background save has its
+        own copy. Afterwards parameters have new addresses: capture CUDA graphs again, and pass the
+        weights to other processes again.
+
+        Collective: every rank.
 
         Args:
-            keep: what stays, of ``parameters`` (which can be read then, and forwards be run; in
-                fp32 they are their own masters), ``masters`` and ``state``, with averages.
-            to: a directory for a file of this rank, of which nothing is left when the process ends.
-                By default they go to host memory, pinned for a GPU; a CPU has no other than what
-                they are in, so there this alone frees something.
+            keep: what stays on the device, any of ``parameters``, ``masters`` and ``state`` (with
+                averages). With ``parameters`` the model can still run forwards. In fp32 the
+                parameters are the masters.
+            to: directory for one file per rank, which is gone when the process ends. By default the
+                memory moves to the host, pinned for a GPU. On a CPU only a directory frees memory.
 
         Returns:
-            The bytes moved on this rank. With ``offload`` those of the parameters alone.
+            The bytes moved on this rank; with ``offload`` only those of the parameters.
 
         Raises:
-            RuntimeError: on every rank: it is asleep already, an average is in the model, or a
-                tensor of the script, or a graph, has some of the memory.
-            TypeError, ValueError, OSError: on every rank: ``keep`` or ``to`` cannot be used.
+            RuntimeError: the optimizer sleeps already, an average is in the model, or a tensor of
+                the script or a graph still refers to the memory. Raised on every rank.
+            TypeError, ValueError, OSError: ``keep`` or ``to`` cannot be used. Raised on every rank.
         """
         optimizer, kinds = self._optimizer, {keep} if isinstance(keep, str) else set(keep)
         device = optimizer.device
@@ -118,15 +119,16 @@ class Sleep(StepHook):
         return sum(memory.nbytes for memory in self._memories)
 
     def wake(self) -> int:
-        """Bring back what :meth:`sleep` moved, to the bit. Every rank must call it.
+        """Restore what :meth:`sleep` moved, bit for bit. Collective: every rank.
 
-        Where some rank has no memory for it the optimizer sleeps on, and it may be called again.
+        If any rank is short of memory, the optimizer stays asleep and you can call this again.
 
         Returns:
-            The bytes moved on this rank; 0 where it is awake.
+            The bytes moved on this rank; 0 if it is awake.
 
         Raises:
-            RuntimeError, OSError: on every rank, one of which has no memory, or cannot read.
+            RuntimeError, OSError: a rank is short of memory or cannot read its file. Raised on
+                every rank.
         """
         optimizer, storages = self._optimizer, list[torch.UntypedStorage]()
         moved = sum(memory.nbytes for memory in self._memories)
@@ -138,10 +140,10 @@ class Sleep(StepHook):
     def asleep(
         self, keep: Iterable[str] = (), to: str | os.PathLike[str] | None = None
     ) -> Iterator[None]:
-        """Sleep inside it: ``with optimizer.asleep(): rollouts()``.
+        """Sleep inside a block: ``with optimizer.asleep(): rollouts()``.
 
-        Every rank must enter and leave it, see :meth:`sleep` and :meth:`wake`. Where an exception
-        leaves it the rank wakes without waiting for the others.
+        Collective: every rank enters and leaves it, see :meth:`sleep` and :meth:`wake`. After an
+        exception, the rank wakes without waiting for the others.
         """
         self.sleep(keep, to)
         try:
@@ -152,7 +154,7 @@ class Sleep(StepHook):
         self.wake()
 
     def _write(self, directory: str) -> None:
-        """Copy all into a file of this rank; an error names the directory, for it has no name."""
+        """Copy all memory into this rank's unnamed file; an error names the directory."""
         total = sum(memory.nbytes for memory in self._memories)
         try:
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
@@ -185,7 +187,7 @@ class Sleep(StepHook):
             raise RuntimeError("sleep: leave `with optimizer.as_plain():` first")
 
     def _found(self, kept: set[str]) -> list[Memory]:
-        """The storages to be moved; each is what the first tensor in it is."""
+        """Return the storages to move; the first tensor in a storage gives its kind."""
         optimizer = self._optimizer
         memories: dict[int, Memory | None] = {}
         for kind, label, tensor in self._tensors():
@@ -200,7 +202,7 @@ class Sleep(StepHook):
         return [memory for memory in memories.values() if memory is not None]
 
     def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Give all that is kept for elements: its kind, a label, the very tensor."""
+        """Yield each tensor that is kept for elements, with its kind and a label."""
         parameters, masters, state = KINDS
         labels = {
             shard: f"of the pack that begins with {shard.pack.layout.slots[0].name!r}"
@@ -262,7 +264,7 @@ class Sleep(StepHook):
             memory.free()
 
     def _holders(self) -> list[str]:
-        """List the memory that is still there, though we have let go of it."""
+        """List the memory that still exists although we have released it."""
         names = [
             f"parameter {stand_in.name!r}"
             for _, stand_ins in self._stand_ins
@@ -295,7 +297,7 @@ class Sleep(StepHook):
             raise RuntimeError(f"{call}: {WAY_OUT}")
 
     def before_reduce(self) -> None:
-        """No step, and no clip."""
+        """Raise RuntimeError for a step or a clip."""
         self.refuse("step, or what else reduces gradients")
 
     def nbytes(self) -> int | None:
@@ -305,20 +307,20 @@ class Sleep(StepHook):
         return sum(memory.nbytes for memory in self._memories)
 
     def close(self) -> None:
-        """Wake up, without the others."""
+        """Wake up without the other ranks."""
         self._restore()
 
     # -- after -----------------------------------------------------------------------------------
 
     def _allocated(self) -> list[torch.UntypedStorage]:
-        """The memory of all with its values."""
+        """Allocate all memory and fill it with its values."""
         if self._file is not None:
             self._file.seek(0)
         return [memory.allocate(self._file) for memory in self._memories]
 
     @torch.no_grad()
     def _restore(self, storages: list[torch.UntypedStorage] | None = None) -> None:
-        """Have everything where it was. Local."""
+        """Put everything back in place. Local."""
         if not self._sleeps:
             return
         optimizer = self._optimizer
