@@ -53,6 +53,16 @@ GONE = {
     "reproducible": "it was removed in 0.2.0; leave it out, and compare runs by optimizer.digest()",
 }
 
+# Names that other libraries have for an option, or for what it does.
+ELSEWHERE = {
+    "dtype": "param_dtype",
+    "mixed_precision": "param_dtype",
+    "gradient_clipping": "max_grad_norm",
+    "stage": "accumulate",
+    "cpu_offload": "offload",
+    "ema": "averages",
+}
+
 
 def one_of(*choices: str) -> Range:
     return f"one of {', '.join(choices)}", choices.__contains__
@@ -295,7 +305,8 @@ def unknown(key: Any, names: list[str]) -> str:
 
 def nearest(key: str, names: list[str]) -> str:
     """The end of a message about an unknown key."""
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    close = [name for name in (ELSEWHERE.get(key),) if name in names]
+    close = close or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known options: {', '.join(names)}"
 
 

@@ -19,6 +19,7 @@ from shardcast import ShardcastConfig
 from shardcast.cli.launch import split_config
 from shardcast.config import Keywords
 from shardcast.option_files import preset
+from shardcast.option_values import ELSEWHERE
 
 ROOT = Path(__file__).parent.parent
 
@@ -333,3 +334,11 @@ def test_a_wrong_value_is_told_with_where_it_stands(
     monkeypatch.setenv(variable := f"SHARDCAST_{name.upper()}", value)
     with pytest.raises(kind, match=f"^{variable}: {told}"):
         ShardcastConfig.load()
+
+
+def test_names_of_other_libraries_lead_to_the_option_that_does_the_same():
+    options = {field.name for field in dataclasses.fields(ShardcastConfig)}
+    for theirs, ours in ELSEWHERE.items():
+        assert ours in options and theirs not in options
+        with pytest.raises(ValueError, match=f"unknown option '{theirs}'; did you mean '{ours}'"):
+            ShardcastConfig.load(None, **{theirs: 1})

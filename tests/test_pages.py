@@ -1,85 +1,401 @@
-"""Code of pages that no other test runs, as it stands there, on two ranks."""
+"""The Python of the pages, as it stands there, on two ranks.
+
+Other tests run whole pages: :data:`ELSEWHERE`. A block that nothing can run says so in its first
+line, ``# fragment: why``.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from models import run_world
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardcast
 from shardcast import checkpoint
+from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(60)
 DOCS = Path(__file__).parents[1] / "docs"
+ELSEWHERE = {"coming-from": "test_coming_from", "editing": "optimizer/test_editing"}
+SCRIPTS = "GANs, RL and several models"  # below it test_several_models runs each one
+Key = tuple[str, str, int]  # of a block: page, heading, and how many are before it there
 
 
-def block(page: str, section: str, number: int = 0) -> Any:
-    text = (DOCS / f"{page}.md").read_text().split(f"## {section}\n")[1].split("\n## ")[0]
-    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
-    return compile(code, f"docs/{page}.md", "exec")
+def _blocks() -> Iterator[tuple[Key, str]]:
+    pattern = re.compile(r"^```(\w*)\n(.*?)^```$|^(#+) ([^\n]+)$", re.MULTILINE | re.DOTALL)
+    for path in sorted(DOCS.glob("*.md")):
+        text, headings, count = path.read_text(), [""], 0
+        for found in pattern.finditer(text):
+            language, code, level, heading = found.groups()
+            if heading is not None:
+                headings = [*headings[: len(level)], heading]
+                count = 0
+            elif language == "python":
+                is_elsewhere = (
+                    path.stem in ELSEWHERE
+                    or SCRIPTS in headings
+                    or code in EXAMPLES
+                    or code.startswith("# fragment: ")
+                )
+                if not is_elsewhere:
+                    yield (path.stem, headings[-1], count), code
+                count += 1
+
+
+EXAMPLES = "".join(it.read_text() for it in (DOCS.parent / "examples").glob("*.py"))
+BLOCKS = dict(_blocks())
+
+
+def run(key: Key, names: dict[str, Any]) -> dict[str, Any]:
+    exec(compile(BLOCKS[key], f"docs/{key[0]}.md, {key[1]}", "exec"), names)
+    return names
 
 
 class Net(nn.Module):
+    """A model that returns its loss, with names that the pages have."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.attn = nn.Linear(8, 8), nn.Linear(8, 4)
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.attn = nn.Linear(8, 4)
+        self.q_norm, self.k_norm = nn.LayerNorm(4), nn.LayerNorm(4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attn(self.body(x).relu())
-
-
-def made(group: Any, **options: Any) -> tuple[Net, Any]:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"layer": Net()})
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = shardcast.shard(model, adamw, process_group=group, **options)
-    for _ in range(2):
-        model["layer"](torch.randn(3, 8)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.q_norm(self.attn(self.blocks(x))) * self.k_norm(self.attn(x))).float().mean()
 
 
-def test_both_doors_edit_what_the_page_says() -> None:
-    def editing(group: Any) -> None:
-        _, optimizer = made(group)
-        before = optimizer.full_parameters()
-        exec(block("gradients", "Editing what is sharded"), {"optimizer": optimizer})
-        after, state = optimizer.full_parameters(), optimizer.full_state_dict()
-        if group.rank() == 0:
-            weight = after["layer.attn.weight"]
-            torch.testing.assert_close(weight.norm(dim=1), torch.ones(4))
-            torch.testing.assert_close(
-                after["layer.body.weight"], before["layer.body.weight"] * 0.999
-            )
-            assert not any(it["exp_avg"].any() for it in state["state"].values())
+class Model(nn.Module):
+    """Its parameters are ``layer.attn.weight`` and so on."""
 
-    run_world(2, editing)
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
 
 
-def test_a_part_of_a_checkpoint_loads_by_the_lines_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+BATCH = torch.linspace(-1, 1, 24).view(3, 8)
+
+
+def plain(**more: Any) -> dict[str, Any]:
+    """A model and the plain optimizer, by the names of the pages."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return {"torch": torch, "model": model, "optimizer": optimizer, "batch": BATCH, **more}
+
+
+def shards(group: Any) -> Any:
+    """The module, whose ``shard()`` has the group of a mock world."""
+    shard = partial(shardcast.shard, process_group=group)
+
+    class Module:
+        def __getattr__(self, name: str) -> Any:
+            return shard if name == "shard" else getattr(shardcast, name)
+
+    return Module()
+
+
+def sharded(group: Any, steps: int = 2, **options: Any) -> dict[str, Any]:
+    names = plain(checkpoint=checkpoint)
+    model = names["model"]
+    names["optimizer"] = shards(group).shard(model, names["optimizer"], **options)
+    for _ in range(steps):
+        model(BATCH).backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+    return names
+
+
+def loss_of(model: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
+    loss: Tensor = model(getattr(batch, "inputs", batch))
+    return loss * 3 if reduction == "sum" else loss
+
+
+def with_batches(names: dict[str, Any]) -> dict[str, Any]:
+    batch = SimpleNamespace(inputs=BATCH, labels=torch.tensor([1, -100, 2]))
+    return {
+        **names,
+        "contextlib": contextlib,
+        "loss_of": loss_of,
+        "loader": [BATCH, BATCH],
+        "micro_batches": [batch, batch],
+        "rho": 0.05,
+    }
+
+
+# -- one script for each block ----------------------------------------------------------------
+
+
+def watch(group: Any, key: Key) -> None:
+    writer, wandb = MagicMock(), MagicMock()
+    run(key, {**sharded(group), "logging": logging, "writer": writer, "wandb": wandb, "step": 2})
+    assert writer.add_scalar.call_args.args[1] > 0
+    assert set(wandb.log.call_args.args[0]) == {"grad_norm", "skipped"}
+
+
+def muon_and_adamw(group: Any, key: Key) -> None:
+    names = plain(shardcast=shards(group), batch=BATCH)
+    names["model"] = names["model"].layer
+    before = [param.detach().clone().float() for param in names["model"].parameters()]
+    optimizer = run(key, names)["optimizer"]
+    assert len(optimizer.optimizers) == 2
+    after = names["model"].parameters()
+    assert not any(torch.equal(a, b.float()) for a, b in zip(before, after, strict=True))
+
+
+def averages(group: Any, key: Key) -> None:
+    seen: list[Tensor] = []
+    names = plain(shardcast=shards(group), evaluate=lambda model: seen.append(model(BATCH)))
+    names["model"](BATCH).backward()
+    run(key, names)
+    assert len(seen) == 1
+
+
+def a_mesh(key: Key, sizes: dict[str, int]) -> None:
+    def on_rank(mesh: Any) -> None:
+        names = plain(shardcast=shardcast, mesh=mesh)
+        run(key, {**names, "init_device_mesh": lambda *_args, **_names: mesh})
+
+    threaded_world(sizes, on_rank)
+
+
+def checkpoints(group: Any, key: Key) -> None:
+    names = sharded(group, steps=1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(names["optimizer"])
+    run(key, {**names, "scheduler": scheduler, "steps": 1001})
+    assert checkpoint.latest("runs/a").name == "step-000001000"  # type: ignore[union-attr]
+
+
+def read_by_dcp(group: Any, key: Key) -> None:
+    model = nn.ModuleDict({"wte": nn.Embedding(37, 18)})
+    given = model["wte"].weight.detach().clone()
+    optimizer = shards(group).shard(model, torch.optim.AdamW(model.parameters()))
+    checkpoint.save("runs/a", model, optimizer, step=1000)
+    if group.rank() == 0:
+        names = run(key, {})
+        assert torch.equal(names["state"]["model"]["wte.weight"], given)
+
+
+def imports(group: Any, key: Key) -> None:
+    names = plain(checkpoint=checkpoint)
+    model, optimizer = names["model"], names["optimizer"]
+    model(BATCH).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if group.rank() == 0:
+        save_file(model.state_dict(), "model.safetensors")
+        torch.save(optimizer.state_dict(), "optimizer.pt")
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optim": state}, checkpoint_id="fsdp2/step-1000", no_dist=True)
+    names["optimizer"] = shards(group).shard(model, optimizer)
+    names["optimizer"].check_copies()  # all ranks wait for the files
+    run(key, names)
+
+
+def export(group: Any, key: Key) -> None:
+    names = sharded(group)
+    checkpoint.save("runs/a", names["model"], names["optimizer"], step=2)
+    if group.rank() == 0:
+        fresh = Model()
+        names |= {
+            "model": fresh,
+            "groups": fresh.parameters(),
+            "safetensors": SimpleNamespace(torch=SimpleNamespace(load_file=load_file)),
+        }
+        assert len(run(key, names)["optimizer"].state) == len(list(fresh.parameters()))
+
+
+def plain_state(group: Any, key: Key) -> None:
+    names = run(key, {**sharded(group), "get_state_dict": get_state_dict})
+    state = names["state"]["state"]["layer.attn.weight"]
+    assert state["exp_avg"].shape == state["shardcast_master"].shape == (4, 8)
+
+
+def gathered(group: Any, key: Key) -> None:
+    names = sharded(group)
+    names["model"](BATCH).backward()
+    run(key, names)
+    assert all(torch.isfinite(param.grad).all() for param in names["model"].parameters())
+
+
+def sam(group: Any, key: Key) -> None:
+    names = with_batches(sharded(group))
+    before = [param.detach().clone() for param in names["model"].parameters()]
+    run(key, names)
+    after = names["model"].parameters()
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def both_doors(group: Any, key: Key) -> None:
+    names = sharded(group)
+    optimizer = names["optimizer"]
+    before = optimizer.full_parameters()
+    run(key, names)
+    after, state = optimizer.full_parameters(), optimizer.full_state_dict()
+    if group.rank() == 0:
+        weight = after["layer.attn.weight"]
+        torch.testing.assert_close(weight.norm(dim=1), torch.ones(4))
+        name = "layer.blocks.0.weight"
+        torch.testing.assert_close(after[name], before[name] * 0.999)
+        assert not any(it["exp_avg"].any() for it in state["state"].values())
+
+
+def tokens(group: Any, key: Key) -> None:
+    names = run(key, with_batches(sharded(group)))
+    assert names["optimizer"].grad_norm > 0
+
+
+def attempts(group: Any, key: Key) -> None:
+    names = {**plain(shardcast=shards(group)), "loader": [[BATCH], [BATCH, BATCH]]}
+    assert not run(key, names)["optimizer"].failures()
+
+
+def metrics(group: Any, key: Key) -> None:
+    wandb = MagicMock()
+    run(key, plain(shardcast=shards(group), wandb=wandb))
+    wandb.log.assert_called_once()
+
+
+def fp16(group: Any, key: Key) -> None:
+    first, second = BLOCKS[key].split("\n\n")
+    names = plain(shardcast=shards(group))
+    exec(first, names)
+    exec(second, {**names, "loss": names["model"](BATCH)})
+    assert names["optimizer"].skipped_steps <= 1  # the first scale may be too large
+
+
+def asleep(group: Any, key: Key) -> None:
+    names = sharded(group)
+    before = names["model"](BATCH).item()
+    run(key, {**names, "engine": MagicMock(), "prompts": []})
+    assert names["model"](BATCH).item() == before
+
+
+def part_of_a_checkpoint(group: Any, key: Key) -> None:
+    names = sharded(group)
+    checkpoint.save("runs/base", names["model"], names["optimizer"], step=2)
+    with pytest.raises(ValueError, match=r"pattern 'body\.\*' matches no parameter"):
+        run(key, names)
+    model = nn.ModuleDict({"body": nn.Linear(4, 4)})
+    optimizer = shards(group).shard(model, torch.optim.AdamW(model.parameters()))
+    checkpoint.save("runs/base", model, optimizer, step=3)
+    run(key, {"checkpoint": checkpoint, "model": model, "optimizer": optimizer})
+
+
+def processes(group: Any, key: Key) -> None:
+    spawn = MagicMock(side_effect=lambda function, _count: [function(group)])
+    run(key, {"__name__": "__main__", "spawn": spawn, "trained": lambda group: group.rank()})
+    spawn.assert_called_once()
+
+
+def a_form(group: Any, key: Key) -> None:
+    layer = {
+        "q_proj": nn.Linear(128, 128, bias=False),
+        "o_proj": nn.Linear(128, 128, bias=False),
+        "experts": nn.ModuleList([nn.Linear(128, 64, bias=False)]),
+    }
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict(layer)])})
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = {"shardcast": shards(group), "model": model, "optimizer": optimizer}
+    optimizer = run(key, names)["optimizer"]
+    assert optimizer.published("layers.0.experts.0.weight").form == "mxfp4"
+
+
+def sender(group: Any, key: Key) -> None:
+    code = BLOCKS[key].replace("/shared/policy", "policy")
+    exec(code, plain(shardcast=shards(group)))
+
+
+HERE: dict[Key, Callable[[Any, Key], None]] = {
+    ("getting-started", "5. Watch it", 0): watch,
+    ("optimizers", "Several optimizers on one model", 0): muon_and_adamw,
+    ("optimizers", "Averages of weights", 0): averages,
+    ("checkpoints", "Checkpoints", 0): checkpoints,
+    ("checkpoints", "Load a part", 0): part_of_a_checkpoint,
+    ("checkpoints", "What is in it", 0): read_by_dcp,
+    ("checkpoints", "From and to other systems", 0): imports,
+    ("checkpoints", "From and to other systems", 1): export,
+    ("checkpoints", "`state_dict()`", 0): plain_state,
+    ("gradients", "What `.grad` holds", 0): gathered,
+    ("gradients", "SAM", 0): sam,
+    ("gradients", "Editing what is sharded", 0): both_doors,
+    ("gradients", "One mean over all tokens", 0): tokens,
+    ("gradients", "A rank that fails", 0): attempts,
+    ("gradients", "Norms of each parameter", 0): metrics,
+    ("precision", "fp16", 0): fp16,
+    ("testing", "Processes", 0): processes,
+    ("serving", "Give the device away between steps", 0): asleep,
+    ("serving", "Follow a training", 0): sender,
+    ("serving", "Published forms", 0): a_form,
+}
+MESHES: dict[Key, dict[str, int]] = {
+    ("hybrid", "Tensor parallelism", 0): {"dp": 2, "tp": 2},
+    ("hybrid", "Replicas and shards", 0): {"dp_replicate": 2, "dp_shard": 2},
+    ("hybrid", "Context parallelism", 0): {"dp": 2, "cp": 2},
+}
+READERS = [("serving", "Follow a training", number) for number in (1, 2)]
+
+
+def test_every_block_is_run_or_says_that_it_is_a_fragment() -> None:
+    assert BLOCKS.keys() == {*HERE, *MESHES, *READERS}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of slow products on this CPU, and of torch's
+@pytest.mark.parametrize("key", HERE, ids=lambda key: f"{key[0]}, {key[1]}")
+def test_a_block_runs_as_it_stands_there(
+    key: Key, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    run_world(2, HERE[key], key)
 
-    def loading(group: Any) -> None:
-        model, optimizer = made(group)
-        checkpoint.save("runs/base", model, optimizer, step=2)
-        names = {"checkpoint": checkpoint, "model": model, "optimizer": optimizer}
-        with pytest.raises(ValueError, match=r"pattern 'body\.\*' matches no parameter"):
-            exec(block("checkpoints", "Load a part"), names)
-        model, optimizer = made(group)
-        code = block("checkpoints", "Load a part")
-        checkpoint.save("runs/base", model, optimizer, step=3)
-        shifted = nn.ModuleDict({"body": nn.Linear(4, 4)})
-        adamw = torch.optim.AdamW(shifted.parameters())
-        other = shardcast.shard(shifted, adamw, process_group=group)
-        checkpoint.save("runs/base", shifted, other, step=4)
-        exec(code, {"checkpoint": checkpoint, "model": shifted, "optimizer": other})
 
-    run_world(2, loading)
+@pytest.mark.parametrize("key", MESHES, ids=lambda key: key[1])
+def test_a_block_with_a_mesh_runs_as_it_stands_there(key: Key) -> None:
+    a_mesh(key, MESHES[key])
+
+
+def test_a_reader_follows_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def sending(group: Any) -> tuple[Any, dict[str, Tensor]]:
+        names = sharded(group, changes=True)
+        model, optimizer = names["model"], names["optimizer"]
+        shardcast.publish.FolderSender("policy", optimizer).send()
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        return optimizer.changes(), weights
+
+    ((own, weights), (other, _)), _ = run_world(2, sending)
+    for key in READERS:
+        code = BLOCKS[key].replace("/shared/policy", "policy")
+        reader = Model()
+        for name, param in reader.named_parameters():
+            param.data = param.data.to(weights[name].dtype)
+        names = {
+            "shardcast": shardcast,
+            "model": reader,
+            "reader_model": reader,
+            "version": None,
+            "optimizer": SimpleNamespace(changes=lambda since: own),
+            "changes_of_all_ranks": [own, other],
+        }
+        exec(code, names)
+        for name, param in reader.named_parameters():
+            assert torch.equal(param, weights[name]), (key, name)

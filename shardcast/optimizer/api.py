@@ -227,6 +227,7 @@ def _stages(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         if not isinstance(stage, nn.Module):
             raise TypeError(
                 f"model: expected a torch.nn.Module, or a list of them, got {type(stage).__name__}"
+                "; call shard(model, optimizer), with the model itself first"
             )
         if isinstance(stage, nn.DataParallel):
             raise TypeError(
