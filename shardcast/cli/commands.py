@@ -88,7 +88,7 @@ def _usage() -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows defaults in ``--help``, and takes ``--world-size`` for ``--world_size``."""
+    """Parser that shows defaults and accepts ``--world-size`` for ``--world_size``."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)

@@ -379,17 +379,17 @@ class Place(NamedTuple):
     offset: int
 
     def put(self, storage: torch.UntypedStorage) -> None:
-        """Have the tensor there again, in a storage like the old one."""
+        """Put the tensor back, into a storage like the old one."""
         tensor = self.tensor
         new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         tensor.data = new.set_(storage, self.offset, self.size, self.stride)
 
 
 class Memory:
-    """One storage, and the tensors of ours that lie in it.
+    """One storage, and our tensors in it.
 
     Attributes:
-        label: says what it is, for errors.
+        label: description for errors.
     """
 
     def __init__(self, first: Tensor, label: str) -> None:
@@ -399,7 +399,7 @@ class Memory:
         self._weak: _compat.WeakStorage | None = None
 
     def add(self, tensor: Tensor) -> None:
-        """Have one more tensor in it."""
+        """Add a tensor of this storage."""
         if not any(tensor is place.tensor for place in self._places):
             offset = int(tensor.storage_offset())
             self._places.append(Place(tensor, tensor.shape, tensor.stride(), offset))
@@ -407,7 +407,7 @@ class Memory:
                 self.add(base)  # which keeps the memory, too
 
     def _bytes(self) -> Tensor:
-        """All of it, 1-d."""
+        """Return the whole storage as 1-d bytes."""
         storage = self._places[0].tensor.untyped_storage()
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
@@ -423,17 +423,17 @@ class Memory:
             file.write(_buffer(piece.cpu()))
 
     def free(self) -> None:
-        """Let go of it; tensors of ours become empty."""
+        """Release the storage; our tensors become empty."""
         self._weak = _compat.WeakStorage(self._places[0].tensor)
         for place in self._places:
             place.tensor.data = torch.empty(0, dtype=place.tensor.dtype, device=self._device)
 
     def still_here(self) -> torch.UntypedStorage | None:
-        """The storage, if somebody else has it."""
+        """Return the storage if something else still refers to it."""
         return None if self._weak is None else self._weak()
 
     def allocate(self, file: IO[bytes] | None) -> torch.UntypedStorage:
-        """Memory with the values, the old one where it is still here."""
+        """Return memory with the values; the old storage if it still exists."""
         if (storage := self.still_here()) is not None:
             if file is not None:
                 file.seek(self.nbytes, os.SEEK_CUR)
@@ -452,7 +452,7 @@ class Memory:
         return values.untyped_storage()
 
     def put(self, storage: torch.UntypedStorage) -> None:
-        """Have all tensors there again."""
+        """Put all tensors back."""
         for place in self._places:
             place.put(storage)
         self._host = self._weak = None
@@ -477,7 +477,7 @@ class StandIn(NamedTuple):
     weak: _compat.WeakStorage | None
 
     def held(self) -> torch.UntypedStorage | None:
-        """Return that storage, if somebody else has it."""
+        """Return that storage if something else still refers to it."""
         return None if self.weak is None else self.weak()
 
     def is_written(self, param: Any) -> bool:
@@ -493,7 +493,7 @@ def expanded(value: Tensor, shape: Iterable[int]) -> Tensor:
 
 
 def stood_in(shard: Shard) -> Iterator[StandIn]:
-    """Have NaN in the place of each parameter."""
+    """Replace each parameter's memory by NaN."""
     for slot, param in zip(shard.pack.layout.slots, shard.pack.params, strict=True):
         data = param.data
         value = torch.full((1,), math.nan, dtype=data.dtype, device=data.device)
