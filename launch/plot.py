@@ -53,47 +53,37 @@ def memory_and_losses(
     titles: tuple[str, str],
     *paths: Path,
 ) -> str:
-    """Draw bytes per rank over ranks on the left, the loss curves of two runs on the right.
+    """Draw bytes per rank over ranks, and below them the loss curves of two runs.
 
     Args:
         memory: by system and number of ranks.
         measured: number of ranks and bytes of a run, as a ring on its line.
-        runs: the records of each, drawn in the color of the same name on the left.
-        titles: of both sides.
+        runs: the records of each, drawn in the color of the same name above.
+        titles: of both.
         paths: of the same picture as PNG or SVG; readable on light and dark pages.
     """
     try:
-        figure = empty_figure(10, 4)
+        figure = empty_figure(5.5, 6)  # on a phone its letters are as large as those of the text
     except RuntimeError:
         return "no picture: it needs matplotlib (the extra `plot`)"
-    left, right = figure.subplots(1, 2)
-    unit = draw_memory(left, memory)
-    left.set_ylim(top=1.15 * max(max(by_size.values()) for by_size in memory.values()) / unit)
-    for number, (name, by_size) in enumerate(memory.items()):
-        end = max(by_size)
-        left.annotate(
-            name,
-            (end, by_size[end] / unit),
-            (0, 8),
-            textcoords="offset points",
-            ha="right",
-            color=_color(name, number),
-            weight="bold",
-        )
+    above, below = figure.subplots(2, 1)
+    unit = draw_memory(above, memory)
+    above.set_ylim(top=1.15 * max(max(by_size.values()) for by_size in memory.values()) / unit)
+    above.legend(frameon=False, labelcolor=INK, loc="center right")
     rings = {"marker": "o", "linestyle": "", "fillstyle": "none", "markersize": 13}
     for number, (name, (ranks, nbytes)) in enumerate(measured.items()):
-        left.plot([ranks], [nbytes / unit], color=_color(name, number), **rings)
+        above.plot([ranks], [nbytes / unit], color=_color(name, number), **rings)
     for number, (name, records) in enumerate(runs.items()):
         train, validation = curve(records, "train"), curve(records, "validation")
-        color, below = _color(name, number), number == 0
-        line = {"linewidth": 4, "alpha": 0.6} if below else {"linewidth": 1.5}
-        dots = {"linestyle": "", "marker": "o" if below else "x", "markersize": 9 if below else 6}
-        right.plot(train.keys(), train.values(), color=color, label=f"{name}, training", **line)
+        color, first = _color(name, number), number == 0
+        line = {"linewidth": 4, "alpha": 0.6} if first else {"linewidth": 1.5}
+        dots = {"linestyle": "", "marker": "o" if first else "x", "markersize": 9 if first else 6}
+        below.plot(train.keys(), train.values(), color=color, label=f"{name}, training", **line)
         label = f"{name}, held-out text"
-        right.plot(validation.keys(), validation.values(), color=color, label=label, **dots)
-    right.legend(frameon=False, labelcolor=INK, loc="upper right")
-    right.set(xlabel="step", ylabel="loss, nats per byte")
-    for axes, title in zip((left, right), titles, strict=True):
+        below.plot(validation.keys(), validation.values(), color=color, label=label, **dots)
+    below.legend(frameon=False, labelcolor=INK, loc="upper right")
+    below.set(xlabel="step", ylabel="loss, nats per byte")
+    for axes, title in zip((above, below), titles, strict=True):
         axes.set_title(title)
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)

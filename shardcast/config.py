@@ -43,16 +43,14 @@ from shardcast.option_values import (
 class ShardcastConfig(ValidatedOptions):
     """Options of :func:`shardcast.shard`. Every field has a default that suits bf16 training.
 
-    All ranks must use equal options; a difference is found when the layouts are compared.
+    All ranks must use equal options; a difference is an error on all ranks.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: a value out of range, or an unknown choice.
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range, or an unknown choice.
     """
 
-    param_dtype: torch.dtype = option(
-        torch.bfloat16, "storage dtype of the model parameters: bf16, fp16 or fp32"
-    )
+    param_dtype: torch.dtype = option(torch.bfloat16, "storage dtype of the model parameters")
     keep_fp32: tuple[KeepRule, ...] = option(
         (),
         "modules kept in fp32: 'norms', glob patterns of parameter names, module classes or "
@@ -63,48 +61,48 @@ class ShardcastConfig(ValidatedOptions):
     )
     autocast: bool = option(
         True,
-        "compute under torch.autocast, as beside DDP, with norms, vectors and what embeddings "
-        "return in fp32; false: compute in param_dtype throughout, which is faster",
+        "compute as under torch.autocast: norms, vectors and outputs of embeddings are in fp32; "
+        "false: compute in param_dtype throughout, which is faster",
     )
     convert_rest: bool = option(
         False,
-        "store parameters that are not trained in param_dtype too; false: they stay as they came, "
+        "store parameters that are not trained in param_dtype, too; false: they keep their dtype, "
         "and autocast casts them in each forward. autocast: false implies true",
     )
     fp32_outputs: tuple[str, ...] = option(
         (),
-        "modules that return fp32, such as the head ('lm_head', 'classifier') from whose outputs "
-        "the model computes its loss; glob patterns of module names, '' is the model itself",
+        "modules that return fp32, such as the head ('lm_head', 'classifier') of a model that "
+        "computes its own loss; glob patterns of module names, '' is the model itself",
     )
     cast_buffers: bool = option(
-        False, "cast floating-point buffers to param_dtype too (those of kept modules stay)"
+        False, "cast floating-point buffers to param_dtype, except those of keep_fp32 modules"
     )
     broadcast_buffers: bool | tuple[str, ...] = extension(
         False, "buffers", default=True, needs=lambda stages: any([*m.buffers()] for m in stages)
     )
     grad_dtype: torch.dtype | None = option(
         None,
-        "dtype in which gradients accumulate locally; null: the parameter's, and fp32 from the "
-        "ninth backward of a step on",
+        "dtype in which gradients accumulate locally; null: the parameter's dtype, and fp32 from "
+        "the ninth backward of a step on",
     )
     reduce_dtype: torch.dtype | None = option(
-        None, "dtype of gradients on the wire; null: the gradient's. Sums are always in fp32"
+        None, "dtype in which gradients are sent; null: the gradient's. Sums are always in fp32"
     )
     partition: str = option(
         "auto",
-        "even: equal spans (elementwise optimizers); whole: one owner per parameter (any "
-        "optimizer); auto: even where the optimizer is elementwise",
+        "even: equal spans, for elementwise optimizers; whole: one owner per parameter, for any "
+        "optimizer; auto: even if the optimizer is elementwise",
         one_of("auto", "even", "whole"),
     )
     elementwise: bool | None = option(
         None,
-        "declare whether the optimizer's update is elementwise; null: known of torch's classes, of "
-        "any other it is not",
+        "declare whether the optimizer's update is elementwise; null: known for torch's classes, "
+        "false for all others",
     )
     shard_ranks: str | int = option(
         "all",
-        "over how many ranks masters and state are sharded: all, or so many neighbors, each run "
-        "of which has a copy: more memory, but updated parameters travel within a run",
+        "number of neighboring ranks over which masters and state are sharded; each such group "
+        "holds a copy, which takes more memory, and updated parameters stay within the group",
         (
             "all or a number of ranks >= 1",
             lambda value: value == "all" if isinstance(value, str) else value >= 1,
@@ -112,8 +110,8 @@ class ShardcastConfig(ValidatedOptions):
     )
     pack_mb: float | None = option(
         None,
-        "upper bound of a pack's storage, in MiB (a single bigger parameter has a pack of its "
-        "own); null: packs of at least 16 MiB, and 256 KiB for each rank",
+        "upper bound of a pack's size in MiB (a larger parameter has its own pack); null: packs of "
+        "at least 16 MiB and at least 256 KiB per rank",
         ("a number of MiB above 0, not inf,", lambda mb: 0 < mb * 2**20 < float("inf")),
     )
     pack_params: int | None = option(
@@ -121,7 +119,7 @@ class ShardcastConfig(ValidatedOptions):
     )
     unpacked_first: int = option(
         0,
-        "number of first parameters that stay out of shared packs",
+        "number of leading parameters that stay out of shared packs",
         ("a count >= 0", lambda count: count >= 0),
     )
     alignment: int = option(
@@ -134,11 +132,11 @@ class ShardcastConfig(ValidatedOptions):
     )
     cost_fn: CostFn | None = option(
         None,
-        "(name, parameter) -> what its update costs, for the balance of parameters that have one "
-        "owner; null: Newton-Schulz operations for Muon, elements for others",
+        "(name, parameter) -> cost of its update, to balance parameters that have one owner; null: "
+        "Newton-Schulz operations for Muon, elements for others",
     )
     max_grad_norm: float | None = option(
-        None, "clip the global gradient norm to this value in every step; null: not", ABOVE_0
+        None, "clip the global gradient norm to this value in every step; null: no clip", ABOVE_0
     )
     norm_type: float = option(
         2.0, "p of the p-norm used for clipping and grad_norm; inf: max", ABOVE_0
@@ -155,14 +153,14 @@ class ShardcastConfig(ValidatedOptions):
     loss_scale_growth_interval: int = option(
         2000, "steps without overflow after which the dynamic loss scale doubles", COUNT
     )
-    max_skipped_steps: int = option(50, "raise after this many steps in a row were skipped", COUNT)
+    max_skipped_steps: int = option(50, "raise after this many skipped steps in a row", COUNT)
     guard: Any | None = extension(None, "guard")
     on_error: Any = extension("raise", "on_error")
     accumulate: str = option(
         "local",
-        "what no_sync() means. local: gradients accumulate on each rank, 2 bytes per parameter in "
-        "bf16; sharded: every backward is reduced, and a rank keeps its own part, in fp32 from the "
-        "second one on",
+        "meaning of no_sync(). local: gradients accumulate on each rank, 2 bytes per parameter in "
+        "bf16; sharded: every backward is reduced, and each rank keeps its own part, in fp32 from "
+        "the second one on",
         one_of("local", "sharded"),
     )
     master: str = extension("fp32", "split_masters")
@@ -175,15 +173,15 @@ class ShardcastConfig(ValidatedOptions):
     changes: bool = extension(False, "serving.changes")
     reduce: str = option(
         "auto",
-        "how gradients reach their owner; two_level: summed within each node first; auto: "
+        "how gradients reach their owners; two_level: sum within each node first; auto: "
         "reduce_scatter for fp32 on NCCL, two_level on several nodes of more than two ranks each, "
         "else all_to_all",
         one_of("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
     sync: str = option(
         "auto",
-        "how updated parameters reach everybody; all_gather needs the even partition; auto: that "
-        "where spans are equal, else broadcast; on gloo within a node messages",
+        "how updated parameters reach all ranks; all_gather needs the even partition; auto: "
+        "all_gather if all spans are equal, else broadcast; messages on gloo within a node",
         one_of("auto", "broadcast", "all_gather"),
     )
     overlap_sync: bool = extension(False, "overlap_sync")
@@ -195,7 +193,7 @@ class ShardcastConfig(ValidatedOptions):
     )
 
     named: ClassVar[frozenset[str]] = frozenset()
-    """Options that were named, and are not there by default; each object has its own."""
+    """Names of the options that were given explicitly; each object has its own set."""
 
     def __new__(cls, *args: Any, **named: Any) -> ShardcastConfig:
         self = super().__new__(cls)

@@ -5,8 +5,8 @@
 # Usage: bash tools/release.sh [--quick]   (--quick: 20 steps, and a few of the tests)
 # Environment:
 #   OUTPUT       where the distributions go (default: dist)
-#   PROJECT_URL  of the repository; relative links of the long description lead there, and are
-#                plain text without it
+#   PROJECT_URL  address of the repository, the one setting for a fork; CI sets it. Relative links of
+#                the long description lead there, and are plain text without it
 #   VENV, PYTHON see environment.sh; a $VENV that has the requirements of the extra `test` is reused
 set -euo pipefail
 cd "$(dirname "$0")/.."

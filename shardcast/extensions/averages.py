@@ -304,8 +304,8 @@ def _average(where: str, key: Any, options: Any) -> AverageOptions:
 
 
 OPTION = Option(
-    help="moving averages of the fp32 masters at their owners, a mapping from names to decays: "
-    "{ema: 0.9999}; or to {half_life: 5000} (in steps), warmup: true, stored: bf16",
+    help="exponential moving averages of the fp32 masters: a mapping from names to decays, "
+    "{ema: 0.9999}, or to {half_life: 5000} (in steps), with warmup: true, stored: bf16",
     within=("names with decays", lambda _: True),
     read=_read,
     epilogues=lambda config: tuple(Average(options) for options in config.averages),

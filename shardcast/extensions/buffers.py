@@ -189,7 +189,7 @@ class Buffers(StepHook):
 
 OPTION = Option(
     help="give all ranks rank 0's buffers before forwards in training, as DDP does, and after "
-    "every step; glob patterns of names: all but these; false: none",
+    "every step; a list of glob patterns excludes buffers; false: off",
     read=read_patterns,
     hook=Buffers,
 )

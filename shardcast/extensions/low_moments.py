@@ -91,7 +91,7 @@ class Int8(Codec):
 CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
 
 OPTION = Option(
-    help="how Adam's moments and SGD's momentum are kept: fp32, bf16 (rounded stochastically) or "
+    help="how Adam's moments and SGD's momentum are stored: fp32, bf16 (stochastic rounding) or "
     "int8 (with a scale per block)",
     within=one_of("fp32", *CODECS),
     # A second moment is not below zero.

@@ -244,8 +244,8 @@ def _of_fragments(row_sums: RowSums, count: int) -> Tensor:
 
 
 OPTION = Option(
-    help="measure norms of gradient, weight and update of each parameter, for optimizer.metrics(): "
-    "true in every step, n in every n-th one",
+    help="measure norms of gradient, weight and update of each parameter for optimizer.metrics(): "
+    "true: in every step; n: in every n-th step",
     within=("a number of steps >= 0", lambda steps: steps >= 0),
     epilogues=lambda _config: (SquareSums(),),
     hook=Metrics,

@@ -383,9 +383,9 @@ def _signal(
 
 
 OPTION = Option(
-    help="what becomes of a step in which a rank raised inside optimizer.attempt(): skip it on all "
-    "ranks, or drop that rank's gradients and train the mean of the others; or {action: skip, "
-    "max_failed_steps: 5}, after which so many in a row raise",
+    help="if a rank raises inside optimizer.attempt(): skip the step on all ranks, or drop that "
+    "rank's gradients and use the mean of the others; {action: skip, max_failed_steps: 5} raises "
+    "after so many failed steps in a row",
     within=("raise, skip, drop or a mapping", lambda _: True),
     read=_read,
     check=_check,

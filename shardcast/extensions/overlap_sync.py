@@ -161,7 +161,7 @@ class Overlap(StepHook):
 
 
 OPTION = Option(
-    help="sync beside the next forward, where each module waits for its own parameters; call "
-    "wait_sync() before you read parameters outside of a forward",
+    help="sync during the next forward, where each module waits for its own parameters; call "
+    "wait_sync() before you read parameters outside a forward",
     hook=Overlap,
 )

@@ -231,8 +231,8 @@ class ReplicaCheck(StepHook):
 
 
 OPTION = Option(
-    help="compare every so many steps, by hashes, what ranks hold as copies: parameters, buffers, "
-    "masters of replicas; ranks that differ are named by an error on all; 0: never",
+    help="every so many steps, compare hashes of data that ranks hold as copies (parameters, "
+    "buffers, masters of replicas); if they differ, all ranks raise and name the rank; 0: never",
     within=("a number of steps >= 0", lambda steps: steps >= 0),
     hook=ReplicaCheck,
 )

@@ -79,8 +79,8 @@ def _check(config: ShardcastConfig) -> None:
 
 
 OPTION = Option(
-    help="how masters are kept: fp32, or split16: only the 16 bits that the published bf16 lacks, "
-    "exact too",
+    help="how masters are stored: fp32; or split16: only the 16 bits that the published bf16 "
+    "lacks, which is exact, too",
     within=one_of("fp32", "split16"),
     codec=lambda _config, _name: Split16(),
     check=_check,

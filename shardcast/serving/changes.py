@@ -190,8 +190,8 @@ def _fits(plan: Plan, dims: ParallelDims) -> None:
 
 
 OPTION = Option(
-    help="note which published values change, for optimizer.changes(since=version): a bit for each "
-    "element that a rank owns; fp32 parameters and master split16: a copy of the value",
+    help="record which published values change, for optimizer.changes(since=version): one bit per "
+    "owned element, or a copy of the value for fp32 parameters and master: split16",
     epilogues=lambda _config: (Followed(),),
     fits=_fits,
     publishing=Serving,

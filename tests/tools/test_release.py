@@ -61,6 +61,8 @@ def test_the_tree_that_is_built_names_its_long_description(tmp_path: Path) -> No
     config.read(tmp_path / "setup.cfg")
     assert config["metadata"]["long_description"] == "file: LONG_DESCRIPTION.md"
     assert config["metadata"]["url"] == "https://example.org/project"
+    description = (tmp_path / "LONG_DESCRIPTION.md").read_text()
+    assert "pip install shardcast-optim\n" in description and "clone" not in description
     with pytest.raises(SystemExit, match=r"does not name README\.md"):
         prepare(tmp_path, "")
 
