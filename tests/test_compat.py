@@ -616,7 +616,7 @@ def test_a_hook_can_come_first():
             module.register_load_state_dict_pre_hook(lambda *_, note=note: note("load")),
         )
         if place:
-            [*map(_compat.put_first, handles)]
+            [_compat.put_first(handle) for handle in handles]
     (2 * tensor).backward()
     module.load_state_dict(module.state_dict())
     assert seen == ["BACKWARD", "backward", "LOAD", "load"]

@@ -18,7 +18,6 @@ from shardcast import _compat
 from shardcast._compat import dtensor
 from shardcast.memory.shard import Shard
 
-KEY = 4  # bytes of a row's key
 # All odd, in 32 bits with a sign.
 INDEX = 0x9E3779B1 - (1 << 32)  # from one element to the next
 STEP = 0x165667B1  # from one step to the next
