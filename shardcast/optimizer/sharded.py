@@ -135,8 +135,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         packed = self._packed
         if self._handles:
             check_stepped(self._handles)
-        if packed.average_in_model is not None or packed.door:
-            packed.refuse_averaged("step")
+        if packed.block:
+            packed.refuse_inside("step")
         if packed.plain_names is not None:
             raise RuntimeError("step: leave `with optimizer.as_plain():` first")
         with packed.decider.refusal.held():

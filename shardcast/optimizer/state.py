@@ -9,8 +9,6 @@ collectives), and the plain one of ``torch.optim``. Each rank takes its part of 
 from __future__ import annotations
 
 import copy
-import ctypes
-import hashlib
 import inspect
 import pickle
 from collections import OrderedDict, defaultdict
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import warn_first
+from shardcast.memory.hashing import Hasher
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.groups import activate_packs
@@ -815,10 +814,8 @@ def _joined(parts: list[tuple[Fragment, dict[str, Any]]], elementwise: bool) -> 
     return joined
 
 
-def _hashes(pack: Pack) -> list[bytes]:
-    """Hash each slot to 16 bytes; copies the pack to the host."""
-    host, size = pack.data.cpu(), pack.data.element_size()
-    ranges = (
-        (host.data_ptr() + slot.offset * size, slot.numel * size) for slot in pack.layout.slots
-    )
-    return [hashlib.blake2b(ctypes.string_at(*r), digest_size=16).digest() for r in ranges]
+def _hashes(pack: Pack) -> list[int]:
+    """Hash each slot of a pack; waits for the device."""
+    hasher, slots = Hasher(pack.data.device), pack.layout.slots
+    parts = (pack.data[slot.offset : slot.offset + slot.numel] for slot in slots)
+    return torch.stack([hasher(part.clone()) for part in parts]).tolist()  # words need alignment

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.comm.objects import failure_of, raised_elsewhere
-from shardcast.memory.hashing import bits_of
-from shardcast.memory.slices import slices
+from shardcast.memory.hashing import Hasher
 from shardcast.messages import by_rank
-from shardcast.step.decide.options import BITS, ODD, listed
+from shardcast.step.decide.options import BITS, listed
 from shardcast.step.decide.signal import Signal, known, to_device
 
 KEPT = 16  # parts that are on the device already
@@ -48,7 +47,7 @@ class Refusal(Signal):
         self._ranks, self._in_mesh = process_groups.dp.size, process_groups.model.size > 1
         bits = min(BITS, (53 - 2 * (self._ranks - 1).bit_length()) // 2)
         self._mask = (1 << bits) - 1
-        self.loads = Loads()
+        self.loads = Loads(device)
         self._loaded = ""  # that was sent
         self._error: Exception | None = None
         self._parts: dict[tuple[str, str, bool], Tensor] = {}
@@ -129,7 +128,8 @@ class Loads:
     back, to evaluate others in between, are no difference.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._hasher = Hasher(device)
         self._before: dict[nn.Parameter, tuple[str, int]] = {}
         self._own: set[nn.Parameter] = set()  # whose values are no other rank's
         self._told: list[nn.Parameter] = []
@@ -144,7 +144,7 @@ class Loads:
             is_shared: all data-parallel ranks hold it; they hold different experts.
         """
         if param not in self._before:
-            self._before[param] = name, _hash(param)
+            self._before[param] = name, self._hash(param)
             if not is_shared:
                 self._own.add(param)
 
@@ -155,7 +155,7 @@ class Loads:
             return ""
         changed = {}
         for param, (name, before) in self._before.items():
-            if (after := _hash(param)) != before:
+            if (after := self._hash(param)) != before:
                 changed[name] = None if param in self._own else after
         if not changed:
             return ""
@@ -167,12 +167,5 @@ class Loads:
             self._before.pop(param, None)
         self._told.clear()
 
-
-@torch.no_grad()
-def _hash(param: Tensor) -> int:
-    words, total = bits_of(_compat.local_tensor(param)), 0
-    for part in slices(words.numel()):
-        piece = words[part].long()
-        weights = torch.arange(1, 1 + piece.numel(), device=piece.device)
-        total = (total * ODD + int((piece * weights).sum())) % (1 << 64)
-    return total
+    def _hash(self, param: Tensor) -> int:
+        return int(self._hasher(_compat.local_tensor(param)))
