@@ -185,9 +185,11 @@ class Snapshot:
             # Ranks with equal copies take turns.
             if pack_groups.is_primary and comm.rank == number % comm.size:
                 yield self._view(name, param)
+        averages = self._packed.hook_of("averages")
+        of_training = {} if averages is None else averages.buffers  # inside ``averaged()``
         for name, buffer in self._buffers.items():
             if self.inventory.buffers[name, self._regions[name]] == self.comm.rank:
-                yield self._view(name, self._packed.buffers_of_training.get(name, buffer))
+                yield self._view(name, of_training.get(name, buffer))
 
     def _view(self, name: str, tensor: Tensor) -> ShardView:
         """A parameter or buffer that the optimizer does not have."""
@@ -264,9 +266,9 @@ class Snapshot:
         names = {state_key(name): name for name in ours}
         return {names.get(key, key): value for key, value in weights.items()}
 
-    def refuse_averaged(self, call: str) -> None:
-        """Raise RuntimeError, which all ranks do, inside ``averaged()``."""
-        self._packed.refuse_averaged(call)
+    def refuse_inside(self, call: str) -> None:
+        """Raise RuntimeError inside ``averaged()``, ``owned()`` or ``whole()``, as all ranks do."""
+        self._packed.refuse_inside(call)
 
     def take_options(self, source: StateSource) -> None:
         """Take groups, loss scale and extra state; make ready the packs that have state."""

@@ -297,7 +297,7 @@ def take(snapshot: Snapshot, source: StateSource, call: str) -> None:
         RuntimeError: an average is in the model, or the source became unreadable. Memory may have
             changed only in the second case.
     """
-    snapshot.refuse_averaged(call)
+    snapshot.refuse_inside(call)
 
     def put() -> None:
         snapshot.take_options(source)

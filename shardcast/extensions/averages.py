@@ -82,9 +82,15 @@ class Average(Epilogue):
 
 
 class Averages(StepHook):
-    """The averages of one optimizer."""
+    """The averages of one optimizer.
+
+    Attributes:
+        in_model: name of the average that the model has, inside :meth:`averaged`.
+        buffers: what the model's buffers were before, by name.
+    """
 
     name = "averages"
+    in_model: str | None = None
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
         if not optimizer.config.averages:
@@ -93,6 +99,7 @@ class Averages(StepHook):
             )
         self._optimizer = optimizer
         self._names = [options.name for options in optimizer.config.averages]
+        self.buffers: dict[str, Tensor] = {}
 
     def check(self, call: str, name: str) -> None:
         """Raise for a name that is no average."""
@@ -148,7 +155,7 @@ class Averages(StepHook):
 
         def ready() -> None:
             self.check("averaged", name)
-            optimizer.refuse_averaged("averaged")
+            optimizer.refuse_inside("averaged")
             optimizer.ready_to_read()
 
         optimizer.together(ready, "averaged")
@@ -157,7 +164,7 @@ class Averages(StepHook):
             for key, buffer in saved_buffers(optimizer.stages).items()
         }
         with torch.no_grad():
-            optimizer.buffers_of_training |= {key: b.clone() for key, b in buffers.items()}
+            self.buffers = {key: buffer.clone() for key, buffer in buffers.items()}
             shards = [shard for shard in optimizer.shards if shard.grads is not None]
             for shard in shards:
                 shard.lend()
@@ -173,7 +180,7 @@ class Averages(StepHook):
             with torch.no_grad():
                 for key, buffer in buffers.items():
                     # ``.data``: a graph that has saved the buffer stays usable.
-                    buffer.data.copy_(optimizer.buffers_of_training.pop(key))
+                    buffer.data.copy_(self.buffers.pop(key))
                 optimizer.sync.wait()
                 take_moved(optimizer.shards)
                 if any(self._is_edited(shard, name) for shard in shards):
@@ -194,7 +201,8 @@ class Averages(StepHook):
         torch.autograd.graph.increment_version(
             [param for shard in shards for param in shard.pack.in_model]
         )
-        optimizer.average_in_model = name
+        self.in_model, leave = name, f"leave `with optimizer.averaged({name!r}):` first"
+        optimizer.block = f"the average {name!r} is in the model; {leave}" if name else ""
 
     def _is_edited(self, shard: Shard, name: str) -> bool:
         """Return whether the own span publishes the average no more; waits for the device."""
@@ -226,7 +234,7 @@ class Averages(StepHook):
             self.check("load_average", name)
             if isinstance(steps, (str, bool)) or not 0 <= float(steps) < math.inf:
                 raise ValueError(f"load_average: steps: expected a number >= 0, got {steps!r}")
-            optimizer.refuse_averaged("load_average")
+            optimizer.refuse_inside("load_average")
             shapes = {slot.name: slot.shape for _, slot in optimizer.layout.slots()}
             for parameter, expected in shapes.items():
                 value = weights.get(parameter)

@@ -505,22 +505,23 @@ class _Ends:
     """
 
     def __init__(self, packed: PackedOptimizer, door: str, values: Sequence[Values]) -> None:
-        self._packed, self._values = packed, values
+        self._packed, self._values, self._call = packed, values, f"the end of {door}()"
         self._seen = packed.reduce.versions()
         self.edits: list[list[Edit]] = []
-        packed.door = door
+        packed.block = (
+            f"leave `with optimizer.{door}(...):` first, whose edits are written at its end"
+        )
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         packed = self._packed
-        door, packed.door = packed.door, ""
+        packed.block = ""
         try:
             if error is None or isinstance(error, Exception):  # others end the process
                 packed.sync.wait()
-                call = f"the end of {door}()"
-                self.edits = packed.together(partial(self._found, error), call)
+                self.edits = packed.together(partial(self._found, error), self._call)
         finally:
             for values in self._values:
                 values.end()
@@ -560,7 +561,7 @@ def _check(packed: PackedOptimizer, call: str) -> None:
     """Raise RuntimeError asleep, closed, or in another block; wait for parameters. Local."""
     if packed.is_closed:
         raise RuntimeError(f"{call}: the optimizer is closed; call it before optimizer.close()")
-    packed.refuse_averaged(call)
+    packed.refuse_inside(call)
     if packed.plain_names is not None:
         raise RuntimeError(f"{call}: leave `with optimizer.as_plain():` first")
     packed.ready_to_read()

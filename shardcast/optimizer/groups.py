@@ -19,7 +19,7 @@ from shardcast.step.decide.options import STALE
 
 def add_group(packed: PackedOptimizer, place: int, group: dict[str, Any]) -> None:
     """Add a group to the original optimizer at ``place``. Collective."""
-    packed.refuse_averaged("add_param_group")
+    packed.refuse_inside("add_param_group")
     packed.decider.meet("add_param_group")
     with torch.no_grad(), _added(packed.originals, place, group) as number:
         _extend(packed, number)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
@@ -63,7 +63,6 @@ class PackedOptimizer:
         shards: this rank's part of every pack, in the order of ``layout.packs``.
         reduce, decider, updates, sync: the stages of a step; an update for each optimizer.
         called: the modules that the script calls.
-        buffers_of_training: inside ``averaged()``, what the model's buffers were before, by name.
         device: of the packs.
         given_dtypes: of parameters and buffers by name, for each stage, as the model was given.
         aliases: views of parameters that modules hold.
@@ -71,15 +70,14 @@ class PackedOptimizer:
         is_closed: ``close()`` was called.
         in_no_sync: the script accumulated in ``no_sync()`` since the last step or ``zero_grad()``.
         tree: the modules, to see one that a rank replaced.
-        average_in_model: name of the average that the model has, inside ``averaged()``.
-        door: inside a block that edits what is sharded, its name: ``owned``, ``whole``.
+        block: inside ``averaged()``, ``owned()`` or ``whole()``, in which the model or the state is
+            another one: what to do before other calls.
         plain_names: inside ``as_plain()``, what stands for the state of all ranks, of which DCP
             asks for names alone.
     """
 
     is_closed = in_no_sync = False
-    average_in_model: str | None = None
-    door = ""
+    block = ""
     plain_names: dict[nn.Parameter, dict[str, None]] | None = None
 
     def __init__(
@@ -119,7 +117,6 @@ class PackedOptimizer:
         )
         self.decider.check = self.reduce.check
         self.sync = Sync()
-        self.buffers_of_training: dict[str, Tensor] = {}
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self.add(shards)
         self._hooks_by_option: dict[str, StepHook] = {}
@@ -185,7 +182,7 @@ class PackedOptimizer:
 
     def publish(self) -> None:
         """Cast all masters into their packs and sync these. Every rank must call it."""
-        self.refuse_averaged("publish")
+        self.refuse_inside("publish")
         self.sync.wait()
         sync = Sync()  # of packs that are still frozen too
         for shard in self.shards:
@@ -201,7 +198,8 @@ class PackedOptimizer:
         """
         self.need_masters("masters")
         self.sync.wait()
-        if self.is_closed or self.average_in_model is not None:  # the model goes its own way
+        is_lent = any(shard.is_lent for shard in self.shards)  # to an average
+        if self.is_closed or is_lent:  # the model goes its own way
             return
         take_moved(self.shards)
 
@@ -210,19 +208,11 @@ class PackedOptimizer:
         for hook in self.step_hooks:
             hook.refuse(call)
 
-    def refuse_averaged(self, call: str) -> None:
-        """Raise RuntimeError inside ``averaged()`` or a door, and as :meth:`need_masters`."""
+    def refuse_inside(self, call: str) -> None:
+        """Raise RuntimeError inside a :attr:`block`, and as :meth:`need_masters`."""
         self.need_masters(call)
-        if self.door:
-            raise RuntimeError(
-                f"{call}: leave `with optimizer.{self.door}(...):` first, whose edits are written "
-                "at its end"
-            )
-        if self.average_in_model is not None:
-            raise RuntimeError(
-                f"{call}: the average {self.average_in_model!r} is in the model; leave "
-                f"`with optimizer.averaged({self.average_in_model!r}):` first"
-            )
+        if self.block:
+            raise RuntimeError(f"{call}: {self.block}")
 
     def hook_of(self, name: str) -> Any:
         """The step hook of an option; ``None`` where it has none."""
@@ -350,7 +340,7 @@ def _size(nbytes: int) -> str:
 
 def close(packed: PackedOptimizer, restore: bool) -> None:
     """See :meth:`shardcast.ShardedOptimizer.close`."""
-    packed.refuse_averaged("close")
+    packed.refuse_inside("close")
     try:
         if not packed.is_closed:
             _end(packed)

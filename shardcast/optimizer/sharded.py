@@ -631,8 +631,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def check_copies(self) -> None:
         """Compare all replicas bit by bit, for debugging.
 
-        Reads all parameters to the host. Replicas over tensor-parallel ranks and of tied weights
-        are compared too.
+        Compares 64-bit hashes. Replicas over tensor-parallel ranks and of tied weights are compared
+        too.
 
         Collective: every rank.
 
@@ -678,7 +678,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: on every rank, with model parallelism, or inside :meth:`averaged`; of
                 :meth:`step` inside it.
         """
-        self._packed.refuse_averaged("as_plain")
+        self._packed.refuse_inside("as_plain")
         with self._full.as_plain():
             yield
 
@@ -725,7 +725,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: on every rank, if one cannot load its state; nothing is changed.
         """
-        self._packed.refuse_averaged("load_state_dict")
+        self._packed.refuse_inside("load_state_dict")
         self.wait_sync()
         loaded: Any
         if isinstance(state_dict, RankPart):

@@ -88,7 +88,7 @@ class ChangesOfRank(StepHook):
             )
         if optimizer.is_closed:
             raise RuntimeError("changes: the optimizer is closed; ask before optimizer.close()")
-        optimizer.refuse_averaged("changes")
+        optimizer.refuse_inside("changes")
         optimizer.ready_to_read()
         shards = [shard for shard in optimizer.shards if isinstance(shard, FollowedShard)]
         written = [shard.note_written() for shard in shards]

@@ -182,7 +182,7 @@ class Sleep(StepHook):
             raise RuntimeError("sleep: it is asleep already; call optimizer.wake() before")
         if optimizer.is_closed:
             raise RuntimeError("sleep: the optimizer was closed; it has no masters any more")
-        optimizer.refuse_averaged("sleep")
+        optimizer.refuse_inside("sleep")
         if optimizer.plain_names is not None:
             raise RuntimeError("sleep: leave `with optimizer.as_plain():` first")
 

@@ -200,14 +200,17 @@ class Watching(Net):
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         (sharded,) = self.trainer.strategy.precision_plugin.sharded
-        self.training_saw.add(packed_of(sharded).average_in_model)
+        self.training_saw.add(packed_of(sharded).hook_of("averages").in_model)
         return super().training_step(batch, index)
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         (sharded,) = self.trainer.strategy.precision_plugin.sharded
         expected = sharded.full_parameters("ema")["net.0.weight"]
         self.seen.append(
-            (packed_of(sharded).average_in_model, torch.equal(expected, self.net[0].weight))
+            (
+                packed_of(sharded).hook_of("averages").in_model,
+                torch.equal(expected, self.net[0].weight),
+            )
         )
         super().validation_step(batch, index)
 

@@ -142,7 +142,10 @@ class Evaluating(ShardcastTrainerMixin, transformers.Trainer):
     """Notes what is in the model: the trained weights at each evaluation step."""
 
     def prediction_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        self.seen = (packed_of(self.optimizer.optimizer).average_in_model, weights(model))
+        self.seen = (
+            packed_of(self.optimizer.optimizer).hook_of("averages").in_model,
+            weights(model),
+        )
         return super().prediction_step(model, *args, **kwargs)
 
 
