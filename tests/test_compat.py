@@ -423,6 +423,15 @@ def test_constants_have_the_same_memory_in_a_storage_of_their_own():
         assert numbers.untyped_storage().nbytes() == row.nbytes
 
 
+def test_state_dict_leaves_the_checkpoint_wrapper_out_of_its_keys():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
+    names = [name for name, _ in model.named_parameters()]
+    assert [_compat.state_key(name) for name in names] == [*model.state_dict()]
+    assert names != [*model.state_dict()], "without the wrapper there is nothing to leave out"
+
+
 def test_a_backward_knows_whether_it_comes_to_a_reentrant_checkpoint():
     from torch.utils.checkpoint import checkpoint
 

@@ -305,6 +305,11 @@ def is_ddp(model: nn.Module) -> bool:
     return any(isinstance(layer, DistributedDataParallel) for layer in _wrappers(model))
 
 
+def state_key(name: str) -> str:
+    """The key that ``state_dict`` has for a name: torch's checkpoint wrapper is left out."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside DDP and ``torch.compile`` wrappers."""
     *_, innermost = _wrappers(model)

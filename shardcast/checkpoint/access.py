@@ -41,7 +41,6 @@ from shardcast.plan.precision import MASTER_DTYPE
 T = TypeVar("T")
 Model = nn.Module | Sequence[nn.Module]  # or this rank's stages of a pipeline
 # What torch's CheckpointWrapper puts into the names of modules, and takes out of state_dict's keys.
-RECOMPUTED = "_checkpoint_wrapped_module."
 EXTRA_STATE = "_extra_state"  # the last part of torch's key for get_extra_state()
 # The checkpoint that each optimizer has loaded last, and the digest that it had then.
 _loaded: weakref.WeakKeyDictionary[ShardedOptimizer, tuple[str, str]] = weakref.WeakKeyDictionary()
@@ -263,7 +262,7 @@ class Snapshot:
     def by_name(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights under ``state_dict``'s keys by the names that are used here."""
         ours = [*self.inventory.shapes, *self.inventory.ties]
-        names = {state_key(name): name for name in ours}
+        names = {_compat.state_key(name): name for name in ours}
         return {names.get(key, key): value for key, value in weights.items()}
 
     def refuse_inside(self, call: str) -> None:
@@ -341,8 +340,3 @@ class Snapshot:
         """Cast the masters and make all packs equal on all ranks. Collective."""
         agree_on_averages(self._packed)
         self._packed.publish()
-
-
-def state_key(name: str) -> str:
-    """The key that ``state_dict`` has for a parameter or buffer."""
-    return name.replace(RECOMPUTED, "")

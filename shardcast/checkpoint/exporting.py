@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.checkpoint import storage
-from shardcast.checkpoint.access import state_key
 from shardcast.checkpoint.dcp import Reader, fitting
 from shardcast.checkpoint.directory import EXPORTING, chosen, locked, new_name, sweep_exports
 from shardcast.checkpoint.region import KeyPath
@@ -80,7 +80,7 @@ def export(
             convert = exported_forms = Exported(head.get("published"), trained)
         paths = _model_paths(reader, None if weights == "published" else weights)
         paths |= {name: paths[first] for name, first in head["ties"].items() if first in paths}
-        paths = {state_key(name): path for name, path in paths.items()}
+        paths = {_compat.state_key(name): path for name, path in paths.items()}
         reads = [*paths.values(), *(_state_paths(reader) if optimizer else ())]
         total, done = sum(reader.stored[path].nbytes for path in reads), 0
     target = Path(os.path.abspath(out))

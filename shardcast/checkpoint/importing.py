@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.checkpoint.access import Model, Snapshot, state_key
+from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.directory import absolute, is_checkpoint, steps
 from shardcast.checkpoint.loading import Directory, compare, take
 from shardcast.checkpoint.source import StateSource, from_reader, from_tensors
+from shardcast.optimizer.model import WRAPPERS
 from shardcast.optimizer.state import plain_state, state_by_param
 
 Values = str | os.PathLike[str] | Mapping[str, Any]
-WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
 
 
 def load_plain(
@@ -93,7 +93,7 @@ def _check_param_names(
     for number, (group, present) in enumerate(zip(loaded, expected, strict=True)):
         names = _unwrapped(dict.fromkeys(group.get("param_names") or ()))
         for place, (name, own) in enumerate(zip(names, present["params"], strict=False)):
-            ours = state_key(own)
+            ours = _compat.state_key(own)
             if not f".{ours}".endswith(f".{name}") and not f".{name}".endswith(f".{ours}"):
                 raise ValueError(
                     f"state: parameter {place} of param_group {number} is {name!r}, expected "

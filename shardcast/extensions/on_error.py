@@ -8,7 +8,6 @@ would have added up those of a rank that fails later, and nobody could take them
 
 from __future__ import annotations
 
-import logging
 import string
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import ProcessGroups, warn_once_for
 from shardcast.config import ShardcastConfig
-from shardcast.messages import by_rank
+from shardcast.messages import LOG, by_rank
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.setup import Plan
 from shardcast.option_values import COUNT, Option, ValidatedOptions, one_of, option, read_mapping
@@ -34,7 +33,6 @@ from shardcast.step.decide.signal import Signal, Verdict, known, to_device
 from shardcast.step.decide.tokens import Tokens
 from shardcast.step.step_hook import StepHook
 
-LOGGER = logging.getLogger("shardcast")
 KEPT = 1000  # failures that a script can ask for
 TEXT = 1000  # letters of an error
 # The name of an error travels in doubles, each of which holds eight letters of six bits.
@@ -257,7 +255,7 @@ class Attempts(StepHook):
                         raise
                     self._signal.fail(error)
                     # As text: a log may keep the error, with all that its frames hold.
-                    LOGGER.warning("attempt: this rank failed, and goes on:\n%s", format_exc())
+                    LOG.warning("attempt: this rank failed, and goes on:\n%s", format_exc())
         finally:
             self._is_open, self._misuse = False, None
 

@@ -24,8 +24,8 @@ from shardcast.messages import SHOWN
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option
 from shardcast.plan.parallel_dims import PLAIN
+from shardcast.step.decide.report import HostCopy
 from shardcast.step.decide.signal import known, to_device
-from shardcast.step.decide.skip_report import HostCopy
 from shardcast.step.step_hook import StepHook
 
 MASTERS = 1 << 20  # masters that are read at a time

@@ -18,6 +18,7 @@ from shardcast.comm.process_groups import over_fewer_ranks
 from shardcast.config import Keywords, ShardcastConfig
 from shardcast.extensions.waiting import look_after
 from shardcast.memory.aliases import Alias, find_aliases
+from shardcast.messages import LOG
 from shardcast.optimizer import setup
 from shardcast.optimizer.model import (
     called_by_script,
@@ -36,8 +37,6 @@ from shardcast.step.update import updates_of
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.device_mesh import DeviceMesh
-
-LOGGER = logging.getLogger("shardcast")
 
 
 def shard(
@@ -189,8 +188,8 @@ def shard(
         sharded = ShardedOptimizer(packed)
         if divisor is not None:
             sharded.divisor = divisor
-        if process_groups.everyone.rank == 0 and LOGGER.isEnabledFor(logging.INFO):
-            LOGGER.info(summary_of(packed))
+        if process_groups.everyone.rank == 0 and LOG.isEnabledFor(logging.INFO):
+            LOG.info(summary_of(packed))
         return sharded
 
 

@@ -354,9 +354,7 @@ def before_load(
 def in_vain(module: nn.Module, state_dict: Mapping[str, Any]) -> str:
     """Return what to warn of where no name of ``state_dict`` is one of ``module``'s; or nothing."""
     own = (*module.named_parameters(), *module.named_buffers())
-    # Its wrapper takes this part out of the names of state dictionaries.
-    names = {name.replace("_checkpoint_wrapped_module.", "") for name, _ in own}
-    names |= {name for name, _ in own}
+    names = {key for name, _ in own for key in (name, _compat.state_key(name))}
     if not names or not state_dict or not names.isdisjoint(state_dict):
         return ""
     given = next(iter(state_dict))

@@ -46,7 +46,9 @@ from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.update.state import OwnMethod
 
 Parameters = Iterable[Tensor] | Tensor
-EDITED = "step (gradients were edited, replaced or cleared after the clip)"  # a call of its own
+# The call that a step is then, for ranks to compare.
+STEP_AFTER_EDIT = "step (gradients were edited, replaced or cleared after the clip)"
+
 REASON = "it no longer owns gradients and state"
 LOSSES = (
     "For a loss of each optimizer: models that are sharded apart, as of a GAN; within one model, "
@@ -161,7 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 _refuse_loss(loss)
                 if is_edited:
                     packed.reduce.refuse_edits()
-            packed.decider.meet(EDITED if is_edited else "step")
+            packed.decider.meet(STEP_AFTER_EDIT if is_edited else "step")
             take_moved(packed.shards)  # what was assigned after the clip
             if is_edited:
                 self._clip.apply()

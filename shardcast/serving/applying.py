@@ -13,7 +13,6 @@ from shardcast import _compat
 from shardcast.serving.patches import Changes, WeightPatch
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-RECOMPUTED = "_checkpoint_wrapped_module."  # torch takes it out of the keys of state dicts
 
 
 class DamagedChangesError(RuntimeError):
@@ -128,7 +127,7 @@ def _check_parts(parts: Sequence[Changes]) -> None:
 def _tensors(target: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     if isinstance(target, nn.Module):
         named = target.named_parameters(remove_duplicate=False)
-        return {name.replace(RECOMPUTED, ""): param.detach() for name, param in named}
+        return {_compat.state_key(name): param.detach() for name, param in named}
     return {name: tensor.detach() for name, tensor in target.items()}
 
 

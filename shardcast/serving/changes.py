@@ -28,8 +28,6 @@ from shardcast.serving.records import Followed
 from shardcast.serving.shards import FollowedShard, Serving
 from shardcast.step.step_hook import StepHook
 
-RECOMPUTED = "_checkpoint_wrapped_module."  # torch takes it out of the keys of state dicts
-
 
 class ChangesOfRank(StepHook):
     """Changes of one rank. A version has a number and the name of its run."""
@@ -112,7 +110,7 @@ class ChangesOfRank(StepHook):
             first |= {param: slot.name for slot, param in zip(slots, params, strict=True)}
         named = self._optimizer.model.named_parameters(remove_duplicate=False)
         return {
-            _key(name): _key(first[param])
+            _compat.state_key(name): _compat.state_key(first[param])
             for name, param in named
             if first.get(param, name) != name
         }
@@ -129,7 +127,7 @@ def _patches(
         places = record.since(part.start, part.stop)
     if not places.numel():
         return
-    name, form = _key(fragment.slot.name), shard.pack.layout.cast
+    name, form = _compat.state_key(fragment.slot.name), shard.pack.layout.cast
     if as_codes and form:
         yield from _coded(name, values, param, start, places, form)
         return
@@ -137,10 +135,6 @@ def _patches(
     indices = in_32_bits(global_index(param, places + start), whole)
     told = values.clone() if places.numel() == values.numel() else values[places]
     yield WeightPatch(name, tuple(whole.shape), values.dtype, told, indices)
-
-
-def _key(name: str) -> str:
-    return name.replace(RECOMPUTED, "")
 
 
 def _coded(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast.checkpoint import storage
+from shardcast.checkpoint.directory import WRITING
 from shardcast.serving.applying import (
     DamagedChangesError,
     IncompleteChangesError,
@@ -43,7 +44,7 @@ NAME = re.compile(
 )
 VERSION = re.compile(r"(?P<run>[0-9a-f]+)-(?P<number>\d+)-\d+")
 RUN = re.compile(r"[0-9a-f]+")
-WRITING, NEWEST, HEAD = ".writing-", "NEWEST", "shardcast"
+NEWEST, HEAD = "NEWEST", "shardcast"
 FULL_EVERY = 100  # versions
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import shardcast
 from shardcast import _compat
 from shardcast.optimizer.sharded import packed_of
-from shardcast.step.decide.skip_report import HostCopy
+from shardcast.step.decide.report import HostCopy
 from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)

@@ -23,9 +23,8 @@ from shardcast.step.decide.norm import GradientNorm, product
 from shardcast.step.decide.options import OptionCheck
 from shardcast.step.decide.presence import Presence
 from shardcast.step.decide.refusal import Refusal
-from shardcast.step.decide.report import Report
+from shardcast.step.decide.report import Report, SkipReport
 from shardcast.step.decide.signal import LEFT, Signal, Verdict, defining
-from shardcast.step.decide.skip_report import SkipReport
 from shardcast.step.decide.tokens import Tokens
 from shardcast.step.reduce.mean import Divisor
 

@@ -1,14 +1,23 @@
-"""The report of a decision: numbers that the host reads when they have arrived."""
+"""The report of a decision, and the skipped steps: their count and reasons.
+
+The host reads the numbers when they have arrived: at once on CPU, a step or two later on an
+accelerator. Then it warns of the reason, or raises for too many skipped steps in a row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardcast import _compat
+from shardcast.comm import Comm, warn_once_for
+from shardcast.memory.gradients import Gradients
+from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.norm import GradientNorm
 from shardcast.step.decide.signal import Signal, to_device
 
 
@@ -110,3 +119,213 @@ def _mistakes(signals: Sequence[Signal], skips: bool) -> Iterator[tuple[Signal, 
             first, *others = run
             if does_skip == skips:
                 yield signal, slice(first, first + 1 + len(others))
+
+
+ELSEWHERE = "on other model-parallel ranks, which name it"
+
+
+class HostCopy:
+    """The latest numbers of the device on the host, without waiting for the device.
+
+    Numbers that are sent before the last ones were read are dropped, so they should be totals. On
+    a CPU they arrive at once; on an accelerator when their copy is done, usually in the next step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._numbers: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def send(self, numbers: Tensor) -> None:
+        """Start to copy a 1-d tensor; it may be overwritten afterwards."""
+        capturing = _compat.is_capturing(self._device)
+        if self._copied is not None and not capturing:
+            return
+        if self._numbers is None or self._numbers.numel() != numbers.numel():
+            pinned = self._device.type == "cuda"
+            self._numbers = torch.zeros_like(numbers, device="cpu", pin_memory=pinned)
+        self._numbers.copy_(numbers, non_blocking=True)
+        if self._device.type == "cuda" and not capturing:
+            # On the model's device: another one may be the current one.
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self._device))
+
+    def read(self, waits: bool = False) -> list[float] | None:
+        """Return the numbers, or ``None`` while they are under way, if it is not to wait."""
+        if self._copied is not None:
+            if _compat.is_capturing(self._device):
+                return None
+            if waits:
+                self._copied.synchronize()
+            elif not self._copied.query():
+                return None
+            self._copied = None
+        return None if self._numbers is None else self._numbers.tolist()
+
+
+class SkipReport:
+    """The skipped steps of all ranks.
+
+    Args:
+        norm: knows packs that are not finite.
+        refuse: raises for mistakes of a report.
+        report: the layout of reports.
+        bound: steps skipped in a row that raise.
+        usual: a skip now and then is the normal work of a dynamic loss scale: no warning.
+        signals: may have numbers of their own for the host, and know why a step was skipped.
+        everyone: the ranks that a signal skips steps for; else those of ``comm``.
+    """
+
+    def __init__(
+        self,
+        norm: GradientNorm,
+        comm: Comm,
+        device: torch.device,
+        refuse: Callable[[Sequence[float]], None],
+        report: Report,
+        bound: int,
+        usual: bool,
+        signals: Sequence[Signal] = (),
+        everyone: Comm | None = None,
+    ) -> None:
+        self._everyone = comm if everyone is None else everyone
+        self._norm, self._comm, self._device = norm, comm, device
+        self._refuse, self._bound, self._usual = refuse, bound, usual
+        self._report = report
+        self._noting = [signal for signal in signals if signal.noted]
+        # Steps skipped so far and in a row; of the last skipped one, per rank, its first pack that
+        # is not finite; of all steps since they were reported the mistakes. As in reports.
+        self._sizes = [report.length, *(signal.noted for signal in self._noting)]
+        self._sent = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
+        self._totals, *noted = self._sent.split(self._sizes)
+        for signal, numbers in zip(self._noting, noted, strict=True):
+            signal.numbers = numbers
+        self._skipped, self._in_row, _, self._mistakes = report.counts(self._totals)
+        self._host = HostCopy(device)
+        self._reported = 0.0
+
+    def count(self, decision: Decision) -> None:
+        """Note whether the step is skipped; some later :meth:`poll` reports it."""
+        torch.addcmul(decision.increment, self._totals, decision.multiplier, out=self._totals)
+        for signal in self._noting:
+            signal.note(decision)
+        self._host.send(self._sent)
+
+    def poll(self) -> None:
+        """Report skipped steps whose numbers have arrived; never waits for the device.
+
+        Raises:
+            RuntimeError: as many steps in a row as the bound were skipped; names the first
+                non-finite element. On an accelerator also for mistakes of some ranks, for which
+                all steps since were skipped.
+        """
+        totals = self._host.read()
+        if totals is None:
+            return
+        (skipped,), (in_row,), last, mistakes = self._report.counts(totals)
+        is_news, self._reported = skipped != self._reported, skipped
+        if any(mistakes) and not _compat.is_host(self._device):  # on a CPU refused at once
+            self._mistakes.zero_()
+            self._refuse(mistakes)
+        if not is_news:
+            return
+        too_many = int(in_row) if in_row >= self._bound else 0
+        reasons = (signal.reason(of_signal) for signal, of_signal in self._noted(totals))
+        if (told := next(filter(None, reasons), None)) is not None:
+            tell_of_signal(self._everyone, *told, too_many)
+        elif too_many or not self._usual:
+            packs = dict(self._norm.packs(last))
+            tell_of_gradients(self._comm, packs, self._device, too_many)
+
+    @property
+    def skipped_steps(self) -> int:
+        """The steps that were skipped so far. Reading it waits for the device."""
+        return int(self._skipped.item())
+
+    def _noted(self, totals: Sequence[float]) -> Iterator[tuple[Signal, Sequence[float]]]:
+        start = self._report.length
+        for signal in self._noting:
+            yield signal, totals[start : start + signal.noted]
+            start += signal.noted
+
+    def state_dict(self) -> dict[str, float]:
+        """Return plain numbers; waits for the device."""
+        return {"skipped": float(self._skipped), "in_row": float(self._in_row)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Undo :meth:`state_dict`."""
+        self._skipped.fill_(state["skipped"])
+        self._in_row.fill_(state["in_row"])
+        self._reported = state["skipped"]
+
+
+def tell_of_signal(comm: Comm, reason: str, remedy: str, too_many: int) -> None:
+    """Warn of the reason that a signal had, or raise RuntimeError.
+
+    Args:
+        comm: the ranks that know of it and all call this.
+        too_many: how many steps in a row were skipped where that is an error, else 0.
+    """
+    if too_many:
+        raise RuntimeError(
+            f"{too_many} steps in a row were skipped (max_skipped_steps), the last one {reason}. "
+            f"{remedy}"
+        )
+    warn_once_for(comm, f"step skipped {reason}")
+
+
+def tell_of_gradients(
+    comm: Comm, packs: Mapping[int, Gradients], device: torch.device, too_many: int
+) -> None:
+    """Warn of the first gradients that are not finite, or raise RuntimeError.
+
+    Args:
+        comm, too_many: see :func:`tell_of_signal`.
+        packs: by owner, the first of each that has such an element.
+    """
+    where = "; ".join(_locate(comm, packs, device)) or ELSEWHERE
+    if too_many:
+        raise RuntimeError(
+            f"{too_many} steps in a row were skipped because of non-finite gradients "
+            f"(max_skipped_steps); first: {where}. Lower the learning rate or the loss scale, "
+            "or look at the data of these steps; a script that reads .grad needs "
+            "optimizer.gather_gradients() before"
+        )
+    reads = "; a script that reads .grad needs optimizer.gather_gradients() before"
+    warn_once_for(comm, f"step skipped, non-finite gradient: {where}{reads * (comm.size > 1)}")
+
+
+def _locate(comm: Comm, packs: Mapping[int, Gradients], device: torch.device) -> list[str]:
+    """Name each owner's first non-finite element, and the ranks it came from.
+
+    The owner noted whose they were, where it added them up itself. All ranks are here in the same
+    step on CPU, so they can ask each other; on an accelerator the owner's span is named.
+    """
+    if not _compat.is_host(device):
+        return [
+            f"in the span of rank {owner} of the pack that begins with parameter "
+            f"{grads.pack.layout.slots[0].name!r}"
+            for owner, grads in packs.items()
+        ]
+    own = packs.get(comm.rank)
+    elements = comm.exchange(None if own is None else _element(own), device)
+    culprits = comm.exchange(None if own is None else [*own.culprits], device)
+    return [
+        f"{_who(owner, culprits[owner] or [], grads)}, {elements[owner][1]}"
+        for owner, grads in packs.items()
+    ]
+
+
+def _element(grads: Gradients) -> tuple[int, str]:
+    """Find the first non-finite element of an own span: its offset in the pack, and its name."""
+    offset = grads.pack.own.start + int((~grads.own.isfinite()).to(torch.uint8).argmax())
+    slot = next(slot for slot in grads.pack.layout.slots if offset < slot.end)
+    return offset, f"parameter {slot.name!r}, element {offset - slot.offset}"
+
+
+def _who(owner: int, culprits: list[int], grads: Gradients) -> str:
+    if culprits:
+        return f"rank {', '.join(map(str, culprits))}"
+    if grads.whole:
+        return f"rank {owner}"
+    return f"the sum over ranks, at its owner {owner}"

@@ -12,9 +12,9 @@ from torch import nn
 
 from shardcast import _compat
 from shardcast.comm import Comm, ProcessGroups
-from shardcast.step.decide import skip_report
+from shardcast.step.decide import report
 from shardcast.step.decide.options import OptionCheck
-from shardcast.step.decide.skip_report import HostCopy
+from shardcast.step.decide.report import HostCopy
 from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -244,11 +244,11 @@ class Event:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = {torch.device("cuda"): "of the model's device"}
-    monkeypatch.setattr(skip_report.torch.cuda, "Event", Event)
-    monkeypatch.setattr(skip_report.torch.cuda, "current_stream", streams.get)
-    monkeypatch.setattr(skip_report.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(report.torch.cuda, "Event", Event)
+    monkeypatch.setattr(report.torch.cuda, "current_stream", streams.get)
+    monkeypatch.setattr(report.torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
-        skip_report.torch,
+        report.torch,
         "zeros_like",
         lambda numbers, **_: torch.zeros(numbers.shape, dtype=numbers.dtype),
     )
