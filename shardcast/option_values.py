@@ -73,8 +73,9 @@ def option(default: Any, help: str = "", within: Range = ANY) -> Any:
     return field(default=default, metadata={"help": help, "range": within})
 
 
-# Methods of the optimizer that extensions have, by the option or module, which is imported, and its
-# hook made, with a first call. A hook that needs its option refuses by an AttributeError.
+# Methods and properties of the optimizer that extensions have, by the option or module, which is
+# imported, and its hook made, with a first call. A hook that needs its option refuses by an
+# AttributeError.
 CALLS = {
     "attempt": "on_error",
     "failures": "on_error",
@@ -87,6 +88,7 @@ CALLS = {
     "averaged": "averages",
     "load_average": "averages",
     "metrics": "metrics",
+    "guarded_steps": "guard",
 }
 
 

@@ -50,8 +50,6 @@ BY_NAME = {"any_optimizer"}
 DECLARES = "option_values.py"
 # Modules with imports in functions: of what needs a third-party package, or what mesh= asks for.
 INSIDE = {f"shardcast.{name}" for name in ("cli.launch", "run", "serving.kernels", "optimizer.api")}
-# Methods of the optimizer whose options the core asks for, by name still.
-ASKED = {"guard"}
 
 
 @functools.cache
@@ -253,7 +251,7 @@ def test_the_core_reads_no_option_of_an_extension_by_its_name():
     }
     assert {name: found for name, text in core.items() if (found := options_read(text))} == {}
     asked = [re.findall(r'(?:hook|signal)_of\("(\w+)"\)', text) for text in core.values()]
-    assert {*itertools.chain(*asked)} == ASKED
+    assert {*itertools.chain(*asked)} == set()
 
 
 def test_private_members_are_read_in_their_own_module_only():

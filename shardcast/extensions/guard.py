@@ -17,9 +17,11 @@ from torch import Tensor
 
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
+from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import FINITE, Option, ValidatedOptions, one_of, option, read_mapping
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import Signal, Verdict
+from shardcast.step.step_hook import StepHook
 
 GuardFn = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -236,6 +238,20 @@ class Guard(Signal):
             self._history.copy_(torch.tensor(rows, dtype=torch.float64))
 
 
+class Guarded(StepHook):
+    """What a script reads of the guard."""
+
+    name = "guard"
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._guard: Guard | None = optimizer.decider.signal_of("guard")
+
+    @property
+    def guarded_steps(self) -> int:
+        """Number of spikes that the ``guard`` skipped or clipped. Waits for the device."""
+        return 0 if self._guard is None else int(self._guard.numbers[0])
+
+
 def _read(name: str, value: Any) -> Any:
     if isinstance(value, GuardRule) or callable(value):
         return value
@@ -259,4 +275,5 @@ OPTION = Option(
     within=("a mapping or a function", lambda _: True),
     read=_read,
     signal=_signal,
+    hook=Guarded,
 )

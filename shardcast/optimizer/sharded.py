@@ -541,12 +541,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._packed.decider.skips.skipped_steps
 
     @property
-    def guarded_steps(self) -> int:
-        """Number of spikes that the ``guard`` skipped or clipped. Waits for the device."""
-        guard = self._packed.decider.signal_of("guard")
-        return 0 if guard is None else int(guard.numbers[0])
-
-    @property
     def last_step_skipped(self) -> Tensor | None:
         """Flag of the last step: 0-dim bool, equal on all ranks; ``None`` before any step."""
         return self._last_skip
