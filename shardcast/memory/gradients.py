@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -23,8 +24,17 @@ from shardcast.plan.layout import GroupId, with_values
 from shardcast.plan.precision import MASTER_DTYPE
 
 
+class Act(Enum):
+    """The last thing that a script did to the mean of a slot since the last step."""
+
+    CLEARED = "dropped before another backward of the step"
+    ASSIGNED = "replaced before another backward of the step"
+    GONE = "dropped after the reduction that the coming step uses"
+    QUIET = "given a gradient by a backward that sends nothing, upon a mean of the same step"
+
+
 class Gradients:
-    """The gradients of one pack on this rank.
+    """The gradients of one pack on this rank: OPEN in ordinary ``.grad``s, or sent.
 
     The mean of the own span is one 1-d tensor in ``low``, which stays. Once a reduction adds to it,
     and until it is cleared, it is in fp32, in other memory. Where the own span is the whole pack
@@ -37,19 +47,15 @@ class Gradients:
         has: slots of which this rank had a gradient that is in the mean.
         shown: slots whose ``.grad`` shows the mean, unless a script has changed that since.
         adds: slots whose mean the next reduction adds to.
-        local: slots whose ``.grad`` is this rank's own, and was when its mean was put aside.
-        gone: slots that a script cleared after the reduction that the coming step uses.
-        quiet: slots that a backward which sends nothing brought upon a mean of the same step.
-        is_part: whether a ``.grad`` of this rank is to be added to a mean, and so not all of it.
+        aside: slots whose mean made room for a gradient of this rank, the last one last, with a
+            weak reference to that gradient once its backward has ended.
+        acts: what a script did to means since the last step.
         used: whether a step has used the mean.
-        assigned, cleared: slots whose mean a script replaced or dropped between two reductions of
-            a step.
+        in_flight: whether the pack is on its way, so that nobody may edit the mean.
         holders: of copies whose gradients are added up, on how many ranks of one data-parallel
             coordinate each slot had one, fp32.
         culprits: ranks whose gradients made the mean non-finite, where that is known.
-        has_graph: whether a gradient had a graph of its own, which the mean has not.
         mistake: the first error of this rank since gradients were cleared.
-        in_flight: whether the pack is on its way, so that nobody may edit the mean.
         before_edit: is called before a script edits the mean, or sees it.
     """
 
@@ -61,29 +67,19 @@ class Gradients:
             slot.numel > 0 and slot.offset < stop and start < slot.end for slot in slots
         )
         self.whole = pack.comm.size == 1
-        self._device = pack.params[0].device
         self._own: Tensor | None = None
         self._mean: Tensor | None = None  # in ``low``; the memory that stays
         self._full: Tensor | None = None  # of all owners, after a gather
-        self._dropped = False  # ``own`` has values of no gradient
-        self._kept: dict[int, Callable[[], Tensor | None]] = {}
-        self._wide: set[int] = set()  # parameters whose ``.grad`` is in fp32
-        self._padding = pack.layout.padding
-        self._gaps: Tensor | None = None  # the elements of padding, once something is sent
+        self._gaps: Tensor | None = None  # which elements are padding, once something is sent
         self._stand_ins: list[StandIn | None] = [None] * len(slots)
         # Views that were shown last. Weakly: a script may keep one.
         self._views: list[Callable[[], Tensor | None]] = [nothing] * len(slots)
         self.has: set[int] = set()
         self.shown: set[int] = set()
         self.adds: set[int] = set()
-        self.local: set[int] = set()
-        self._hides = False  # what is on its way is shown by stand-ins, where there are views else
-        self._taking: int | None = None  # the last slot whose mean made room for a gradient
-        self.gone: set[int] = set()
-        self.quiet: set[int] = set()
-        self.assigned: set[int] = set()
-        self.cleared: set[int] = set()
-        self.used = self.has_graph = self.in_flight = self.is_part = False
+        self.aside: dict[int, Callable[[], Tensor | None] | None] = {}
+        self.acts: dict[int, Act] = {}
+        self.used = self.in_flight = False
         self.holders: Tensor | None = None
         self.culprits: Collection[int] = ()
         self.before_edit: Callable[[], None] = nothing
@@ -97,7 +93,7 @@ class Gradients:
         if self._own is None:
             if self._mean is None:
                 numel = self.pack.own.numel
-                self._mean = torch.zeros(numel, dtype=self.low, device=self._device)
+                self._mean = torch.zeros(numel, dtype=self.low, device=self.pack.data.device)
             self._own = self._mean
         return self._own
 
@@ -124,7 +120,7 @@ class Gradients:
     @property
     def is_clear(self) -> bool:
         """Return whether no ``.grad`` shows a mean, or is to be added to one."""
-        return not self.shown and not self.local
+        return not self.shown and not self.aside
 
     def part(self, position: int) -> Tensor:
         """Return the part of the mean that belongs to one slot."""
@@ -161,7 +157,7 @@ class Gradients:
         """Zero the mean of one slot: there is nothing to add to, and a gradient is still there."""
         self.edited(position).zero_()
         self.adds.discard(position)
-        self.quiet.discard(position)
+        self._undo_quiet(position)
 
     def own_mean(self) -> Tensor | None:
         """Prepare ``own`` for a reduction; return it in fp32 where there is something to add to."""
@@ -184,17 +180,16 @@ class Gradients:
         self._own = total
         return total
 
-    def landed(self, pieces: Sequence[Tensor]) -> None:
+    def landed(self, pieces: Sequence[Tensor], holders: Tensor | None) -> None:
         """Take what was written to ``own``, the mean of ``pieces`` (one: a sum over ranks)."""
-        self.in_flight, self._dropped, self.culprits = False, False, ()
+        self.in_flight, self.culprits, self.holders = False, (), holders
         self.adds = set(self.shown)
         if self.whole:
             for position in self.shown:
                 grad = self.pack.params[position].grad
-                # After a backward that failed a script may have cleared or assigned it.
-                if not self._hides or (grad is not None and self.holds(position, grad)):
-                    self._show_view(position, self.own)
-            self._hides = False
+                if grad is not None and self.holds(position, grad):  # else it was cleared meanwhile
+                    self.pack.params[position].grad = None  # of a DTensor a part of the sum
+                    self.show(position)
         own = self.own
         if not _compat.is_host(own.device) or len(pieces) == 1:
             return
@@ -211,16 +206,14 @@ class Gradients:
             Whether a gradient was assigned.
         """
         has_taken = False
-        if self._dropped:
-            self._dropped = False
-            self.own.zero_()
+        if not self.shown and not self.adds:
+            self.own.zero_()  # it has values of gradients that were cleared
         for position, param in enumerate(self.pack.params):
             grad = param.grad
             if grad is None:
                 if position in self.shown:
-                    self.shown.discard(position)
-                    self.gone.add(position)
                     self._drop(position)
+                    self.acts[position] = Act.GONE
                     self.part(position).zero_()
                     if self.holders is not None:
                         self.holders[position].fill_(0.0)
@@ -259,33 +252,25 @@ class Gradients:
         return grad.data_ptr() == data.data_ptr() + offset * data.element_size() or not grad.numel()
 
     def show(self, position: int) -> None:
-        """Set ``.grad`` to the mean: a view of it where this rank has all of it."""
-        if self.whole:
+        """Set ``.grad`` to the mean: a view of it where this rank has all of it, and a stand-in."""
+        self.shown.add(position)
+        if self.whole and not self.in_flight:
             self._show_view(position, self.own)
-            self.shown.add(position)
             return
-        self._show_stand_in(position)
-
-    def _show_stand_in(self, position: int) -> None:
-        if position in self._wide:
-            self.pack.params[position].grad = None
+        param, held = self.pack.params[position], self._stand_ins[position]
+        if param.grad_dtype != self.low:
+            param.grad = None
             self._set_dtype(position, self.low)
-        held = self._stand_ins[position]
         # References: of the list, of ``held``, of the call.
         if held is None or sys.getrefcount(held) > 3:
             if held is not None:
                 held.grads = nothing  # a script keeps that of a step before
             held = self._stand_ins[position] = stand_in(self, position)
-        self.pack.params[position].grad = held
-        self.shown.add(position)
+        param.grad = held
 
     def _show_view(self, position: int, data: Tensor) -> None:
-        param = self.pack.params[position]
-        grad = param.grad
-        if grad is not None and data is self._own and self.holds(position, grad):
-            return
         self._set_dtype(position, data.dtype)
-        param.grad = self._view(position, data)
+        self.pack.params[position].grad = self._view(position, data)
 
     def _view(self, position: int, data: Tensor) -> Tensor:
         """Make a view of one slot, for another gradient."""
@@ -318,31 +303,22 @@ class Gradients:
         if self.given(position) is None and param.grad is not None:
             param.grad = None  # the mean stays, and is added to
             self.shown.discard(position)
-            self._taking = position
-            if is_quiet and position in self.adds:
-                self.is_part = True
-                if not self.used:
-                    self.quiet.add(position)
-        self.local.add(position)
+            self.aside[position] = None
+            if is_quiet and position in self.adds and not self.used:
+                self.acts[position] = Act.QUIET
 
     def give_back(self) -> int | None:
-        """Show the mean again after a backward that failed.
+        """Show a mean again that made room for a gradient which never came; return its slot.
 
-        A hook of the script may raise between :meth:`take` and the gradient. And a script that
-        clears gradients which are on their way must be told from one that does not.
-
-        Returns:
-            The slot.
+        A hook of the script may raise between :meth:`take` and the gradient.
         """
-        position, self._taking = self._taking, None
-        if self.in_flight and self.whole:  # where .grad shows nothing as long as nothing fails
-            self._hides = True
-            for sent in self.shown:
-                self._show_stand_in(sent)
-        if position is None or self.pack.params[position].grad is not None:
+        position = next(reversed(self.aside), None)
+        if position is None or self.aside[position] is not None:
             return None
-        self.local.discard(position)
-        self.quiet.discard(position)
+        if self.pack.params[position].grad is not None:
+            return None
+        del self.aside[position]
+        self._undo_quiet(position)
         self.show(position)
         return position
 
@@ -354,19 +330,17 @@ class Gradients:
         """
         grad = self.pack.params[position].grad
         if grad is None:
-            if position in self.shown or position in self.local:
-                self._drop(position, self.cleared)
+            if position in self.shown or position in self.aside:
+                self._drop(position, Act.CLEARED)
             return None
-        if position in self.local:
-            kept = self._kept.get(position)
-            if kept is not None and kept() is not grad:
-                self._drop(position, self.assigned)
-                self.local.add(position)
-            return grad if self._accepts(position, grad) else None
-        if self.holds(position, grad):
+        if position in self.aside:
+            known = self.aside[position]
+            if known is not None and known() is not grad:
+                self._drop(position, Act.ASSIGNED)
+        elif self.holds(position, grad):
             return None
-        if position in self.shown:
-            self._drop(position, self.assigned)
+        elif position in self.shown:
+            self._drop(position, Act.ASSIGNED)
         return grad if self._accepts(position, grad) else None
 
     def _accepts(self, position: int, grad: Tensor) -> bool:
@@ -376,18 +350,27 @@ class Gradients:
         try:
             check_given(self.pack, position, grad)
         except (RuntimeError, TypeError) as error:
-            self.mistake = self.mistake or error.with_traceback(None)
+            self.refuse(error)
             self.pack.params[position].grad = None
             return False
         return True
 
-    def _drop(self, position: int, noted: set[int] | None = None) -> None:
-        """Drop the mean of one slot."""
-        if noted is not None and position in self.adds and not self.used:
-            noted.add(position)
-        for positions in (self.shown, self.adds, self.local, self.quiet, self.has):
+    def refuse(self, error: Exception) -> None:
+        """Keep the first error of this rank for the next decision, which raises it on all."""
+        self.mistake = self.mistake or error.with_traceback(None)
+
+    def _drop(self, position: int, act: Act | None = None) -> None:
+        """Drop the mean of one slot, by an act of the script."""
+        self._undo_quiet(position)
+        if act is not None and position in self.adds and not self.used:
+            self.acts[position] = act
+        for positions in (self.shown, self.adds, self.has):
             positions.discard(position)
-        self._kept.pop(position, None)
+        self.aside.pop(position, None)
+
+    def _undo_quiet(self, position: int) -> None:
+        if self.acts.get(position) is Act.QUIET:
+            del self.acts[position]
 
     # -- a reduction ----------------------------------------------------------------------------
 
@@ -409,44 +392,48 @@ class Gradients:
         else:
             found = ((position, self.given(position)) for position in range(len(params)))
             grads = {position: grad for position, grad in found if grad is not None}
-        self.has_graph = self.has_graph or any(grad.requires_grad for grad in grads.values())
-        absent = {position for position in range(len(params)) if position not in grads}
+            self._refuse_quiet()
+        absent = [position for position in range(len(params)) if position not in grads]
         without = [n for n in grads if left_out(n)] if left_out is not None else []
         sent = self._packed(grads)
         for position in (*absent, *without):
             slot = layout.slots[position]
             sent[slot.offset : slot.end].zero_()
         self.has |= grads.keys()
-        self._taking = None
-        self.local.clear()
-        self._kept.clear()
-        self.is_part = False
-        self.gone.clear()
-        self.narrow()
+        self.aside.clear()
+        self.acts = {n: act for n, act in self.acts.items() if act is not Act.GONE}
+        self.in_flight, self.used = True, False
         if self.whole:
             for position in range(len(params)):
                 self._part_with(position)
-                params[position].grad = None
+            self.narrow()
         for position, param in enumerate(params):
             if param.requires_grad or position in grads:
-                if self.whole:
-                    self.shown.add(position)  # as it lands
-                else:
-                    self.show(position)
-        self.in_flight, self.used = True, False
+                self.show(position)
         return sent
+
+    def _refuse_quiet(self) -> None:
+        for position in sorted(n for n, act in self.acts.items() if act is Act.QUIET):
+            name = self.pack.layout.slots[position].name
+            self.refuse(
+                RuntimeError(
+                    f"backward: {name!r} got a gradient inside no_sync() or attempt() after an "
+                    "earlier backward of the same step had been reduced; have the synchronized "
+                    "backward last, or call optimizer.zero_grad() in between"
+                )
+            )
 
     def _packed(self, grads: dict[int, Tensor]) -> Tensor:
         layout = self.pack.layout
-        if len(layout.slots) == len(grads) == 1 and not self._padding:
+        if len(layout.slots) == len(grads) == 1:
             (grad,) = grads.values()
             alone = not _compat.is_shared(grad) and grad.is_contiguous()
-            if alone and grad.dtype == self._wire:
+            if alone and grad.dtype == self._wire and grad.numel() == layout.numel:
                 return grad.detach().view(-1)
-        sent = torch.empty(layout.numel, dtype=self._wire, device=self._device)
-        if self._padding:
-            if self._gaps is None:
-                self._gaps = _gaps(self.pack)
+        sent = torch.empty(layout.numel, dtype=self._wire, device=self.pack.data.device)
+        if self._gaps is None:
+            self._gaps = _gaps(self.pack)
+        if self._gaps.numel():
             sent.index_fill_(0, self._gaps, 0.0)
         if grads:
             every = self.pack.views(sent)
@@ -465,30 +452,29 @@ class Gradients:
         Graphed callables give the same memory in each backward: autograd takes it for ``.grad``,
         and the next one would overwrite it.
         """
-        self._taking = None
         for position in positions:
             param = self.pack.params[position]
             grad = param.grad
             if grad is not None and type(grad) is Tensor and _compat.is_shared(grad):
                 param.grad = grad.detach().clone()
-            self.local.add(position)
-            if position in self.adds:
-                self._keep(position)
+            if position in self.aside:
+                self._refer(position)
 
-    def note_holders(self, counts: Tensor) -> None:
-        """Keep on how many ranks that hold a copy each slot had a gradient."""
-        self.holders = counts.clone()
-
-    def _keep(self, position: int) -> None:
+    def _refer(self, position: int) -> None:
         """Note the gradient that is to be added to a mean, to tell when a script replaces it."""
         grad = self.pack.params[position].grad
-        self._kept[position] = nothing if grad is None else weakref.ref(grad)
+        self.aside[position] = nothing if grad is None else weakref.ref(grad)
+
+    @property
+    def is_part(self) -> bool:
+        """Return whether a ``.grad`` of this rank is to be added to a mean: it is not all of it."""
+        return not self.adds.isdisjoint(self.aside)
 
     def widen(self, position: int) -> None:
         """Accumulate one gradient in fp32 from now on, until it is sent or cleared."""
         if self.whole:
             self._widen_all()
-        elif position not in self._wide:
+        else:
             self._set_dtype(position, MASTER_DTYPE)
 
     def _widen_all(self) -> None:
@@ -506,18 +492,19 @@ class Gradients:
             self._show_view(position, self._own)
 
     def narrow(self) -> None:
-        """Accumulate in ``low`` again."""
-        for position in [*self._wide]:
-            if self.pack.params[position].grad_dtype != self.low:
-                self.pack.params[position].grad = None
-            self._set_dtype(position, self.low)
+        """Accumulate in ``low`` again, without the gradients that are wider."""
+        for position, param in enumerate(self.pack.params):
+            if param.grad_dtype != self.low:
+                param.grad = None
+                self._set_dtype(position, self.low)
 
     def _set_dtype(self, position: int, dtype: torch.dtype) -> None:
         # A script that has cleared a gradient may set one in the dtype of the parameter.
-        set_grad_dtype(self.pack.params[position], dtype, is_only=dtype == self.low)
-        (self._wide.discard if dtype == self.low else self._wide.add)(position)
-        if position in self._kept:
-            self._keep(position)
+        param, known = self.pack.params[position], self.aside.get(position)
+        is_known = known is not None and known() is param.grad
+        set_grad_dtype(param, dtype, is_only=dtype == self.low)
+        if is_known:
+            self._refer(position)
 
     # -- one rank: nothing is sent ----------------------------------------------------------------
 
@@ -531,7 +518,6 @@ class Gradients:
                 continue
             if type(grad) is not Tensor or grad.layout != torch.strided:
                 check_given(self.pack, position, grad)
-            self.has_graph = self.has_graph or grad.requires_grad
             grads[position] = grad
         if grads:
             own = self.own
@@ -547,34 +533,29 @@ class Gradients:
         self.adopt()
         self.has = {n for n, param in enumerate(self.pack.params) if param.grad is not None}
         self.shown.clear()
-        self.local.clear()
+        self.aside.clear()
         for position in range(len(self.pack.params)):
             if position not in self.has:
-                self.clear(position)
+                self.part(position).zero_()
 
     def restart(self) -> None:
         """Begin in ``low`` again, where all gradients were cleared one by one."""
         if self.adds:  # a gradient may have come in the place of each mean, to be added to it
             return
-        if (self._wide or self.own.dtype != self.low) and not any(
+        if self.own.dtype != self.low and not any(
             (grad := param.grad) is not None and self.holds(position, grad)
             for position, param in enumerate(self.pack.params)
         ):
             self._own = None
-            for position in [*self._wide]:
+            for position in range(len(self.pack.params)):
                 self._set_dtype(position, self.low)
-
-    def clear(self, position: int) -> None:
-        """Zero the mean of one slot."""
-        self.part(position).zero_()
 
     # -- after a step -----------------------------------------------------------------------------
 
     def use(self) -> None:
         """Note that a step has used the mean."""
         self.used = True
-        for noted in (self.gone, self.quiet, self.assigned, self.cleared):
-            noted.clear()
+        self.acts.clear()
 
     def forget(self, set_to_none: bool = True) -> None:
         """Drop the mean: all gradients are cleared, by whomever.
@@ -583,25 +564,18 @@ class Gradients:
             set_to_none: else gradients stay, and are zero.
         """
         self.adds.clear()
-        self._kept.clear()
-        self.mistake = None
-        self.use()
+        self.acts.clear()
+        self.mistake, self.used = None, False
         if set_to_none:
             self.has.clear()
             self.shown.clear()
-            self.local.clear()
-            self._own = self._full = None
-            self._dropped = True
-            if self._wide:
-                for position in self._wide:
-                    self.pack.params[position].grad = None
-                self.narrow()
+            self.aside.clear()
+            self._own = self._full = self.holders = None
+            self.narrow()
         elif self._own is not None:
             self._own.zero_()
             if self._full is not None:
                 self._full.zero_()
-        self.used = False
-        self.holders = None if set_to_none else self.holders
 
     def hide(self, present: Sequence[bool]) -> None:
         """Show no gradient where no rank had one, as far as that is known."""

@@ -107,7 +107,7 @@ class PackedParameters:
         flat, grads = self._flats[number], self._grads[number]
         if flat.grad is None:
             for place in range(len(grads.pack.params)):
-                grads.clear(place)
+                grads.part(place).zero_()
             flat.grad = grads.own
             self._present[number].clear()
         self._present[number].add(position)

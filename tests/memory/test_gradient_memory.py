@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from shardcast.memory.stand_in import StandIn
 from shardcast.optimizer.sharded import packed_of
-from shardcast.step.reduce.bucket import State
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,7 +50,7 @@ def live(optimizer: Any) -> int:
         for param in bucket.grads.pack.params:
             if param.grad is not None and type(param.grad) is not StandIn:
                 total += param.grad.nbytes
-        if bucket.state is State.SENT:
+        if bucket.grads.in_flight:
             total += bucket._reduction._sent.nbytes + bucket._reduction.received._memory.nbytes
     return total
 

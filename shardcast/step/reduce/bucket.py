@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -20,17 +19,10 @@ from shardcast.plan.precision import MASTER_DTYPE, SHORT_SUM, sum_dtype
 from shardcast.step.reduce.mean import Divisor, Mean, mean_in_chunks_
 
 
-class State(Enum):
-    """The state of the gradients of a pack: ``send()`` leads to SENT, ``land()`` back to OPEN."""
-
-    OPEN = "ordinary .grads, which autograd adds to, or what shows a mean"
-    SENT = "on their way to the owners"
-
-
 def land_all(buckets: Iterable[Bucket]) -> None:
     """Finish what a failed backward, or no backward, left in flight."""
     for bucket in buckets:
-        if bucket.state is State.SENT:
+        if bucket.grads.in_flight:
             with torch.no_grad():
                 bucket.land()
 
@@ -60,7 +52,6 @@ class Bucket:
     sums: Sequence[Comm] = ()
     repeated: Sequence[str] = ()
     widens: bool = False
-    state: State = State.OPEN
     arrived: set[int] = field(default_factory=set)
     additions: list[int] = field(init=False)
     counts: bool = False
@@ -123,7 +114,7 @@ class Bucket:
             self._streams.add(_compat.current_stream(grads.pack.data.device))
 
     def failed(self) -> None:
-        """Hear that the backward failed, maybe before the last gradient was accumulated."""
+        """Called when the backward failed, maybe before the last gradient was accumulated."""
         if (position := self.grads.give_back()) is not None:
             self.arrived.discard(position)
             self.additions[position] -= 1
@@ -161,7 +152,7 @@ class Bucket:
 
     def send(self, buffers: Buffers) -> None:
         """Start the collective, into one of the ``buffers``."""
-        assert self.state is State.OPEN
+        assert not self.grads.in_flight
         grads, layout = self.grads, self.grads.pack.layout
         if self._streams:
             _compat.wait_streams(self._streams, [param.grad for param in grads.pack.params])
@@ -176,7 +167,6 @@ class Bucket:
                 self._reduction = ReplicaSumReduction(
                     self._reduction, group, layout, partial(_added, room=0)
                 )
-        self.state = State.SENT
 
     def _is_repeated(self, position: int) -> bool:
         param = self.grads.pack.params[position]
@@ -196,21 +186,21 @@ class Bucket:
         reduction, grads = self._reduction, self.grads
         if reduction is None:
             return None
-        pieces, divisor = reduction.wait(), self.divisor.value
+        pieces, divisor, holders = reduction.wait(), self.divisor.value, None
         if self.late:
-            pieces = [self._sum_of_copies(pieces, grads.pack.layout)]
+            total, holders = self._sum_of_copies(pieces, grads.pack.layout)
+            pieces = [total]
         usual = self.divisor.given is None and not self.sums
         mean = self.mean if usual else mean_in_chunks_  # compiled anew for each other divisor
         if reduction.mean_ is not None:
             mean = reduction.mean_
-        total = grads.own_mean()
-        mean(pieces, divisor, total, grads.own)
-        self._reduction, self.state = None, State.OPEN
-        grads.landed(pieces if reduction.by_rank else pieces[:1])
+        mean(pieces, divisor, grads.own_mean(), grads.own)
+        self._reduction = None
+        grads.landed(pieces if reduction.by_rank else pieces[:1], holders)
         return reduction.received
 
-    def _sum_of_copies(self, pieces: Sequence[Tensor], layout: PackLayout) -> Tensor:
-        """Sum ``pieces`` over holders of copies, and with them who of these has a gradient."""
+    def _sum_of_copies(self, pieces: Sequence[Tensor], layout: PackLayout) -> tuple[Tensor, Tensor]:
+        """Sum ``pieces`` over holders of copies, and count per slot those that have a gradient."""
         own = self.grads.own.numel()
         total = _added(pieces, len(layout.slots))
         total[own:].fill_(1.0)  # to assign a number would wait for a GPU (torch < 2.13)
@@ -219,8 +209,7 @@ class Bucket:
                 total[own + position].fill_(0.0)
         for comm in self.sums:
             comm.all_reduce(total, layout)
-        self.grads.note_holders(total[own:])
-        return total[:own]
+        return total[:own], total[own:].clone()
 
 
 def _added(pieces: Sequence[Tensor], room: int) -> Tensor:

@@ -105,16 +105,24 @@ class ReducePass:
         reducer, outer = self._reducer, running == self.backward
         if not self._sends or reducer.has_ended or not reducer.beside_others:
             self._advance(bucket.grads.pack.data.device)
-        with reducer.held():
-            if bucket in self._sent and self._sends:  # to launch it again others may not do
-                raise RuntimeError(
+        if bucket in self._sent and self._sends:  # to launch it again others may not do
+            bucket.grads.refuse(
+                RuntimeError(
                     f"backward: a re-entrant checkpoint brought a gradient of {bucket.first!r} or "
                     "a parameter packed with it for a second time after it was sent; call "
                     "optimizer.zero_grad() and run this step again, in which it is sent last, or "
                     "use torch.utils.checkpoint with use_reentrant=False"
                 )
-            if not bucket.arrived:
-                self._check_synced(bucket)
+            )
+        if not bucket.arrived and bucket.grads.pack.pending:
+            bucket.grads.refuse(
+                RuntimeError(
+                    f"overlap_sync: a backward reached {bucket.first!r} or a parameter packed with "
+                    "it, whose values of the last step were still on their way: a forward read it "
+                    "without its module being called, or was made before that step; call "
+                    "optimizer.wait_sync() before such a forward, or leave overlap_sync off"
+                )
+            )
         bucket.arrive(position, self._sends, reducer.alone, outer and bucket not in self._sent)
         # A full pack is sent when the next gradient arrives, whichever pack that belongs to.
         reducer.count_only(running if outer and not bucket.complete else None)
@@ -138,16 +146,6 @@ class ReducePass:
             elif self._reducer.alone:
                 bucket.adopt()
 
-    def _check_synced(self, bucket: Bucket) -> None:
-        """Raise RuntimeError where the weights of a pack were still on their way in the forward."""
-        if bucket.grads.pack.pending:
-            raise RuntimeError(
-                f"overlap_sync: a backward reached {bucket.first!r} or a parameter packed with it, "
-                "whose values of the last step were still on their way: a forward read it without "
-                "its module being called, or was made before that step; call "
-                "optimizer.wait_sync() before such a forward, or leave overlap_sync off"
-            )
-
     def _end(self) -> None:
         self.over = True  # an engine's thread may keep the callback for a moment longer
         if not self.started:
@@ -160,8 +158,6 @@ class ReducePass:
                 bucket.end_local(self._reducer.alone)
             if any(bucket.grads.is_part for bucket in self._buckets):
                 self._reducer.warn_of_part()
-        if any(bucket.grads.has_graph for bucket in self._buckets):
-            self._reducer.warn_of_graph()
 
     @torch.no_grad()
     def flush(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.comm import Buffers, Comm, ProcessGroups, warn_first
 from shardcast.config import ShardcastConfig
-from shardcast.memory.gradients import Gradients, nothing, set_grad_dtype
+from shardcast.memory.gradients import Act, Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.plan.parallel_dims import PackGroups
 from shardcast.plan.precision import MASTER_DTYPE, SHORT_SUM, exact_sums, grad_dtype, wire_dtype
@@ -47,8 +47,7 @@ class Reducer:
 
     All ranks must run the same number of synchronized backwards; inside :meth:`no_sync` none.
     Which collectives run depends on these calls alone, never on what lies in ``.grad``. What is
-    wrong in a backward of one rank is kept in :attr:`mistake`, and the next decision raises it on
-    all ranks.
+    wrong in a backward of one rank is kept, and the next decision raises it on all ranks.
 
     Attributes:
         grads: the gradients of the packs, in the order of :meth:`add`; it grows.
@@ -58,7 +57,6 @@ class Reducer:
         backwards: how many of them brought gradients since the last step or ``zero_grad``.
         due: whether gradients are here that were not reduced; a step needs a pass before it.
         acts: counts backwards, clips and clears, to tell whether one came in between.
-        mistake: the first error of this rank since gradients were cleared.
         before_edit: is called before a script edits a mean, or sees it.
         counting: the backward whose gradients of open packs are counted and no more, as long as no
             further pack is complete.
@@ -76,7 +74,6 @@ class Reducer:
         self.grads: list[Gradients] = []
         self.touched, self.backwards, self.acts = False, 0, 0
         self.due = True
-        self.mistake: Exception | None = None
         self.before_edit: Callable[[], None] = nothing
         self.counting: int | None = None
         self.has_ended = False
@@ -232,37 +229,15 @@ class Reducer:
                 "yourself, or drop gradients by a step that changes nothing (all .grad None)"
             )
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep an error of this rank alone for the next decision, which raises it on all."""
-        try:
-            yield
-        except (RuntimeError, TypeError, ValueError) as error:
-            if self.alone:
-                raise
-            if self.mistake is None:
-                self.mistake = error.with_traceback(None)
-
     def check(self) -> None:
         """Raise what was wrong on this rank; local, for a call that tells all ranks.
 
         Raises:
             RuntimeError, TypeError: what a backward brought, or a script did, cannot be right.
         """
-        quiet = [
-            grads.pack.layout.slots[position].name
-            for grads in self.grads
-            for position in sorted(grads.quiet)
-        ]
-        if self.mistake is None and quiet:
-            self.mistake = RuntimeError(
-                f"backward: {quiet[0]!r} got a gradient inside no_sync() or attempt() after an "
-                "earlier backward of the same step had been reduced; have the synchronized "
-                "backward last, or call optimizer.zero_grad() in between"
-            )
-        mistakes = (grads.mistake for grads in self.grads)
-        if (mistake := self.mistake or next(filter(None, mistakes), None)) is not None:
-            raise mistake
+        for grads in self.grads:
+            if grads.mistake is not None:
+                raise grads.mistake
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -331,30 +306,23 @@ class Reducer:
         """Hear that a pass has brought all means here."""
         self.due = False
         self.history[BACKWARDS] += 1
-        assigned, cleared = (
-            {
-                grads: sorted(positions)
-                for grads in self.grads
-                if (positions := getattr(grads, kind))
-            }
-            for kind in ("assigned", "cleared")
-        )
-        for fact, by_pack in ((ASSIGNED, assigned), (CLEARED, cleared)):
-            if by_pack:
-                self.history[fact] = listed(
-                    [g.pack.layout.slots[n].name for g, some in by_pack.items() for n in some]
-                )
+        acts = [
+            (act, grads.pack.layout, position)
+            for grads in self.grads
+            for position, act in sorted(grads.acts.items())
+        ]
         # Summed over model-parallel ranks, too, x may be a part of the sum or all of it.
         data = {self.process_groups.parallel_dims.replicas}
-        parts = [
-            grads.pack.layout.slots[position].name
-            for grads, positions in assigned.items()
-            if not data.issuperset(grads.pack.layout.pack_groups.reduce)
-            for position in positions
-        ]
-        if parts:  # its number makes it a difference between ranks, wherever it happens
-            rank = self.process_groups.everyone.rank
-            self.history[SUMMED] = f"{listed(parts)} by rank {rank}"
+        names: dict[str, list[str]] = {ASSIGNED: [], CLEARED: [], SUMMED: []}
+        for act, layout, position in acts:
+            fact = {Act.ASSIGNED: ASSIGNED, Act.CLEARED: CLEARED}.get(act)
+            if fact is not None:
+                names[fact].append(layout.slots[position].name)
+                if fact == ASSIGNED and not data.issuperset(layout.pack_groups.reduce):
+                    names[SUMMED].append(layout.slots[position].name)
+        self.history.update({fact: listed(some) for fact, some in names.items() if some})
+        if names[SUMMED]:  # its number makes it a difference between ranks, wherever it happens
+            self.history[SUMMED] += f" by rank {self.process_groups.everyone.rank}"
 
     def ended(self) -> None:
         """Note that a synchronized backward has ended."""
@@ -380,7 +348,6 @@ class Reducer:
         self.history[CLEARS] += landed and not self.due
         self.history.update({STALE: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""})
         self.acts += 1
-        self.mistake = None
         for bucket in self.buckets.values():
             bucket.forget(set_to_none)
 
@@ -390,7 +357,7 @@ class Reducer:
         """Return it with what a script has assigned and cleared since, see :meth:`settle`."""
         return {
             pack: tuple(
-                (was or slot in grads.has) and slot not in grads.gone
+                (was or slot in grads.has) and grads.acts.get(slot) is not Act.GONE
                 for slot, was in enumerate(present[pack])
             )
             for pack, grads in ((pack, bucket.grads) for pack, bucket in self.buckets.items())
@@ -481,6 +448,8 @@ class Reducer:
             if not reduce_pass.started:
                 self.backwards += 1
                 self.acts += 1
+                if torch.is_grad_enabled():
+                    self.warn_of_graph()
                 self._start(reduce_pass)
                 for each in self.buckets.values():
                     each.widen()
