@@ -424,10 +424,7 @@ def assert_covered(
 
 
 def random_sequence(draw: random.Random, assigns: bool = True) -> list[Action]:
-    """No backward fails after nested ones with other parameters on each rank.
-
-    A rank knows of itself alone which packs wait for the end of a backward since then, so that
-    ranks may have sent other packs when it fails.
+    """Draw up to fourteen actions, and a step.
 
     Args:
         assigns: gradients are assigned, too; a synchronized backward follows, which averages them.
@@ -442,9 +439,7 @@ def random_sequence(draw: random.Random, assigns: bool = True) -> list[Action]:
         uses = tuple(
             frozenset(n for n in range(COUNT) if draw.random() < 0.7) | {2} for _ in range(4)
         )
-        kinds = ["backward", "quiet", "step", "step", "clear", "clip", "gather"]
-        if not any(method is Side.nested for method, _ in actions):
-            kinds += ["failed", "hook_fails"]
+        kinds = "backward quiet step step clear clip gather failed hook_fails".split()
         if not rare or number > 6:
             kinds += ["nested", "through_both"]
         if assigns and not clipped and not has_failed:

@@ -44,7 +44,7 @@ class Stack(nn.Module):
 def live(optimizer: Any) -> int:
     """Bytes of ``.grad``s with values, of what is on its way, and of buffers that are kept."""
     reduce, total = packed_of(optimizer).reduce, 0
-    if (reduce_pass := reduce._running()) is not None:
+    if (reduce_pass := reduce._pass) is not None:
         total += sum(buffer._memory.nbytes for buffer in reduce_pass._buffers._free)
     for bucket in reduce.buckets.values():
         for param in bucket.grads.pack.params:

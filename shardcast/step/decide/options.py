@@ -29,13 +29,18 @@ Groups = Sequence[Mapping[str, Any]]
 
 # The history of a rank's gradients between two steps, which must be that of all ranks.
 BACKWARDS, CLEARS = "synchronized backwards of a step", "clears of their gradients"
+FAILED = "synchronized backwards of a step that failed"
 STALE = "gradients that parameters of an added group had already"
 ASSIGNED = "gradients assigned between two backwards of a step"
 CLEARED = "gradients cleared between two backwards of a step"
 SUMMED = "gradients assigned between two backwards that are summed over model-parallel ranks"
 EDITED = "edits of gradients after the clip of the step before"
-HISTORY = BACKWARDS, CLEARS, STALE, ASSIGNED, CLEARED, EDITED
-NOTHING = {BACKWARDS: 0, CLEARS: 0, STALE: 0, ASSIGNED: "", CLEARED: "", SUMMED: "", EDITED: False}
+HISTORY = BACKWARDS, FAILED, CLEARS, STALE, ASSIGNED, CLEARED, EDITED
+NOTHING = {
+    **dict.fromkeys((BACKWARDS, FAILED, CLEARS, STALE), 0),
+    **dict.fromkeys((ASSIGNED, CLEARED, SUMMED), ""),
+    EDITED: False,
+}
 SHOWN = 3  # names
 
 REMEDY = (

@@ -39,11 +39,9 @@ class Bucket:
         arrived: slots with a gradient in the running backward, or in one that failed.
         additions: per slot, how many gradients were accumulated since it was sent or cleared.
         counts: the hook only records further gradients.
-        waits: it is sent at the end of this backward, the first one, in which a re-entrant
-            checkpoint may bring gradients twice. Later it is known which ones.
         nests: it is sent at the end: a backward inside another one brought a gradient.
-        late: it is sent at the end only: its further sums are with ranks whose backward waits for
-            others than ours.
+        late: it is sent at the end, as one of the last: its further sums are with ranks whose
+            backward waits for others than ours.
     """
 
     grads: Gradients
@@ -55,7 +53,6 @@ class Bucket:
     arrived: set[int] = field(default_factory=set)
     additions: list[int] = field(init=False)
     counts: bool = False
-    waits: bool = False
     nests: bool = False
     late: bool = field(init=False)
     _reduction: Reduction | None = None
@@ -78,7 +75,7 @@ class Bucket:
     @property
     def at_end(self) -> bool:
         """Return whether it is sent at the end of a backward, not while it runs."""
-        return self.late or self.waits or self.nests
+        return self.nests or self.late
 
     def begin(self) -> None:
         """Begin a pass; what a failed one has brought is kept."""
@@ -93,17 +90,39 @@ class Bucket:
             if self.widens and count >= SHORT_SUM:
                 self.grads.widen(position)
 
-    def arrive(self, position: int, sends: bool, is_alone: bool, is_outer: bool) -> None:
+    def arrive(
+        self, position: int, sends: bool, is_alone: bool, is_outer: bool, is_sent: bool
+    ) -> None:
         """Take note of a gradient that is about to be accumulated.
 
         Args:
             sends: the backward sends gradients.
             is_outer: it comes of the backward itself, not of one inside it.
+            is_sent: this backward has sent the pack.
         """
         grads = self.grads
+        if is_sent:  # to launch it again others may not do
+            grads.refuse(
+                RuntimeError(
+                    f"backward: a re-entrant checkpoint brought a gradient of {self.first!r} or "
+                    "a parameter packed with it for a second time after it was sent; call "
+                    "optimizer.zero_grad() and run this step again, in which it is sent last, or "
+                    "use torch.utils.checkpoint with use_reentrant=False"
+                )
+            )
+        if not self.arrived and grads.pack.pending:
+            grads.refuse(
+                RuntimeError(
+                    f"overlap_sync: a backward reached {self.first!r} or a parameter packed with "
+                    "it, whose values of the last step were still on their way: a forward read it "
+                    "without its module being called, or was made before that step; call "
+                    "optimizer.wait_sync() before such a forward, or leave overlap_sync off"
+                )
+            )
         is_clear = is_alone or grads.is_clear
-        self.counts = is_outer and is_clear
-        self.nests = self.nests or (sends and not is_outer)
+        is_first = is_outer and not is_sent
+        self.counts = is_first and is_clear
+        self.nests = self.nests or (sends and not is_first)
         if not is_clear:
             grads.take(position, is_quiet=not sends)
         self.arrived.add(position)
@@ -141,14 +160,6 @@ class Bucket:
         """Drop all gradients, see :meth:`.Gradients.forget`."""
         self.arrived, self.additions = set(), [0] * len(self.additions)
         self.grads.forget(set_to_none)
-
-    def meet(self) -> None:
-        """Note that a backward goes through another model, too."""
-        self.nests = True
-
-    def wait_for_end(self, waits: bool) -> None:
-        """Say whether it is sent at the end of the first backward."""
-        self.waits = waits
 
     def send(self, buffers: Buffers) -> None:
         """Start the collective, into one of the ``buffers``."""

@@ -1,8 +1,8 @@
 """Reduce: gradients of every rank to the owner of their span, while backward runs.
 
-One hook per parameter tells the :class:`ReducePass` of the running backward what comes. Peers sum
-in the wire dtype (DDP, ZeRO) or pre-divide in fp16; here low precision is only on the wire, and
-the mean is rounded once.
+One hook per parameter counts what comes; the :class:`ReducePass` sends packs that are complete.
+Peers sum in the wire dtype (DDP, ZeRO) or pre-divide in fp16; here low precision is only on the
+wire, and the mean is rounded once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from shardcast.step.decide.options import (
     CLEARED,
     CLEARS,
     EDITED,
+    FAILED,
     NOTHING,
     STALE,
     SUMMED,
@@ -35,7 +37,7 @@ from shardcast.step.decide.options import (
 )
 from shardcast.step.reduce.bucket import Bucket, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
-from shardcast.step.reduce.reduce_pass import ReducePass
+from shardcast.step.reduce.reduce_pass import Backward, ReducePass
 
 # Reducers of a process group that are open. Where there are several, one backward may go through
 # the models of two.
@@ -60,7 +62,6 @@ class Reducer:
         before_edit: is called before a script edits a mean, or sees it.
         counting: the backward whose gradients of open packs are counted and no more, as long as no
             further pack is complete.
-        has_ended: whether a synchronized backward has ended.
         history: the acts on means since the last step, which all ranks must do alike.
         buckets: the bucket of each pack, in the order of :meth:`add`.
     """
@@ -76,13 +77,15 @@ class Reducer:
         self.due = True
         self.before_edit: Callable[[], None] = nothing
         self.counting: int | None = None
-        self.has_ended = False
         self.history: dict[str, Any] = {**NOTHING}
         self.buckets: dict[Pack, Bucket] = {}
         self._syncs = True
         self._gathered = False  # since the last backward: all edits are right
         self._told: set[str] = set()
-        self._reduce_pass: Callable[[], ReducePass | None] = nothing  # weak: the engine holds it
+        self._backward: Callable[[], Backward | None] = nothing  # weak: the engine holds it
+        self._pass: ReducePass | None = None  # of the running backward, or one that failed
+        self._has_ended = False  # a synchronized backward
+        self._meets = False  # one went through another model, too: packs are sent at its end
         self._handles: list[Any] = []
         if (group := process_groups.shard.group) is not None:
             _REDUCERS.setdefault(group, weakref.WeakSet()).add(self)
@@ -93,10 +96,12 @@ class Reducer:
         return self.process_groups.everyone.size == 1 and self.divisor.given is None
 
     @property
-    def beside_others(self) -> bool:
-        """Return whether a first backward may go through the model of another reducer, too."""
+    def _peers(self) -> list[Reducer]:
+        """The other open ones of these ranks; alone nobody waits for them."""
         group = self.process_groups.shard.group
-        return group is not None and len(_REDUCERS.get(group, ())) > 1
+        return (
+            [it for it in _REDUCERS.get(group, ()) if it is not self] if group is not None else []
+        )
 
     @property
     def synchronises(self) -> bool:
@@ -183,7 +188,7 @@ class Reducer:
             grads.close()
 
     def begin(self) -> None:
-        """Have the pass flushed when the running backward ends, if it brings gradients.
+        """Have the packs sent until the running backward ends, if it brings gradients.
 
         A backward that reaches no trained parameter (an adversarial example, Langevin sampling)
         makes no pass, as under DDP. Called when a backward reaches the model's output, so that it
@@ -191,9 +196,6 @@ class Reducer:
         the first gradient hook does the same for models whose submodules are called directly.
         """
         if not self._local and self._running() is None and _compat.accumulates():
-            if not self.has_ended and _compat.reaches_checkpoint():
-                for bucket in self.buckets.values():
-                    bucket.wait_for_end(True)
             self._begin()
 
     def finish(self) -> None:
@@ -212,14 +214,15 @@ class Reducer:
                 "context before the last backward and the step"
             )
         self.touched = False
+        self._complete()
         if self.due or self.alone:  # alone no backward makes a pass due
-            self._new_pass().flush()
+            self._start(not self.alone)
+            self._flush()
             return
         self.settle()
 
     def settle(self) -> None:
         """Take what a script did to gradients since they were reduced. Local."""
-        land_all(self.buckets.values())
         are_dropped = not any(grads.adds for grads in self.grads)
         taken = [grads.settle() for grads in self.grads]
         if any(taken) and are_dropped and not self._gathered:
@@ -302,8 +305,14 @@ class Reducer:
                 found[pack], flags = flags[:count], flags[count:]
         return found
 
-    def passed(self) -> None:
-        """Hear that a pass has brought all means here."""
+    def _flush(self) -> None:
+        """Send all that is left, have all means here, and note what a script did to earlier ones.
+
+        All of them: whoever edits ``.grad`` in place after a backward edits the mean.
+        """
+        assert self._pass is not None
+        self._pass.flush()
+        self._pass = None
         self.due = False
         self.history[BACKWARDS] += 1
         acts = [
@@ -324,14 +333,8 @@ class Reducer:
         if names[SUMMED]:  # its number makes it a difference between ranks, wherever it happens
             self.history[SUMMED] += f" by rank {self.process_groups.everyone.rank}"
 
-    def ended(self) -> None:
-        """Note that a synchronized backward has ended."""
-        self.has_ended = True
-        for bucket in self.buckets.values():
-            bucket.wait_for_end(False)
-
     def used(self, is_edited: bool) -> None:
-        """Hear that a step used the gradients: the next one needs a pass of its own.
+        """Called when a step has used the gradients: the next one needs a pass of its own.
 
         Args:
             is_edited: they had been edited after the clip.
@@ -342,11 +345,15 @@ class Reducer:
             bucket.use()
 
     def cleared(self, set_to_none: bool = True) -> None:
-        """Hear of cleared gradients. No pass is due for it: one rank alone may clear its own."""
-        land_all(self.buckets.values())  # of a failed backward, before it is zeroed
+        """Called when gradients are cleared. No pass is due for it: one rank may clear its own."""
+        if self._pass is not None and self._running() is None:
+            for bucket in self._pass.left if set_to_none else ():
+                for param in bucket.grads.pack.params:
+                    param.grad = None  # zeros are sent: there may be no memory for more
+            self._complete()
         landed = any(grads.adds and not grads.used for grads in self.grads)
         self.history[CLEARS] += landed and not self.due
-        self.history.update({STALE: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""})
+        self.history.update({STALE: 0, FAILED: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""})
         self.acts += 1
         for bucket in self.buckets.values():
             bucket.forget(set_to_none)
@@ -402,61 +409,102 @@ class Reducer:
         known = [None if grad is None else (id(grad), grad._version) for grad in grads]
         return self.acts, self.versions(), known
 
-    # -- the pass of the running backward -----------------------------------------------------
+    # -- the running backward -------------------------------------------------------------------
 
-    def _running(self) -> ReducePass | None:
-        reduce_pass = self._reduce_pass()
-        return None if reduce_pass is None or reduce_pass.over else reduce_pass
+    def _running(self) -> Backward | None:
+        backward = self._backward()
+        return None if backward is None or backward.over else backward
 
-    def _new_pass(self) -> ReducePass:
-        reduce_pass = ReducePass(self, not self._local)
-        self._start(reduce_pass)
-        return reduce_pass
+    def _begin(self) -> Backward:
+        """Have the running backward hold what is known of it, and end the pass.
 
-    def _start(self, reduce_pass: ReducePass) -> None:
-        self.due = True  # and stays so where a backward fails
-        self._gathered = False
-        reduce_pass.start()
+        Two models in one backward launch at its end, in the order in which it reached them: which
+        of them has a pack complete first depends on the gradients of a rank.
+        """
+        sends, peers, me = not self._local, self._peers, weakref.ref(self)
+        first = sends and not self._has_ended
+        backward = Backward(sends, first and (bool(peers) or _compat.reaches_checkpoint()))
 
-    def count_only(self, running: int | None) -> None:
-        """Have hooks only count gradients of this backward, see :attr:`counting`."""
-        self.counting = running
-
-    def _begin(self) -> ReducePass:
-        reduce_pass, me = ReducePass(self, not self._local), weakref.ref(self)
-
-        def gone(_: object) -> None:  # the engine drops the pass of a backward that fails
+        def gone(_: object) -> None:  # the engine drops that of a backward that fails
             if (reducer := me()) is not None:
                 for bucket in reducer.buckets.values():
                     bucket.failed()
 
-        self._reduce_pass = weakref.ref(reduce_pass, gone)
-        reduce_pass.begin()
-        return reduce_pass
+        self._backward = weakref.ref(backward, gone)
+        _compat.at_end_of_backward(partial(self._end, backward))
+        for peer in peers if sends else ():
+            other = peer._running()
+            if other is not None and other.sends and other.number == backward.number:
+                self._meets = peer._meets = True
+        return backward
+
+    def _start(self, sends: bool) -> None:
+        """Begin to accumulate, and to send: the first gradient is about to come, or none."""
+        self._complete()
+        self.due = True  # and stays so where a backward fails
+        self._gathered = False
+        for bucket in self.buckets.values():
+            bucket.begin()
+        self.counting = None
+        if sends or self.alone:
+            self._pass = ReducePass(self.buckets.values(), self.alone)
 
     def arrive(self, bucket: Bucket, position: int, running: int) -> None:
-        """Hear of a gradient that the hook cannot simply count."""
-        reduce_pass = self._running()
-        if reduce_pass is None:
+        """Called for a gradient that the hook cannot simply count.
+
+        Packs that were complete before are sent now. Not when the last one comes: hooks of the
+        script on that very parameter, which may clip or replace ``.grad``, run later.
+        """
+        backward = self._running()
+        if backward is None:
             if not _compat.accumulates():  # what autograd.grad returns is no gradient of ours yet
                 return
-            reduce_pass = self._begin()
-        elif running != reduce_pass.backward and not reduce_pass.accumulates(running):
+            backward = self._begin()
+        elif running != backward.number and not backward.accumulates(running):
             return
         self.touched = True
         try:
-            if not reduce_pass.started:
+            if not backward.started:
+                backward.started = True
                 self.backwards += 1
                 self.acts += 1
                 if torch.is_grad_enabled():
                     self.warn_of_graph()
-                self._start(reduce_pass)
+                self._start(backward.sends)
                 for each in self.buckets.values():
                     each.widen()
-            reduce_pass.arrive(bucket, position, running)
+            reduce_pass = self._pass
+            if reduce_pass is not None and not (backward.waits or self._meets):
+                reduce_pass.advance(bucket.grads.pack.data.device)
+            is_sent = backward.sends and reduce_pass is not None and bucket not in reduce_pass.left
+            is_outer = running == backward.number
+            bucket.arrive(position, backward.sends, self.alone, is_outer, is_sent)
+            # A full pack is sent when the next gradient arrives, whichever pack that belongs to.
+            self.counting = running if is_outer and not bucket.complete else None
         except BaseException:
-            reduce_pass.over = True
+            backward.over = True
             raise
+
+    def _end(self, backward: Backward) -> None:
+        """Called when the engine ends a backward."""
+        backward.over = True  # an engine's thread may keep the callback for a moment longer
+        if not backward.started:
+            return
+        if backward.sends:
+            self._has_ended = True
+            if self._pass is not None:  # unless step() was called in a hook
+                self._flush()
+            return
+        for bucket in self.buckets.values():
+            bucket.end_local(self.alone)
+        if any(grads.is_part for grads in self.grads):
+            self.warn_of_part()
+
+    def _complete(self) -> None:
+        """Send what a backward that failed has left: ranks may have sent other packs before."""
+        if self._pass is not None and not self.alone:
+            self.history[FAILED] += 1
+            self._flush()
 
     def warn_of_graph(self) -> None:
         """Warn of gradients that have a graph of their own, which the mean has not."""

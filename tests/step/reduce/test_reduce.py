@@ -174,6 +174,17 @@ SEQUENCES: dict[str, list[Action]] = {
         for number in (0, 3, 4)
         for clear in ([], [(Side.clear, ("model",))])
     },
+    **{
+        f"failed after nested ones of other parameters on each rank, cleared: {bool(clear)}": [
+            (Side.nested, (0, APART)),
+            (Side.step, ()),
+            (Side.clear, ("none",)),
+            (Side.failed, (1, ALL[:2], 0)),
+            *clear,
+            *LAST,
+        ]
+        for clear in ([], [(Side.clear, ("none",))])
+    },
     "a hook fails, and the step follows": [
         FIRST,
         (Side.hook_fails, (1, ALL[:2], 4)),
@@ -429,6 +440,26 @@ def test_clearing_one_gradient_between_two_backwards_on_one_rank_alone_is_an_err
         side.optimizers[0].zero_grad()
         side.backward(1, ALL)
         side.clear_some(3)  # of the next step, and not between its backwards
+        side.step()
+
+    run_world(2, run)
+
+
+def test_a_backward_that_fails_on_one_rank_alone_is_an_error_on_all():
+    """Whatever it had sent, the step sends the rest, so that nobody waits."""
+
+    def run(group: Any) -> None:
+        side = Side(Cell(), group)
+        for fails_at in (0, 2, 4):
+            for _ in range(2):  # nothing is sent before the end of the first
+                side.backward(0, ALL)
+                side.step()
+                side.clear("none")
+            side.backward(1, ALL, fails_at=fails_at if group.rank() == 1 else -1)
+            with pytest.raises(RuntimeError, match=r"of a step that failed .*rank 1: 1"):
+                side.step()
+            side.clear("none")
+        side.backward(2, ALL)
         side.step()
 
     run_world(2, run)
