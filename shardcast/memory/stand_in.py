@@ -375,13 +375,8 @@ def _each(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if single in ("addcmul_", "addcdiv_") and len(rest) == 3:
             keywords["value"] = rest.pop()
         method = getattr(Tensor, single, None)
-        if isinstance(target, DistributedStandIn) and method is not None:
+        if isinstance(target, (StandIn, DistributedStandIn)) and method is not None:
             _run(method, (target, *rest), keywords)
-            continue
-        if isinstance(target, StandIn):
-            if method is None or single not in EDITS:
-                raise _reads(name, target)
-            _edit(method, single, target, (target, *rest), keywords)
             continue
         for value in tensors((rest, keywords)):
             if isinstance(value, (StandIn, DistributedStandIn)):
@@ -406,11 +401,8 @@ def _out(
         _edit(Tensor.copy_, "copy_", out, (out, func(*args, **named)), {})
         return out
     if args and args[0] is out and in_place in ELEMENTWISE:
-        method = getattr(Tensor, in_place, None)
-        if method is not None:
-            return _edit(method, in_place, out, args, named)
-        _change(out, lambda scratch: scratch.copy_(func(*_in(args, out, scratch), **named)), args)
-        return out
+        method = getattr(Tensor, in_place, lambda own, *rest, **k: own.copy_(func(own, *rest, **k)))
+        return _edit(method, in_place, out, args, named)
     raise _reads(name, hidden[0])
 
 
@@ -433,25 +425,17 @@ def _edit(
             f"here; {DOORS}"
         )
     everywhere = target.numel() == grads.pack.layout.slots[target.position].numel
-    if name in ("zero_", "fill_") and everywhere and (name == "zero_" or _is_zero(args[1:])):
+    if everywhere and (name == "zero_" or (name == "fill_" and _is_zero(args[1:]))):
         grads.zero(target.position)
-    elif not target.path and name in ELEMENTWISE and not any(t.dim() for t in tensors(rest)):
-        part = grads.edited(target.position)
-        func(
-            part,
-            *_in(args[1:], target, part),
-            **{k: _in(v, target, part) for k, v in kwargs.items()},
-        )
+        return target
+
+    def change(tensor: Tensor) -> None:
+        func(tensor, *_in(args[1:], tensor), **_in(dict(kwargs), tensor))
+
+    if not target.path and name in ELEMENTWISE and not any(t.dim() for t in tensors(rest)):
+        change(grads.edited(target.position))
     else:
-        _change(
-            target,
-            lambda scratch: func(
-                scratch,
-                *_in(args[1:], target, scratch),
-                **{k: _in(v, target, scratch) for k, v in kwargs.items()},
-            ),
-            args,
-        )
+        _change(target, grads, change)
     return None if name == "__setitem__" else target
 
 
@@ -467,24 +451,23 @@ def _same(one: StandIn, other: StandIn) -> bool:
     return is_whole and _grads_of(one) is _grads_of(other) and one.position == other.position
 
 
-def _in(values: Any, target: StandIn, tensor: Tensor) -> Any:
+def _in(values: Any, tensor: Tensor) -> Any:
     """Return the values, with ``tensor`` in the place of the gradient."""
     if isinstance(values, StandIn):
         return tensor
-    if isinstance(values, tuple):
-        return tuple(_in(value, target, tensor) for value in values)
-    if isinstance(values, list):
-        return [_in(value, target, tensor) for value in values]
+    if isinstance(values, dict):
+        return {key: _in(value, tensor) for key, value in values.items()}
+    if isinstance(values, (tuple, list)):
+        changed = [_in(value, tensor) for value in values]
+        return tuple(changed) if isinstance(values, tuple) else changed
     return values
 
 
-def _change(target: StandIn, change: Callable[[Tensor], Any], args: Sequence[Any]) -> None:
+def _change(target: StandIn, grads: Gradients, change: Callable[[Tensor], Any]) -> None:
     """Run ``change`` on a tensor of the whole parameter that has this rank's part of the mean.
 
     What it has elsewhere are zeros, which nobody takes.
     """
-    grads = _grads_of(target)
-    assert grads is not None
     part, (start, stop) = grads.edited(target.position), grads.within(target.position)
     shape = grads.pack.layout.slots[target.position].shape
     scratch = torch.zeros(shape, dtype=part.dtype, device=part.device)
