@@ -21,7 +21,11 @@ from shardcast.memory.local_param import LocalParam
 from shardcast.memory.pack import Pack, strides_of
 from shardcast.memory.stand_in import StandIn, stand_in
 from shardcast.plan.layout import GroupId, with_values
-from shardcast.plan.precision import MASTER_DTYPE
+from shardcast.plan.precision import MASTER_DTYPE, SHORT_SUM
+
+
+def nothing() -> None:
+    """Stand for a weak reference to nothing, or a call that does nothing."""
 
 
 class Act(Enum):
@@ -40,11 +44,18 @@ class Gradients:
     and until it is cleared, it is in fp32, in other memory. Where the own span is the whole pack
     (one rank, or replicas), and after a gather, ``.grad``s are views of the mean.
 
+    Args:
+        dtype: of ``.grad``, and of a mean that nothing was added to.
+        wire: of what is sent.
+        widens: whether long sums of gradients are to be exact.
+        before_edit: is called before a script edits the mean, or sees it.
+
     Attributes:
-        low: the dtype of ``.grad``, and of a mean that nothing was added to.
+        low: ``dtype``.
         whole: whether the own span is the whole pack.
         owned: per slot, whether part of it lies in the own span.
         has: slots of which this rank had a gradient that is in the mean.
+        additions: per slot, how many gradients were accumulated since it was sent or cleared.
         shown: slots whose ``.grad`` shows the mean, unless a script has changed that since.
         adds: slots whose mean the next reduction adds to.
         aside: slots whose mean made room for a gradient of this rank, the last one last, with a
@@ -56,11 +67,17 @@ class Gradients:
             coordinate each slot had one, fp32.
         culprits: ranks whose gradients made the mean non-finite, where that is known.
         mistake: the first error of this rank since gradients were cleared.
-        before_edit: is called before a script edits the mean, or sees it.
     """
 
-    def __init__(self, pack: Pack, dtype: torch.dtype, wire: torch.dtype) -> None:
-        self.pack, self.low, self._wire = pack, dtype, wire
+    def __init__(
+        self,
+        pack: Pack,
+        dtype: torch.dtype,
+        wire: torch.dtype,
+        widens: bool = False,
+        before_edit: Callable[[], None] = nothing,
+    ) -> None:
+        self.pack, self.low, self._wire, self._widens = pack, dtype, wire, widens
         _, start, stop = pack.own
         slots = pack.layout.slots
         self.owned = tuple(
@@ -70,10 +87,12 @@ class Gradients:
         self._own: Tensor | None = None
         self._mean: Tensor | None = None  # in ``low``; the memory that stays
         self._full: Tensor | None = None  # of all owners, after a gather
+        self._is_wide = False  # some ``.grad`` is in fp32
         self._gaps: Tensor | None = None  # which elements are padding, once something is sent
         self._stand_ins: list[StandIn | None] = [None] * len(slots)
         # Views that were shown last. Weakly: a script may keep one.
         self._views: list[Callable[[], Tensor | None]] = [nothing] * len(slots)
+        self.additions = [0] * len(slots)
         self.has: set[int] = set()
         self.shown: set[int] = set()
         self.adds: set[int] = set()
@@ -82,7 +101,7 @@ class Gradients:
         self.used = self.in_flight = False
         self.holders: Tensor | None = None
         self.culprits: Collection[int] = ()
-        self.before_edit: Callable[[], None] = nothing
+        self._before_edit = before_edit
         self.mistake: Exception | None = None
 
     # -- the mean -------------------------------------------------------------------------------
@@ -137,6 +156,11 @@ class Gradients:
         """Return per slot whether this rank had a gradient that is in the mean."""
         return [position in self.has for position in range(len(self.pack.params))]
 
+    @property
+    def gone(self) -> set[int]:
+        """The slots that a script cleared after the reduction that the coming step uses."""
+        return {position for position, act in self.acts.items() if act is Act.GONE}
+
     def edited(self, position: int) -> Tensor:
         """Return the part of one slot for a script that is about to edit it.
 
@@ -149,7 +173,7 @@ class Gradients:
                 "zeroed in place after a backward that failed, which had sent it: call "
                 "optimizer.zero_grad() after such a backward, or set every .grad to None"
             )
-        self.before_edit()
+        self._before_edit()
         self.adds.add(position)
         return self.part(position)
 
@@ -258,7 +282,7 @@ class Gradients:
             self._show_view(position, self.own)
             return
         param, held = self.pack.params[position], self._stand_ins[position]
-        if param.grad_dtype != self.low:
+        if self._is_wide and param.grad_dtype != self.low:
             param.grad = None
             self._set_dtype(position, self.low)
         # References: of the list, of ``held``, of the call.
@@ -318,6 +342,7 @@ class Gradients:
         if self.pack.params[position].grad is not None:
             return None
         del self.aside[position]
+        self.additions[position] -= 1
         self._undo_quiet(position)
         self.show(position)
         return position
@@ -401,6 +426,7 @@ class Gradients:
             sent[slot.offset : slot.end].zero_()
         self.has |= grads.keys()
         self.aside.clear()
+        self.additions = [0] * len(params)
         self.acts = {n: act for n, act in self.acts.items() if act is not Act.GONE}
         self.in_flight, self.used = True, False
         if self.whole:
@@ -470,7 +496,19 @@ class Gradients:
         """Return whether a ``.grad`` of this rank is to be added to a mean: it is not all of it."""
         return not self.adds.isdisjoint(self.aside)
 
-    def widen(self, position: int) -> None:
+    def count(self, position: int) -> None:
+        """Count a gradient that is about to be accumulated, in fp32 where too many were."""
+        self.additions[position] += 1
+        if self._widens and self.additions[position] > SHORT_SUM:
+            self._widen(position)
+
+    def widen(self) -> None:
+        """Widen sums that a backward is about to make too long, whose hooks may only count."""
+        for position, count in enumerate(self.additions if self._widens else ()):
+            if count >= SHORT_SUM:
+                self._widen(position)
+
+    def _widen(self, position: int) -> None:
         """Accumulate one gradient in fp32 from now on, until it is sent or cleared."""
         if self.whole:
             self._widen_all()
@@ -478,29 +516,40 @@ class Gradients:
             self._set_dtype(position, MASTER_DTYPE)
 
     def _widen_all(self) -> None:
-        own = self.own
-        if own.dtype == MASTER_DTYPE:
+        """Keep the mean, and what is shown of it, in fp32 from now on."""
+        if self.all_shown.dtype == MASTER_DTYPE:
             return
-        params = self.pack.params
-        ours = [n for n, p in enumerate(params) if p.grad is not None and self.holds(n, p.grad)]
-        for position in ours:
-            params[position].grad = None  # not to be cast one by one
-        self._own, self._mean = own.to(MASTER_DTYPE), None
-        for position in range(len(params)):
+        params, span, wide = self.pack.params, self.pack.own, self.all_shown.to(MASTER_DTYPE)
+        views = [
+            position
+            for position, param in enumerate(params)
+            if (grad := param.grad) is not None
+            and type(grad) is not StandIn
+            and self.holds(position, grad)
+        ]
+        if self._full is not None:
+            self._full, self._own = wide, wide[span.start : span.stop]
+        else:
+            self._own, self._mean = wide, None
+        for position in range(len(params)) if self.whole else views:
+            if position in views:
+                params[position].grad = None  # not to be cast one by one
             self._set_dtype(position, MASTER_DTYPE)
-        for position in ours:
-            self._show_view(position, self._own)
+        for position in views:
+            params[position].grad = self._view(position, wide)
 
     def narrow(self) -> None:
         """Accumulate in ``low`` again, without the gradients that are wider."""
-        for position, param in enumerate(self.pack.params):
+        for position, param in enumerate(self.pack.params if self._is_wide else ()):
             if param.grad_dtype != self.low:
                 param.grad = None
                 self._set_dtype(position, self.low)
+        self._is_wide = False
 
     def _set_dtype(self, position: int, dtype: torch.dtype) -> None:
         # A script that has cleared a gradient may set one in the dtype of the parameter.
         param, known = self.pack.params[position], self.aside.get(position)
+        self._is_wide = self._is_wide or dtype != self.low
         is_known = known is not None and known() is param.grad
         set_grad_dtype(param, dtype, is_only=dtype == self.low)
         if is_known:
@@ -528,7 +577,7 @@ class Gradients:
                 params[position].grad = view
 
     def adopt_all(self) -> None:
-        """Have all gradients of one rank in ``own``, zeros where there is none."""
+        """Copy all gradients of one rank into ``own``, zeros where there is none."""
         self.restart()
         self.adopt()
         self.has = {n for n, param in enumerate(self.pack.params) if param.grad is not None}
@@ -553,8 +602,8 @@ class Gradients:
     # -- after a step -----------------------------------------------------------------------------
 
     def use(self) -> None:
-        """Note that a step has used the mean."""
-        self.used = True
+        """Note that a step has used the mean; count additions anew."""
+        self.used, self.additions = True, [0] * len(self.owned)
         self.acts.clear()
 
     def forget(self, set_to_none: bool = True) -> None:
@@ -565,7 +614,7 @@ class Gradients:
         """
         self.adds.clear()
         self.acts.clear()
-        self.mistake, self.used = None, False
+        self.mistake, self.used, self.additions = None, False, [0] * len(self.owned)
         if set_to_none:
             self.has.clear()
             self.shown.clear()
@@ -603,14 +652,14 @@ class Gradients:
 
     @torch.no_grad()
     def gather(self, present: Sequence[bool], dtype: torch.dtype) -> None:
-        """Have the means of all owners in ``dtype``, and views of them in ``.grad``.
+        """Gather the means of all owners in ``dtype``; ``.grad``s are views of them.
 
         Every rank of the pack must call it, after :meth:`settle`.
 
         Args:
             present: per slot, whether some rank has a gradient.
         """
-        self.before_edit()
+        self._before_edit()
         pack, own, span = self.pack, self.own.to(dtype), self.pack.own
         if self.whole:
             full = self._own = own
@@ -663,23 +712,7 @@ class Gradients:
 
         In fp32 from then on, so that what the update computes is the same to the bit.
         """
-        span, shown = self.pack.own, []
-        for position, param in enumerate(self.pack.params):
-            grad = param.grad
-            if grad is not None and type(grad) is not StandIn and self.holds(position, grad):
-                shown.append(position)
-        if self.whole:
-            self._widen_all()
-        elif self.all_shown.dtype != MASTER_DTYPE:
-            full = self.all_shown.to(MASTER_DTYPE)
-            if self._full is not None:
-                self._full, self._own = full, full[span.start : span.stop]
-            else:
-                self._own, self._mean = full, None
-            for position in shown:
-                self.pack.params[position].grad = None
-                self._set_dtype(position, MASTER_DTYPE)
-                self.pack.params[position].grad = self._view(position, full)
+        self._widen_all()
         layout, own = self.pack.layout, self._full is None
         ranges = self.pack.ranges if own else layout.ranges(0, layout.numel)
         for part, factor in with_values(ranges, factors):
@@ -692,10 +725,6 @@ class Gradients:
         return self.own if self._full is None else self._full
 
 
-def nothing() -> None:
-    """Stand for a weak reference to nothing, or a call that does nothing."""
-
-
 def own_part(pack: Pack, position: int) -> slice:
     """Return the elements of the own span that belong to one slot."""
     slot, own = pack.layout.slots[position], pack.own
@@ -704,7 +733,7 @@ def own_part(pack: Pack, position: int) -> slice:
 
 
 def set_grad_dtype(param: Tensor | LocalParam, dtype: torch.dtype, is_only: bool = True) -> None:
-    """Have autograd accumulate the gradient in ``dtype``; one that is there is cast.
+    """Let autograd accumulate the gradient in ``dtype``; one that is there is cast.
 
     Args:
         is_only: whether a gradient of another dtype is refused. Else what comes is added to what is

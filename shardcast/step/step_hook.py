@@ -37,7 +37,7 @@ class StepHook:
         """Remove them, before a group is added and at the end; waits for no other rank."""
 
     def begin_backward(self) -> None:
-        """Hear that a backward reached an output of an eager forward of a root; local."""
+        """Called when backward reaches an output of the root module (eager only). Local."""
 
     def refuse(self, call: str) -> None:
         """Raise a RuntimeError where masters and state, which ``call`` needs, are not there."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
-from shardcast.memory.gradients import Act, Gradients
+from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.messages import by_rank
 from shardcast.step.decide.signal import Signal, known, to_device
@@ -52,8 +52,9 @@ class Presence(Signal):
         if len(self._places) != len(self._grads):
             self._arrange()
         self._here = tuple(
-            CLEARED if grads.acts.get(slot) is Act.GONE else -int(is_here)
+            CLEARED if slot in gone else -int(is_here)
             for grads in self._grads
+            for gone in (grads.gone,)
             for slot, is_here in enumerate(grads.presence())
         )
         if self._here not in self._uploaded:

@@ -15,7 +15,7 @@ from shardcast.comm import REDUCTIONS, Buffer, Buffers, Comm, Reduction, Replica
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.local_param import LocalParam
 from shardcast.plan.layout import PackLayout
-from shardcast.plan.precision import MASTER_DTYPE, SHORT_SUM, sum_dtype
+from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.reduce.mean import Divisor, Mean, mean_in_chunks_
 
 
@@ -35,13 +35,12 @@ class Bucket:
         sums: further groups over which gradients are summed.
         repeated: mesh dimensions along which a gradient that is whole is left to the ranks of
             coordinate 0.
-        widens: whether long sums of gradients are to be exact.
         arrived: slots with a gradient in the running backward, or in one that failed.
-        additions: per slot, how many gradients were accumulated since it was sent or cleared.
         counts: the hook only records further gradients.
-        nests: it is sent at the end: a backward inside another one brought a gradient.
-        late: it is sent at the end, as one of the last: its further sums are with ranks whose
-            backward waits for others than ours.
+        late: its further sums are with ranks whose backward waits for others than ours: it is sent
+            at the end, as one of the last.
+        at_end: it is sent at the end of a backward: it is late, or a backward inside another one
+            brought a gradient.
     """
 
     grads: Gradients
@@ -49,33 +48,20 @@ class Bucket:
     divisor: Divisor
     sums: Sequence[Comm] = ()
     repeated: Sequence[str] = ()
-    widens: bool = False
     arrived: set[int] = field(default_factory=set)
-    additions: list[int] = field(init=False)
     counts: bool = False
-    nests: bool = False
     late: bool = field(init=False)
+    at_end: bool = field(init=False)
     _reduction: Reduction | None = None
     _streams: set[Any] = field(default_factory=set)  # on which gradients were made
 
     def __post_init__(self) -> None:
-        self.late = self.grads.pack.layout.pack_groups.sums_replicas
-        self.additions = [0] * len(self.grads.pack.params)
-
-    @property
-    def first(self) -> str:
-        """The name of its first parameter, for errors."""
-        return self.grads.pack.layout.slots[0].name
+        self.late = self.at_end = self.grads.pack.layout.pack_groups.sums_replicas
 
     @property
     def complete(self) -> bool:
         """Return whether all gradients have come in this backward."""
         return len(self.arrived) == len(self.grads.pack.params)
-
-    @property
-    def at_end(self) -> bool:
-        """Return whether it is sent at the end of a backward, not while it runs."""
-        return self.nests or self.late
 
     def begin(self) -> None:
         """Begin a pass; what a failed one has brought is kept."""
@@ -83,12 +69,6 @@ class Bucket:
         self.arrived, self.counts = set(), False
         if self.grads.whole:
             self.grads.restart()
-
-    def widen(self) -> None:
-        """Widen sums that a backward is about to make too long; its hooks may only count."""
-        for position, count in enumerate(self.additions):
-            if self.widens and count >= SHORT_SUM:
-                self.grads.widen(position)
 
     def arrive(
         self, position: int, sends: bool, is_alone: bool, is_outer: bool, is_sent: bool
@@ -100,11 +80,11 @@ class Bucket:
             is_outer: it comes of the backward itself, not of one inside it.
             is_sent: this backward has sent the pack.
         """
-        grads = self.grads
+        grads, first = self.grads, self.grads.pack.layout.slots[0].name
         if is_sent:  # to launch it again others may not do
             grads.refuse(
                 RuntimeError(
-                    f"backward: a re-entrant checkpoint brought a gradient of {self.first!r} or "
+                    f"backward: a re-entrant checkpoint brought a gradient of {first!r} or "
                     "a parameter packed with it for a second time after it was sent; call "
                     "optimizer.zero_grad() and run this step again, in which it is sent last, or "
                     "use torch.utils.checkpoint with use_reentrant=False"
@@ -113,7 +93,7 @@ class Bucket:
         if not self.arrived and grads.pack.pending:
             grads.refuse(
                 RuntimeError(
-                    f"overlap_sync: a backward reached {self.first!r} or a parameter packed with "
+                    f"overlap_sync: a backward reached {first!r} or a parameter packed with "
                     "it, whose values of the last step were still on their way: a forward read it "
                     "without its module being called, or was made before that step; call "
                     "optimizer.wait_sync() before such a forward, or leave overlap_sync off"
@@ -122,13 +102,11 @@ class Bucket:
         is_clear = is_alone or grads.is_clear
         is_first = is_outer and not is_sent
         self.counts = is_first and is_clear
-        self.nests = self.nests or (sends and not is_first)
+        self.at_end = self.at_end or (sends and not is_first)
         if not is_clear:
             grads.take(position, is_quiet=not sends)
         self.arrived.add(position)
-        self.additions[position] += 1
-        if self.widens and self.additions[position] > SHORT_SUM:
-            grads.widen(position)
+        grads.count(position)
         if grads.pack.data.device.type != "cpu":
             self._streams.add(_compat.current_stream(grads.pack.data.device))
 
@@ -136,7 +114,6 @@ class Bucket:
         """Called when the backward failed, maybe before the last gradient was accumulated."""
         if (position := self.grads.give_back()) is not None:
             self.arrived.discard(position)
-            self.additions[position] -= 1
 
     def adopt(self) -> None:
         """Take in what one rank has of a backward that sends nothing."""
@@ -151,16 +128,6 @@ class Bucket:
             self.grads.keep(self.arrived)
         self.arrived = set()
 
-    def use(self) -> None:
-        """Note that a step has used the mean; count additions anew."""
-        self.additions = [0] * len(self.additions)
-        self.grads.use()
-
-    def forget(self, set_to_none: bool) -> None:
-        """Drop all gradients, see :meth:`.Gradients.forget`."""
-        self.arrived, self.additions = set(), [0] * len(self.additions)
-        self.grads.forget(set_to_none)
-
     def send(self, buffers: Buffers) -> None:
         """Start the collective, into one of the ``buffers``."""
         assert not self.grads.in_flight
@@ -169,7 +136,7 @@ class Bucket:
             _compat.wait_streams(self._streams, [param.grad for param in grads.pack.params])
             self._streams.clear()
         sent = grads.collect(self._is_repeated if self.repeated else None)
-        self.arrived, self.additions, self.counts = set(), [0] * len(self.additions), False
+        self.arrived, self.counts = set(), False
         reduction = REDUCTIONS[layout.algorithms.reduce or "all_to_all"]  # none in a world of one
         take = partial(buffers.take, dtype=sent.dtype, device=sent.device)
         self._reduction = reduction(grads.pack.comm, layout, sent, grads.own_of(sent), take)

@@ -37,13 +37,12 @@ class Backward:
         waits: whether nothing is sent before its end: in the first one a re-entrant checkpoint may
             bring gradients twice, and another model may be reached.
         started: whether a gradient came.
-        over: whether it ended, maybe by one of our own errors, whose traceback keeps it.
     """
 
     def __init__(self, sends: bool, waits: bool) -> None:
         self.number = _compat.current_backward()
         self.sends, self.waits = sends, waits
-        self.started = self.over = False
+        self.started = False
         self._inner = self.number  # the last backward inside it that adds to gradients
 
     def accumulates(self, running: int) -> bool:
@@ -70,7 +69,7 @@ class ReducePass:
         # Gradients arrive roughly from the last parameter to the first; equal on all ranks.
         last_first = [*buckets][::-1]
         self.left = dict.fromkeys(sorted(last_first, key=lambda bucket: bucket.late))
-        self._alone = alone
+        self.alone = alone
         self._flying: list[Bucket] = []
         self._buffers = Buffers()
 
@@ -84,7 +83,7 @@ class ReducePass:
             bucket = next(iter(self.left))
             if bucket.at_end or not bucket.complete or bucket.grads.pack.data.device != device:
                 return
-            if self._alone:
+            if self.alone:
                 del self.left[bucket]
                 bucket.adopt()
             else:
@@ -101,7 +100,7 @@ class ReducePass:
 
     def _launch(self, bucket: Bucket) -> None:
         del self.left[bucket]
-        if self._alone:
+        if self.alone:
             bucket.grads.adopt_all()
             return
         bucket.send(self._buffers)

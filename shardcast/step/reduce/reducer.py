@@ -124,11 +124,16 @@ class Reducer:
         Gradients that its parameters have already are reduced with this step's.
         """
         low = pack.layout.dtype
-        grads = Gradients(pack, grad_dtype(low, self._config), wire_dtype(low, self._config))
+        me = weakref.ref(self)
+        grads = Gradients(
+            pack,
+            grad_dtype(low, self._config),
+            wire_dtype(low, self._config),
+            exact_sums(SHORT_SUM + 1, self._config),
+            lambda: None if (reducer := me()) is None else reducer.before_edit(),
+        )
         for param in pack.params:
             set_grad_dtype(param, grads.low)
-        me = weakref.ref(self)
-        grads.before_edit = lambda: None if (reducer := me()) is None else reducer.before_edit()
         parallel_dims, pack_groups = self.process_groups.parallel_dims, pack.layout.pack_groups
         bucket = self.buckets[pack] = Bucket(
             grads,
@@ -140,7 +145,6 @@ class Reducer:
                 for dim in pack_groups.reduce
                 if dim in parallel_dims.model and parallel_dims.coordinate[dim] > 0
             ],
-            exact_sums(SHORT_SUM + 1, self._config),
         )
         self.grads.append(grads)
         hooks = _hooks(me, bucket, len(pack.in_model))
@@ -164,7 +168,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self, sends: bool = False) -> Iterator[None]:
-        """Have backwards accumulate locally inside it, without a collective.
+        """Accumulate gradients on this rank inside it, without a collective.
 
         Args:
             sends: they are reduced all the same, where there is no room to accumulate locally.
@@ -188,22 +192,22 @@ class Reducer:
             grads.close()
 
     def begin(self) -> None:
-        """Have the packs sent until the running backward ends, if it brings gradients.
+        """Called when a backward reaches the model's output.
 
-        A backward that reaches no trained parameter (an adversarial example, Langevin sampling)
-        makes no pass, as under DDP. Called when a backward reaches the model's output, so that it
-        is the *outermost* backward that flushes, not one that a re-entrant checkpoint runs inside;
-        the first gradient hook does the same for models whose submodules are called directly.
+        So the *outermost* backward ends the pass, not one that a re-entrant checkpoint runs inside.
+        The first gradient hook does the same for models whose submodules are called directly. A
+        backward that reaches no trained parameter (an adversarial example, Langevin sampling) makes
+        no pass, as under DDP.
         """
-        if not self._local and self._running() is None and _compat.accumulates():
+        if not self._local and self._backward() is None and _compat.accumulates():
             self._begin()
 
     def finish(self) -> None:
-        """Have all gradients of the own spans here; the last call of this stage before a step.
+        """Bring the means of the own spans here; the last call of this stage before a step.
 
-        Every rank must call it. Runs the pass itself for gradients that no synchronized
-        backward brought (set by hand, or accumulated under :meth:`no_sync`). Afterwards
-        :meth:`check` says what went wrong.
+        Collective: every rank. It makes the pass for gradients that no synchronized backward
+        brought (set by hand, or accumulated under :meth:`no_sync`). Afterwards :meth:`check` says
+        what went wrong.
 
         Raises:
             RuntimeError: inside :meth:`no_sync`.
@@ -244,7 +248,7 @@ class Reducer:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Have the mean in every ``.grad``, not in the own spans alone. Collective.
+        """Show the mean in every ``.grad``, not in the own spans alone. Collective.
 
         To be called after :meth:`finish`; the next step and backwards go on from there.
         """
@@ -341,12 +345,12 @@ class Reducer:
         """
         self.due, self.backwards = True, 0
         self.history.update({**NOTHING, EDITED: is_edited})
-        for bucket in self.buckets.values():
-            bucket.use()
+        for grads in self.grads:
+            grads.use()
 
     def cleared(self, set_to_none: bool = True) -> None:
         """Called when gradients are cleared. No pass is due for it: one rank may clear its own."""
-        if self._pass is not None and self._running() is None:
+        if self._pass is not None and self._backward() is None:
             for bucket in self._pass.left if set_to_none else ():
                 for param in bucket.grads.pack.params:
                     param.grad = None  # zeros are sent: there may be no memory for more
@@ -355,8 +359,8 @@ class Reducer:
         self.history[CLEARS] += landed and not self.due
         self.history.update({STALE: 0, FAILED: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""})
         self.acts += 1
-        for bucket in self.buckets.values():
-            bucket.forget(set_to_none)
+        for grads in self.grads:
+            grads.forget(set_to_none)
 
     def still_present(
         self, present: Mapping[Pack, tuple[bool, ...]]
@@ -364,7 +368,7 @@ class Reducer:
         """Return it with what a script has assigned and cleared since, see :meth:`settle`."""
         return {
             pack: tuple(
-                (was or slot in grads.has) and grads.acts.get(slot) is not Act.GONE
+                (was or slot in grads.has) and slot not in grads.gone
                 for slot, was in enumerate(present[pack])
             )
             for pack, grads in ((pack, bucket.grads) for pack, bucket in self.buckets.items())
@@ -404,19 +408,15 @@ class Reducer:
         return any(grads.replaced() for grads in self.grads)
 
     def state(self) -> Any:
-        """Return something unequal after a gradient came, was edited, replaced or cleared."""
+        """Return a value that differs after a gradient came, was edited, replaced or cleared."""
         grads = [param.grad for pack in self.buckets for param in pack.in_model]
         known = [None if grad is None else (id(grad), grad._version) for grad in grads]
         return self.acts, self.versions(), known
 
     # -- the running backward -------------------------------------------------------------------
 
-    def _running(self) -> Backward | None:
-        backward = self._backward()
-        return None if backward is None or backward.over else backward
-
     def _begin(self) -> Backward:
-        """Have the running backward hold what is known of it, and end the pass.
+        """Note which backward runs, and end the pass with it.
 
         Two models in one backward launch at its end, in the order in which it reached them: which
         of them has a pack complete first depends on the gradients of a rank.
@@ -427,13 +427,12 @@ class Reducer:
 
         def gone(_: object) -> None:  # the engine drops that of a backward that fails
             if (reducer := me()) is not None:
-                for bucket in reducer.buckets.values():
-                    bucket.failed()
+                reducer._failed()
 
         self._backward = weakref.ref(backward, gone)
         _compat.at_end_of_backward(partial(self._end, backward))
         for peer in peers if sends else ():
-            other = peer._running()
+            other = peer._backward()
             if other is not None and other.sends and other.number == backward.number:
                 self._meets = peer._meets = True
         return backward
@@ -455,7 +454,7 @@ class Reducer:
         Packs that were complete before are sent now. Not when the last one comes: hooks of the
         script on that very parameter, which may clip or replace ``.grad``, run later.
         """
-        backward = self._running()
+        backward = self._backward()
         if backward is None:
             if not _compat.accumulates():  # what autograd.grad returns is no gradient of ours yet
                 return
@@ -471,8 +470,8 @@ class Reducer:
                 if torch.is_grad_enabled():
                     self.warn_of_graph()
                 self._start(backward.sends)
-                for each in self.buckets.values():
-                    each.widen()
+                for grads in self.grads:
+                    grads.widen()
             reduce_pass = self._pass
             if reduce_pass is not None and not (backward.waits or self._meets):
                 reduce_pass.advance(bucket.grads.pack.data.device)
@@ -482,19 +481,26 @@ class Reducer:
             # A full pack is sent when the next gradient arrives, whichever pack that belongs to.
             self.counting = running if is_outer and not bucket.complete else None
         except BaseException:
-            backward.over = True
+            self._failed()
             raise
+
+    def _failed(self) -> None:
+        """Called when the running backward fails, maybe by one of our own errors."""
+        self._backward = nothing
+        for bucket in self.buckets.values():
+            bucket.failed()
 
     def _end(self, backward: Backward) -> None:
         """Called when the engine ends a backward."""
-        backward.over = True  # an engine's thread may keep the callback for a moment longer
+        self._backward = nothing  # an engine's thread may keep the callback for a moment longer
         if not backward.started:
             return
         if backward.sends:
-            self._has_ended = True
             if self._pass is not None:  # unless step() was called in a hook
                 self._flush()
+            self._has_ended = True
             return
+        self._pass = None
         for bucket in self.buckets.values():
             bucket.end_local(self.alone)
         if any(grads.is_part for grads in self.grads):
@@ -502,7 +508,7 @@ class Reducer:
 
     def _complete(self) -> None:
         """Send what a backward that failed has left: ranks may have sent other packs before."""
-        if self._pass is not None and not self.alone:
+        if self._pass is not None and not self._pass.alone:
             self.history[FAILED] += 1
             self._flush()
 
@@ -553,7 +559,7 @@ def _hooks(me: weakref.ref[Reducer], bucket: Bucket, count: int) -> Iterator[Cal
                 return
             if bucket.counts and reducer.counting == running:
                 bucket.arrived.add(position)
-                bucket.additions[position] += 1
+                bucket.grads.additions[position] += 1
                 if len(bucket.arrived) == count:
                     reducer.counting = None
             elif grad is not None:  # as a function may give, which autograd does not accumulate
