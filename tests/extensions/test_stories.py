@@ -1,0 +1,403 @@
+"""Random stories of options together: attempts, counted tokens, sleeps, and bits that turn over.
+
+Ranks fail at random places of micro-batches, the optimizer sleeps at random points, and bits turn
+over: in a span that a rank received, in a buffer, in the master of a copy. Gradients are known
+multiples of 1/64, so that sums and means are exact, or rounded where the library rounds. Without
+such a bit the training is plain torch's to the bit; with one all ranks raise at the step that must
+see it, and name it. STORIES_SEED, a number, draws other stories, as a nightly run does; STORIES,
+another count of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from models import run_world, sharded
+from pairwise import SEED
+from spoiled import flip, master, spoil_after_sync
+from stories import SHAPES, Dots, gradient
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardcast
+from shardcast.optimizer.stateful import packed_of
+from shardcast.testing import SpawnedWorld, threaded_world
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+COUNT = int(os.environ.get("STORIES", "72"))
+PARTS = 6
+PLACES = ["data", "forward", "half way", "hook", "late"]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"averages": {"ema": 0.75}},
+    {"metrics": 2},
+    {"guard": {"norm": 50.0, "window": 64}},
+    {"replica_check": 1},
+    {"overlap_sync": True},
+    {"offload": True},
+    {"pack_params": 1},
+    {"partition": "whole"},
+    {"max_grad_norm": 1e6},
+    {"moments": "int8"},
+    {"master": "split16"},
+    {"broadcast_buffers": False},
+]
+LOW_ONLY, FUSED_ONLY, IN_ANOTHER_FORM = {"master"}, {"moments", "master", "offload"}, {"moments"}
+KEEPS: list[tuple[str, ...]] = [
+    (),
+    ("parameters",),
+    ("masters",),
+    ("state",),
+    ("parameters", "state"),
+]
+DOORS = ["step", "digest", "state_dict", "clip", "train"]
+
+
+class Failed(Exception):  # noqa: N818
+    """What ranks raise."""
+
+
+class Explodes(torch.autograd.Function):
+    """Raises in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Failed("half way")
+
+
+def explode(_param: Tensor) -> None:
+    raise Failed("hook")
+
+
+class Model(Dots):
+    """With a buffer, which is sent before a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def loss(self, seed: int, place: str) -> Tensor:
+        if place == "forward":
+            raise Failed("forward")
+        self.seen.add_(1)
+        numbers = [n for n in range(len(SHAPES)) if (seed + n) % 4]  # some have none
+        terms = [(self.all[n] * gradient(seed, n)).sum() for n in numbers]
+        if place == "half way":
+            terms[len(terms) // 2] = Explodes.apply(terms[len(terms) // 2])
+        return torch.stack(terms).float().sum()
+
+    def forward(self, seed: int, place: str) -> Tensor:  # type: ignore[override]
+        return self.loss(seed, place)
+
+
+# -- what a story is ------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """One step: of each micro-batch whether it is in no_sync, and who fails in it, where."""
+
+    quiet: list[bool]
+    fails: dict[tuple[int, int], str]  # by rank and micro-batch
+    apart: bool  # an attempt for each micro-batch
+    counts: bool
+
+
+class Bit(NamedTuple):
+    """What turns over after the sync of a step, counted from 1, on one rank."""
+
+    kind: str
+    step: int
+    rank: int
+
+
+class Sleep(NamedTuple):
+    """A sleep behind a step, or before it, behind micro-batches that are run again."""
+
+    keep: tuple[str, ...]
+    in_file: bool
+    wasted: bool
+    door: str
+    raises: bool
+
+
+class Story(NamedTuple):
+    """A training in a world of so many ranks, with sleeps by the number of a step, maybe a bit."""
+
+    size: int
+    low: bool
+    kind: str
+    action: str
+    fields: Mapping[str, Any]
+    steps: list[Step]
+    sleeps: dict[int, Sleep]
+    bit: Bit | None
+    in_mesh: bool
+
+
+def drawn(number: int) -> Story:
+    draw = random.Random(7_000_003 * SEED + number)
+    size, low = draw.randint(1, 4), draw.random() < 0.4
+    kind = draw.choice(["AdamW", "SGD", "NAdam"])
+    action = draw.choice(["skip", "drop"])
+    fields: dict[str, Any] = {}
+    for option in draw.sample(OPTIONS, 2):
+        keys = option.keys()
+        if (low or not keys & LOW_ONLY) and (kind != "NAdam" or not keys & FUSED_ONLY):
+            fields |= option
+    counts, steps = draw.random() < 0.3, list[Step]()
+    for _ in range(draw.randint(2, 6)):
+        count = draw.randint(1, 3)
+        fails = {}
+        if draw.random() < 0.6 and (steps or not counts):  # it does as in the step before
+            for rank in range(size):
+                if draw.random() < 0.5:
+                    fails[rank, draw.randrange(count)] = draw.choice(PLACES)
+        quiet = [draw.random() < 0.5 for _ in range(count)]
+        steps.append(Step(quiet, fails, draw.random() < 0.3, counts))
+    bit, in_mesh = None, False
+    if draw.random() < 0.3:
+        of = draw.choice(["span", "buffer", "master"])
+        in_mesh, period = of == "master", draw.choice([1, 2])
+        size = 4 if in_mesh else max(2, size)
+        fields["replica_check"] = period
+        fields.pop("broadcast_buffers", None)
+        if due := [n for n in range(1, len(steps)) if n % period == 0]:
+            bit = Bit(of, draw.choice(due), draw.randrange(size))
+    if in_mesh:  # copies of masters
+        low, kind = True, "AdamW"
+        for name in ("partition", "pack_params", "moments", "offload", "master"):
+            fields.pop(name, None)
+    sleeps = {
+        n: Sleep(
+            draw.choice(KEEPS),
+            draw.random() < 0.3,
+            draw.random() < 0.3,
+            draw.choice(DOORS),
+            draw.random() < 0.2,
+        )
+        for n in range(len(steps))
+        if draw.random() < 0.4
+    }
+    return Story(size, low, kind, action, fields, steps, sleeps, bit, in_mesh)
+
+
+def made(model: nn.Module, story: Story) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": 1e-2, "foreach": False}
+    if story.kind == "SGD":
+        options["momentum"] = 0.9
+    kind: Any = getattr(torch.optim, story.kind)
+    optimizer: torch.optim.Optimizer = kind(model.parameters(), **options)
+    return optimizer
+
+
+def seed_of(step: int, rank: int, micro: int) -> int:
+    return 13 * step + 5 * rank + micro
+
+
+# -- on plain torch -------------------------------------------------------------------------------
+
+
+def expected(story: Story) -> tuple[dict[str, Tensor], Any, int]:
+    """Parameters, failures by step and rank, and the number of steps that are skipped."""
+    model, failures, skipped = Model(), list[tuple[int, int]](), 0
+    optimizer = made(model, story)
+    for number, step in enumerate(story.steps):
+        failed = sorted({rank for rank, _ in step.fails})
+        failures += [(number + 1, rank) for rank in failed]
+        taking = [rank for rank in range(story.size) if rank not in failed]
+        if not taking or (failed and story.action == "skip"):
+            skipped += 1
+            continue
+        sums: dict[int, Tensor] = {}
+        for rank in taking:
+            for micro in range(len(step.quiet)):
+                model.loss(seed_of(number, rank, micro), "").backward()
+            for n, param in enumerate(model.all):
+                if param.grad is not None:
+                    sums[n] = sums.get(n, 0.0) + param.grad.double()
+                    param.grad = None
+        scale = torch.tensor(len(taking), dtype=torch.float64) / story.size
+        if step.counts:
+            tokens = sum(2.0 + rank for rank in taking) * len(step.quiet)
+            scale = torch.tensor(tokens, dtype=torch.float64) / story.size
+        for n, total in sums.items():
+            mean = (total / story.size).float()
+            if story.low and SHAPES[n]:
+                mean = (total.float() / story.size).bfloat16().float()
+            model.all[n].grad = mean * (1.0 / scale).float()
+        optimizer.step()
+        for param in model.all:
+            param.grad = None
+    return {f"all.{n}": param.detach() for n, param in enumerate(model.all)}, failures, skipped
+
+
+# -- on a rank ------------------------------------------------------------------------------------
+
+
+def in_span(optimizer: Any, _model: nn.Module) -> None:
+    """In what this rank received last, or where it owns all in what it sent."""
+    packs = [shard.pack for shard in packed_of(optimizer).shards]
+    spans = [(pack, span) for pack in packs for span in pack.layout.owned_spans]
+    others = [(pack, span) for pack, span in spans if span.owner != pack.own.owner]
+    pack, span = (others or spans)[-1]
+    flip(pack.data, span.start, 3)
+
+
+def in_buffer(_optimizer: Any, model: nn.Module) -> None:
+    flip(model.get_buffer("seen"), 1, 9)
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    with pytest.raises(RuntimeError, match=r"wake\(\)"):
+        yield
+
+
+def sleep(optimizer: Any, it: Sleep, folder: str) -> None:
+    """Sleep, knock at a door, wake up; or leave by an exception that all ranks raise."""
+    with contextlib.suppress(Failed), optimizer.asleep(it.keep, folder if it.in_file else None):
+        calls = {
+            "step": optimizer.step,
+            "digest": optimizer.digest,
+            "state_dict": optimizer.state_dict,
+            "clip": lambda: optimizer.clip_grad_norm_(1.0),
+            "train": optimizer.train,
+        }
+        with refused():
+            calls[it.door]()
+        if it.raises:
+            raise Failed("rollout")
+
+
+def play(group: Any, story: Story, folder: str) -> Any:
+    """Parameters, failures and skipped steps, or what is raised in a step."""
+    rank = group.get_rank() if story.in_mesh else group.rank()
+    model = Model()
+    fields = {**story.fields, "on_error": {"action": story.action, "max_failed_steps": 100}}
+    fields["param_dtype"] = torch.bfloat16 if story.low else torch.float32
+    if story.in_mesh:
+        optimizer = shardcast.shard(
+            model,
+            made(model, story),
+            mesh=group,
+            dp=("copies", "dp"),
+            fuse="eager",
+            shard_ranks="all",
+            **fields,
+        )
+    else:
+        optimizer = sharded(model, group, lambda it: made(it, story), **fields)
+    if story.bit is not None and rank == story.bit.rank:
+        change = {"span": in_span, "buffer": in_buffer, "master": master}[story.bit.kind]
+        spoil_after_sync(optimizer, model, change, story.bit.step)
+
+    def micro_batch(number: int, step: Step, micro: int) -> None:
+        place = step.fails.get((rank, micro), "")
+        if place == "data":
+            raise Failed("data")
+        if step.counts:
+            optimizer.count(2 + rank)
+        with optimizer.no_sync() if step.quiet[micro] else contextlib.nullcontext():
+            loss = model(seed_of(number, rank, micro), place)
+            params = model.all if place == "hook" else ()
+            handles = [param.register_post_accumulate_grad_hook(explode) for param in params]
+            try:
+                optimizer.scale_loss(loss).backward()
+            finally:
+                for handle in handles:
+                    handle.remove()
+        if place == "late":
+            raise Failed("late")
+
+    def attempts(number: int, step: Step) -> None:
+        micros = range(len(step.quiet))
+        for attempt in [[m] for m in micros] if step.apart else [[*micros]]:
+            with optimizer.attempt():
+                for micro in attempt:
+                    micro_batch(number, step, micro)
+
+    for number, step in enumerate(story.steps):
+        it = story.sleeps.get(number)
+        if it is not None and it.wasted:
+            attempts(number, step)
+            sleep(optimizer, it, folder)  # drops the gradients
+        attempts(number, step)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return f"step {number + 1}: {error}"
+        optimizer.zero_grad()
+        if it is not None and not it.wasted:
+            sleep(optimizer, it, folder)
+    failures = [(it.step, it.rank) for it in optimizer.failures()]
+    return optimizer.full_parameters(), failures, optimizer.skipped_steps
+
+
+def results_of(story: Story, processes: SpawnedWorld | None = None) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        if processes is not None:
+            found = processes.run(play, story, folder)
+        elif story.in_mesh:
+
+            def run(mesh: DeviceMesh) -> Any:
+                return play(mesh, story, folder)
+
+            found = threaded_world({"copies": 2, "dp": 2}, run)
+        else:
+            found = run_world(story.size, play, story, folder)[0]
+        assert not os.listdir(folder)
+    return [*found]
+
+
+def check(story: Story, processes: SpawnedWorld | None = None) -> None:
+    results = results_of(story, processes)
+    if story.bit is not None:
+        kind, step, rank = story.bit
+        for text in results:
+            assert isinstance(text, str), story
+            assert text.startswith(f"step {step + 1}: replica_check: after step {step} "), text
+            if kind == "master":
+                assert f"rank {rank} has other masters" in text, (story, text)
+            else:
+                named = rank if story.size > 2 else 1  # of two, both may be the one
+                what = "parameters" if kind == "span" else "buffers"
+                assert f"{what} of rank {named} differ" in text, (story, text)
+        return
+    parameters, failures, skipped = expected(story)
+    for result in results:
+        assert not isinstance(result, str), (story, result)
+        assert result[1:] == (failures, skipped), story
+    found: dict[str, Tensor] = results[0][0]
+    if not IN_ANOTHER_FORM & story.fields.keys():
+        for name, value in parameters.items():
+            assert torch.equal(found[name], value), (name, story)
+
+
+def test_stories_are_the_same_in_processes(gloo: SpawnedWorld):
+    kinds: dict[str | None, list[Story]] = {}
+    for story in map(drawn, range(COUNT)):
+        if story.size == 2:
+            kinds.setdefault(story.bit and story.bit.kind, []).append(story)
+    for story in [story for of_kind in kinds.values() for story in of_kind[: COUNT // 12]]:
+        check(story, gloo)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_stories_are_plain_torch_to_the_bit_hang_nowhere_and_name_every_bit(part: int):
+    for number in range(part, COUNT, PARTS):
+        try:
+            check(drawn(number))
+        except BaseException:
+            print(f"story {number}: {drawn(number)}")
+            raise
