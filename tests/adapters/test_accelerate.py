@@ -33,7 +33,6 @@ import shardcast
 import shardcast.run
 from shardcast import ShardedOptimizer
 from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, enable, guards
-from shardcast.accelerate.state import _without_prefix
 
 pytestmark = pytest.mark.timeout(60)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -529,15 +528,6 @@ def test_a_state_of_accelerate_loads_with_the_names_of_a_wrapper_and_without(
         again.load_state_dict(model.state_dict())
         with pytest.raises(RuntimeError, match="Missing key"):
             again.load_state_dict(torch.load(tmp_path / "wrapped" / "pytorch_model.bin"))
-
-
-def test_a_part_that_its_model_calls_module_keeps_its_names() -> None:
-    model = nn.ModuleDict({"module": nn.Linear(2, 2)})
-    for part in model.modules():
-        part.register_load_state_dict_pre_hook(_without_prefix)
-    other = nn.ModuleDict({"module": nn.Linear(2, 2)})
-    model.load_state_dict(other.state_dict())
-    assert torch.equal(model["module"].weight, other["module"].weight)
 
 
 def test_counted_tokens_are_not_divided_twice_nor_rounded() -> None:

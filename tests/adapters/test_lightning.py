@@ -37,6 +37,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 MANUAL: dict[str, Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+ROWS = "net.0.weight", "net.3.weight"  # an optimizer_step has them of norm 1
 SCRIPT = ("--accelerator", "cpu", "--devices", "2", "--sequences", "64")
 
 
@@ -93,6 +94,31 @@ def trainer_of(folder: str, devices: int = 2, **options: Any) -> Trainer:
             **options,
         }
     )
+
+
+class Edited(Net):
+    """Decays all weights by hand after each step, and has rows of norm 1, whose moments go."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        optimizer: Any = self.optimizers()
+        if not hasattr(optimizer, "whole"):  # of plain torch, under DDP
+            with torch.no_grad():
+                for name, param in self.named_parameters():
+                    param.mul_(0.98)
+                    if name in ROWS:
+                        param.copy_(nn.functional.normalize(param, dim=1))
+                        for moment in ("exp_avg", "exp_avg_sq"):
+                            optimizer.state[param][moment][::2] = 0
+            return
+        with optimizer.owned() as parts:
+            for part in parts:
+                part.master.mul_(0.98)
+        with optimizer.whole(*ROWS) as params:
+            for one in params.values():
+                one.master = nn.functional.normalize(one.master, dim=1)
+                for moment in one.state.values():
+                    moment[::2] = 0
 
 
 class Two(Net):
@@ -165,6 +191,7 @@ class Gan(LightningModule):
 
 MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "net": (Net, {}),
+    "edited": (Edited, {}),
     "two": (Two, MANUAL),
     "gan": (Gan, MANUAL),
 }
@@ -243,6 +270,8 @@ SAME: dict[str, tuple[str, dict[str, Any], float]] = {
         1e-6,
     ),
     "no accumulation": ("net", MANUAL, 1e-6),
+    "weights edited after each step": ("edited", {}, 1e-6),
+    "edited in bf16": ("edited", {"precision": "bf16-true"}, 5e-2),
     "gan": ("gan", {}, 2e-6),
     "gan in bf16": ("gan", {"precision": "bf16-true"}, 5e-2),
 }
@@ -251,15 +280,18 @@ SAME: dict[str, tuple[str, dict[str, Any], float]] = {
 @pytest.mark.parametrize("case", SAME)
 def test_training_is_that_of_ddp(tmp_path: Path, gloo: SpawnedWorld, case: str):
     kind, options, tolerance = SAME[case]
-    stock = {**options, "strategy": "ddp" if kind == "net" else UNUSED, "precision": "32-true"}
+    stock = {**options, "strategy": UNUSED if kind == "gan" else "ddp", "precision": "32-true"}
     ddp = gloo.run(fit, str(tmp_path / "ddp"), stock, None, kind, timeout=100)
     ours = gloo.run(fit, str(tmp_path / "ours"), options, None, kind, timeout=100)
     for mine, theirs in zip(ours, ddp, strict=True):
-        assert len(mine[0]) == (12 if kind == "net" else 36)
+        assert len(mine[0]) == (36 if kind == "gan" else 12)
         assert mine[0] == pytest.approx(theirs[0], abs=tolerance)
         assert mine[2] == pytest.approx(theirs[2], abs=tolerance)
         for name, value in mine[1].items():
             assert (value - theirs[1][name]).abs().max() <= tolerance, name
+        for name in ROWS if kind == "edited" else ():
+            norms = mine[1][name].norm(dim=1)
+            torch.testing.assert_close(norms, torch.ones_like(norms), rtol=tolerance, atol=0)
 
 
 def test_training_is_that_of_two_plain_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -487,6 +487,33 @@ def test_weights_of_a_loss_train_beside_the_model(tmp_path: Path, gloo: SpawnedW
     assert {value.dtype for value in names.values()} == {torch.float32}
 
 
+class Editing(transformers.TrainerCallback):
+    """Has rows of norm 1 after each step, whose moments go, and decays all weights by hand."""
+
+    ROWS = tuple(f"model.layers.{number}.mlp.up_proj.weight" for number in range(2))
+
+    def on_optimizer_step(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
+        if hasattr(optimizer, "whole"):
+            with optimizer.whole(*self.ROWS) as params:
+                for one in params.values():
+                    self.edit(one.master, one.state)
+            with optimizer.owned() as parts:
+                for part in parts:
+                    part.master.mul_(0.99)
+            return
+        with torch.no_grad():
+            for name in self.ROWS:
+                param = model.get_parameter(name)
+                self.edit(param, optimizer.state[param])
+            for param in model.parameters():
+                param.mul_(0.99)
+
+    def edit(self, weight: Tensor, state: Any) -> None:
+        weight.copy_(nn.functional.normalize(weight, dim=1))
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[moment][1::2] = 0
+
+
 class Pruning(transformers.TrainerCallback):
     """Reads gradients where AdaLoRA and pruning do: before the step, and after it."""
 
@@ -502,6 +529,29 @@ class Pruning(transformers.TrainerCallback):
         scores = (weight * weight.grad).abs().detach()
         with torch.no_grad():
             weight.mul_(scores > scores.median())
+
+
+def edited(_group: Any, folder: str, kind: str, bf16: bool) -> tuple[Any, dict[str, Tensor]]:
+    trainer = trainer_of(folder, kind, save_strategy="no", bf16=bf16)
+    trainer.add_callback(Editing())
+    trainer.train()
+    return logged(trainer), weights(trainer.model)
+
+
+@pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-5), (True, 3e-2)])
+def test_a_callback_edits_masters_and_moments_as_it_edits_weights_under_ddp(
+    tmp_path: Path, gloo: SpawnedWorld, bf16: bool, tolerance: float
+):
+    stock = gloo.run(edited, str(tmp_path / "stock"), "stock", False, timeout=100)
+    ours = gloo.run(edited, str(tmp_path / "ours"), "sharded", bf16, timeout=100)
+    assert equal(ours[0][1], ours[1][1])
+    for name in Editing.ROWS:
+        norms = ours[0][1][name].float().norm(dim=1)
+        torch.testing.assert_close(norms, torch.full_like(norms, 0.99), rtol=tolerance, atol=0)
+    for (loss, _), (expected, _) in zip(ours[0][0], stock[0][0], strict=True):
+        assert loss == pytest.approx(expected, rel=tolerance)
+    for name, value in stock[0][1].items():
+        torch.testing.assert_close(ours[0][1][name].float(), value, rtol=0, atol=tolerance)
 
 
 def pruned(_group: Any, folder: str, kind: str) -> tuple[list[float], dict[str, Tensor]]:

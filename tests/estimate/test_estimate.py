@@ -451,13 +451,6 @@ def test_the_command_prints_a_table_and_json(command: Command):
     assert last["total"] < first["total"]
 
 
-@pytest.mark.parametrize("option", ["--advise", "--write", "--plot", "--machine", "--tokens"])
-def test_predictions_are_no_more(option: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        _estimate_command.estimate(["built:pair", option])
-    assert option in capsys.readouterr().err
-
-
 def test_a_function_may_return_the_model_and_its_optimizer(command: Command):
     for function in ("pair", "listed"):
         printed = command("estimate", f"built:{function}", "--world_size", "2")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import run_world
+from oracle import mlp, set_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -325,3 +326,20 @@ def test_buffers_are_equal_along_the_data_parallel_dimension_of_a_mesh_alone():
         return model.centre[0]
 
     assert [int(value) for value in threaded_world({"dp": 2, "tp": 2}, run)] == [1, 2, 1, 2]
+
+
+def odd_buffers(group: Any) -> bool:
+    model = mlp()
+    kinds = [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64]
+    for number, kind in enumerate(kinds):
+        values = torch.full((3, 2), group.rank() + 1.0).to(kind)
+        model.register_buffer(f"odd{number}", values.t() if number % 2 else values)
+    model.register_buffer("scalar", torch.tensor(group.rank() + 1, dtype=torch.int16))
+    optimizer = shardcast.shard(model, sgd(model), process_group=group, broadcast_buffers=True)
+    set_grads(model, 0)
+    optimizer.step()
+    return all(bool((buffer.to(torch.float32) == 1).all()) for buffer in model.buffers())
+
+
+def test_buffers_of_every_dtype_become_equal(gloo: SpawnedWorld):
+    assert gloo.run(odd_buffers) == [True, True]

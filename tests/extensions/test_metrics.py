@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bag import Bag
-from models import CASES, adamw, exact_muon, install, run_world, sharded
+from models import CASES, adamw, assert_same_bits, exact_muon, install, run_world, sharded
 from oracle import pair
 from pairwise import pairwise
 from quantizers import gpt
@@ -69,6 +69,46 @@ def compare(found: Norms, expected: Norms) -> None:
             )
 
 
+def decide(monkeypatch: pytest.MonkeyPatch, on_host: bool) -> None:
+    """Have updates decide on the host, or on the device, as an accelerator does."""
+    for module in (fused, any_update):
+        monkeypatch.setattr(module, "choose_executor", lambda *_: Executor(on_host=on_host))
+
+
+def four_steps(
+    group: Any, build: Any, kind: Any, absent: str, act: Any = None, **fields: Any
+) -> Norms:
+    """Compare the norms of three steps, of the last one without a gradient, and of one skipped."""
+    model = build()
+    options = {"process_group": group, "metrics": True, "fuse": "eager", **fields}
+    optimizer = shardcast.shard(model, kind(model), **options)
+    expected: Norms = {}
+    for step in range(4):
+        install(model, step)
+        optimizer.scale_loss(torch.zeros(()))  # the installed gradients are those of it
+        with torch.no_grad():
+            if act is not None:
+                act(model, optimizer, step)
+        if step == 2:
+            model.get_parameter(absent).grad = None
+        if step < 3:
+            expected = by_hand(model, optimizer, fields.get("loss_scale", 1.0))
+        else:
+            next(model.parameters()).grad.fill_(torch.nan)
+            optimizer.step()
+            assert optimizer.last_step_skipped
+        if expected:
+            compare(optimizer.metrics(), expected)
+    return {n: {k: v.clone() for k, v in m.items()} for n, m in optimizer.metrics().items()}
+
+
+def assert_same_everywhere(ranks: list[Norms], absent: str) -> None:
+    assert float(ranks[0][absent]["update_norm"]) == 0.0, "absent in the last step"
+    for found in ranks[1:]:
+        for name, norms in ranks[0].items():
+            assert_same_bits(found[name], norms)
+
+
 def test_sums_of_long_rows_are_exact():
     """Of equal values, all of whose roundings go one way."""
     model = nn.Linear(8192, 16, bias=False)
@@ -101,41 +141,13 @@ def test_sums_of_long_rows_are_exact():
 def test_metrics_on_an_accelerators_path_are_those_of_one_process_by_hand(
     kind: Any, world: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """With an absent gradient, and a skipped step, which keeps those of the step before."""
     if "fuse" not in fields:  # else compiled, which decides there, too
-        for module in (fused, any_update):
-            monkeypatch.setattr(module, "choose_executor", lambda *_: Executor(on_host=False))
+        decide(monkeypatch, on_host=False)
     exact_muon(monkeypatch)
-
-    def run(group: Any) -> Norms:
-        model = CASES["gpt"].build()
-        optimizer = shardcast.shard(
-            model,
-            kind(model),
-            process_group=group,
-            metrics=True,
-            **{"param_dtype": FP32, "fuse": "eager", **fields},
-        )
-        for step in range(4):
-            install(model, step)
-            optimizer.scale_loss(torch.zeros(()))  # the installed gradients are those of it
-            first = next(iter(model.parameters()))
-            if step == 2:
-                first.grad = None
-            if step < 3:
-                expected = by_hand(model, optimizer, fields.get("loss_scale", 1.0))
-            else:
-                first.grad.fill_(torch.nan)
-                optimizer.step()
-            if expected:
-                compare(optimizer.metrics(), expected)
-        return {n: {k: v.clone() for k, v in m.items()} for n, m in optimizer.metrics().items()}
-
-    ranks, _ = run_world(world, run)
-    assert float(ranks[0]["wte.weight"]["update_norm"]) == 0.0, "absent in the last step"
-    for found in ranks[1:]:
-        for name, norms in ranks[0].items():
-            assert all(torch.equal(norms[k], found[name][k]) for k in norms), name
+    fields = {"param_dtype": FP32, **fields}
+    build = CASES["gpt"].build
+    ranks, _ = run_world(world, lambda it: four_steps(it, build, kind, "wte.weight", **fields))
+    assert_same_everywhere(ranks, "wte.weight")
 
 
 SWALLOWING: list[tuple[Any, str, int, dict[str, Any]]] = [
@@ -152,47 +164,20 @@ SWALLOWING: list[tuple[Any, str, int, dict[str, Any]]] = [
 def test_changes_that_a_form_swallows_are_counted_behind_its_cast(
     case: tuple[Any, str, int, dict[str, Any]], on_host: bool, monkeypatch: pytest.MonkeyPatch
 ):
+    """On both paths, and where a script has written."""
     kind, form, world, fields = case
-    """On both paths; where a script has written, with an absent gradient, and a skipped step."""
-    for module in (fused, any_update):
-        monkeypatch.setattr(module, "choose_executor", lambda *_: Executor(on_host=on_host))
+    decide(monkeypatch, on_host)
 
-    def run(group: Any) -> Norms:
-        model = gpt()
-        optimizer = shardcast.shard(
-            model,
-            kind(model),
-            process_group=group,
-            metrics=True,
-            fuse="eager",
-            autocast=False,
-            published={form: "blocks.*[!12].weight"},
-            **fields,
-        )
-        for of in optimizer.param_groups:
-            of["lr"] = 1e-4
-        for step in range(4):
-            install(model, step)
-            if step == 1:
-                with torch.no_grad():
-                    model.get_parameter("blocks.0.fc.weight")[7, 5:9] = 0.3
-            if step == 2:
-                model.get_parameter("blocks.1.fc.weight").grad = None
-            if step < 3:
-                expected = by_hand(model, optimizer, 1.0)
-            else:
-                next(model.parameters()).grad.fill_(torch.nan)
-                optimizer.step()
-            if expected:
-                compare(optimizer.metrics(), expected)
-        return {n: {k: v.clone() for k, v in m.items()} for n, m in optimizer.metrics().items()}
+    def writes(model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[-1]["lr"] = 1e-4
+        if step == 1:
+            model.get_parameter("blocks.0.fc.weight")[7, 5:9] = 0.3
 
-    ranks, _ = run_world(world, run)
-    assert float(ranks[0]["blocks.1.fc.weight"]["update_norm"]) == 0.0, "absent in the last step"
+    fields = {"autocast": False, "published": {form: "blocks.*[!12].weight"}, **fields}
+    absent = "blocks.1.fc.weight"
+    ranks, _ = run_world(world, lambda it: four_steps(it, gpt, kind, absent, writes, **fields))
+    assert_same_everywhere(ranks, absent)
     assert 0.05 < float(ranks[0]["blocks.0.qkv.weight"]["swallowed"]) < 1.0
-    for found in ranks[1:]:
-        for name, norms in ranks[0].items():
-            assert all(torch.equal(norms[k], found[name][k]) for k in norms), name
 
 
 def test_metrics_of_every_nth_step_cost_a_collective_there_and_none_elsewhere():

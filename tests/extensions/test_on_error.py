@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, MLP, adamw, assert_same_bits, everything, run_world, sharded, values
+from models import CASES, MLP, adamw, assert_same_bits, run_world, sharded, values
 from pairwise import pairwise
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardcast
 from shardcast import _compat
 from shardcast.optimizer.sharded import packed_of
-from shardcast.testing import RankLeftError, SpawnedWorld, threaded_world
+from shardcast.testing import RankLeftError, threaded_world
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -139,19 +139,6 @@ def test_a_step_in_which_a_rank_fails_is_skipped_or_made_by_the_others(
         assert failures == sorted(ranks)
 
 
-def test_what_is_skipped_changes_nothing():
-    def run(group: Any) -> None:
-        model, optimizer = train(group, {}, 2, on_error="skip", param_dtype=torch.bfloat16)
-        before = everything(model, optimizer)
-        with optimizer.attempt():
-            micro_batches(model, optimizer, 7, group.rank(), "end" if group.rank() else "")
-        optimizer.step()
-        assert bool(optimizer.last_step_skipped)
-        assert_same_bits(everything(model, optimizer), before)
-
-    run_world(2, run)
-
-
 def test_the_step_warns_of_rank_and_error_and_keeps_them():
     plan = {1: {1: "half way"}, 2: {0: "forward"}}
 
@@ -175,44 +162,6 @@ def test_too_many_failed_steps_in_a_row_raise_on_all_ranks():
 
     for text in run_world(2, run)[0]:
         assert "rank 1: BadSample: data" in text and "max_failed_steps" in text
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_tokens_are_those_of_the_ranks_that_took_part(size: int):
-    def run(group: Any, fails: bool) -> dict[str, Tensor]:
-        model = CASE.build()
-        optimizer = sharded(model, group, on_error="drop")
-        for step in range(3):
-            with optimizer.attempt():
-                if fails and step == 1 and group.rank() == 1:
-                    raise BadSample("before it counted")
-                optimizer.count(3 + group.rank())
-                x, y = CASE.batch(10 * step + group.rank())
-                nn.functional.mse_loss(model(x), y, reduction="sum").backward()
-                if fails and step == 2 and group.rank() == 1:
-                    raise BadSample("after it counted")
-            optimizer.step()
-            optimizer.zero_grad()
-        return values(model)
-
-    def without(group: Any) -> dict[str, Tensor]:
-        """The rank that fails there counts nothing here, and has no gradients."""
-        model = CASE.build()
-        optimizer = sharded(model, group)
-        for step in range(3):
-            left_out = step and group.rank() == 1
-            optimizer.count(0 if left_out else 3 + group.rank())
-            with optimizer.no_sync():
-                x, y = CASE.batch(10 * step + group.rank())
-                if not left_out:
-                    nn.functional.mse_loss(model(x), y, reduction="sum").backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return values(model)
-
-    found, expected = run_world(size, run, True)[0], run_world(size, without)[0]
-    for one, other in zip(found, expected, strict=True):
-        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -277,24 +226,6 @@ def test_a_failure_goes_with_the_gradients_that_a_script_drops(way: str, action:
     found, expected = run_world(2, run, True)[0], run_world(2, run, False)[0]
     for one, other in zip(found, expected, strict=True):
         assert_same_bits(one, other)
-
-
-@pytest.mark.filterwarnings("error:step. no tokens")
-def test_a_counted_step_in_which_all_ranks_fail_is_skipped():
-    def run(group: Any) -> int:
-        model = CASE.build()
-        optimizer = sharded(model, group, on_error="drop")
-        for step in range(3):
-            with optimizer.attempt():
-                optimizer.count(2)
-                CASE.loss(model, CASE.batch(step)).backward()
-                if step == 1:
-                    raise BadSample("late")
-            optimizer.step()
-            optimizer.zero_grad()
-        return optimizer.skipped_steps
-
-    assert run_world(2, run)[0] == [1, 1]
 
 
 def test_buffers_of_a_rank_that_fails_before_its_forward_hang_nobody():
@@ -509,28 +440,3 @@ def with_frozen_packs(group: Any) -> None:
 
 def test_packs_that_wake_while_a_rank_fails_are_woken_on_all():
     run_world(2, with_frozen_packs)
-
-
-def of_process(group: Any, fields: dict[str, Any], plan: dict[int, dict[int, str]]) -> Any:
-    model, optimizer = train(group, plan, 5, **fields)
-    return values(model), optimizer.failures(), optimizer.skipped_steps
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("action", ["skip", "drop"])
-@pytest.mark.parametrize(("world", "size"), [("gloo", 2), ("four", 4)])
-def test_processes_do_as_threads(
-    world: str, size: int, action: str, request: pytest.FixtureRequest
-):
-    plan = {1: {1: "half way"}, 2: {0: "data"}, 3: dict.fromkeys(range(size - 1), "hook")}
-    plan[3][size - 1] = "second micro-batch"
-    expected = values(control(size, plan, 5, action))
-    processes: SpawnedWorld = request.getfixturevalue(world)
-    for found, failures, skipped in processes.run(of_process, {"on_error": action}, plan):
-        assert_same_bits(found, expected)
-        assert [(it.step, it.rank) for it in failures] == [
-            (2, 1),
-            (3, 0),
-            *((4, rank) for rank in range(size)),
-        ]
-        assert skipped == (3 if action == "skip" else 1)

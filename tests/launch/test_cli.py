@@ -20,7 +20,6 @@ import train
 import train_hybrid
 import warm
 import yaml
-from accelerate.commands.launch import launch_command, launch_command_parser
 from commands import ROOT, python
 
 import shardcast
@@ -77,13 +76,6 @@ def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
     )
     done = python("-c", program)
     assert done.returncode == 0 and done.stdout.endswith("False\n"), done.stderr
-
-
-def test_the_self_test_speaks_before_it_imports_torch() -> None:
-    program = (
-        "import sys; sys.modules['torch'] = None; from shardcast.cli import main; main(['test'])"
-    )
-    assert python("-c", program).stdout.startswith("shardcast test: importing torch; then one pro")
 
 
 def test_the_public_names_are_those_that_all_lists() -> None:
@@ -314,16 +306,6 @@ def test_every_script_is_started_by_the_runner_once(
     assert bool(parsed.module) == started.startswith("shardcast.run")
 
 
-def test_stock_accelerate_refuses_the_file_that_shardcast_launch_takes(tmp_path: Path) -> None:
-    """What the troubleshooting page explains."""
-    path = launch_file(tmp_path, shardcast_config={})
-    arguments = ["--config_file", path, script(tmp_path, NO_PROCESS)]
-    parsed = launch_command_parser().parse_args(arguments)
-    with pytest.raises(ValueError, match=r"had unknown keys \(\['shardcast_config'\]\)"):
-        launch_command(parsed)
-    assert "unknown keys (['shardcast_config'])" in (ROOT / "docs/troubleshooting.md").read_text()
-
-
 def test_the_launch_files_in_configs_are_valid() -> None:
     for path in (ROOT / "configs/accelerate").glob("shardcast_*.yaml"):
         ours, accelerates = split_config(str(path))
@@ -475,13 +457,3 @@ def test_a_command_that_cannot_do_what_it_is_told_says_why_and_does_nothing(
         told = command(*words, status=2)
     assert REFUSED[line] in told
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
-
-
-def test_a_preset_is_printed_and_flags_have_both_spellings_and_defaults(capsys: Any):
-    assert main(["config", "--preset", "lean"]) == 0
-    assert "split16" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["estimate", "--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert "--world-size" in told and "(default: 1 2 4 8 16 64 256)" in told
-    assert "SUPPRESS" not in told

@@ -13,7 +13,6 @@ from pathlib import Path
 import comparison
 import metrics
 import picture
-import plot
 import pytest
 import torch
 import torch.distributed as dist
@@ -212,21 +211,6 @@ def test_the_quickstart_ends_with_a_table_and_a_picture_and_warns_of_nothing(
         assert nbytes == comparison.memory_over_ranks(records)[world]
 
 
-def test_the_picture_of_the_readme_shows_its_table(tmp_path: Path) -> None:
-    memory = {name: by_size[8] / 1e9 for name, by_size in picture.memory_of_7b().items()}
-    rows = dict(re.findall(r"^\| (.*?) \| (.*?) \|", README.replace("*", ""), re.MULTILINE))
-    lean = next(value for name, value in rows.items() if "lean.yaml" in name)
-    table = [rows["DDP + autocast"], rows["shardcast"], lean]
-    assert [f"{gigabytes:.1f}" for gigabytes in memory.values()] == table
-    runs = picture.recorded()
-    assert list(runs) == ["DDP + autocast", "shardcast"]
-    assert all(max(metrics.curve(records, "train")) == 300 for records in runs.values())
-    assert metrics.compare(*runs.values()).differences[-1] < 1
-    path = tmp_path / "picture.svg"
-    plot.memory_and_losses({"shardcast": {1: 2e9, 2: 1e9}}, {}, runs, ("memory", "loss"), path)
-    assert path.read_text().startswith("<?xml")
-
-
 def test_every_row_of_the_readme_is_what_the_estimate_says() -> None:
     with torch.device("meta"):
         model = gpt_7b()
@@ -239,10 +223,15 @@ def test_every_row_of_the_readme_is_what_the_estimate_says() -> None:
     local = estimates.estimate(model, adamw, 8, shardcast.ShardcastConfig(), micro_batches=8)
     expected["shardcast, up to eight micro-batches in `no_sync()`"] = local.total
     rows = re.findall(r"^\| (.*?) \| ([\d.]+) \|", README.replace("*", ""), re.MULTILINE)
+    (lean,) = (row for row, _ in rows if "lean.yaml" in row)
+    drawn = (by_size[8] for by_size in picture.memory_of_7b().values())
+    pictured = dict(zip(("DDP + autocast", "shardcast", lean), drawn, strict=True))
     for name, nbytes in expected.items():
         (shown,) = (value for row, value in rows if row.startswith(name))
         assert shown == f"{nbytes / 1e9:.1f}", name
-    assert len(rows) == len(expected) + 2, "shardcast, and lean.yaml: see above"
+    for name, nbytes in pictured.items():
+        assert dict(rows)[name] == f"{nbytes / 1e9:.1f}", name
+    assert len(rows) == len({*expected, *pictured})
 
 
 def test_a_bf16_model_without_masters_trains_worse_as_its_page_says(tmp_path: Path) -> None:
@@ -255,22 +244,6 @@ def test_a_bf16_model_without_masters_trains_worse_as_its_page_says(tmp_path: Pa
     main([*TINY_RUN, "--baseline", "bf16", "--output", str(tmp_path)])
     memory = metrics.values_of(check_run(tmp_path, world=1), "memory")
     assert memory["state"] == 2 * memory["parameters"] == 2 * 2 * 30_176
-
-
-def test_update_to_weight_of_a_run_is_recorded_and_drawn_by_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ratios = picture.recorded_ratios()
-    assert list(ratios) == ["tokens", *(f"blocks.{n}" for n in range(4)), "head"]
-    assert all(1e-4 < ratio < 0.1 for by_step in ratios.values() for ratio in by_step.values())
-    monkeypatch.setenv("SHARDCAST_METRICS", "2")
-    main([*TINY_RUN, "--output", str(tmp_path)])
-    picture.record_ratios(tmp_path, tmp_path / "ratios.csv")
-    ratios = picture.recorded_ratios(tmp_path / "ratios.csv")
-    steps = range(1, 1 + max(metrics.curve(metrics.read(tmp_path), "train")), 2)
-    assert all(list(by_step) == list(steps) for by_step in ratios.values())
-    plot.ratios_of_layers(ratios, tmp_path / "picture.svg")
-    assert (tmp_path / "picture.svg").read_text().startswith("<?xml")
 
 
 def test_a_slurm_job_gives_each_task_the_cores_that_it_asked_for(tmp_path: Path) -> None:
@@ -328,15 +301,6 @@ def test_train_with_the_example_configurations(
 
 def train_in(group: dist.ProcessGroup, flags: list[str]) -> None:
     train(parse_arguments(flags), Processes(group.rank(), group.size(), torch.device("cpu")))
-
-
-def test_torchrun_on_one_machine_never_needs_the_name_of_the_host() -> None:
-    patterns = "*.md", "docs/*.md", "examples/*.py", "configs/*.yaml", "launch/*", "launch/*/*.py"
-    files = [path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()]
-    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
-    commands = re.findall(r"\b(?:torchrun|distributed\.run) (-[^\n]*nproc[^\n]*)", text)
-    assert len(commands) > 20
-    assert [c for c in commands if "--local-addr=" not in c and "--nnodes=" not in c] == []
 
 
 def test_two_processes_under_torchrun_follow_the_ddp_baseline(

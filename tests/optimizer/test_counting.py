@@ -134,23 +134,6 @@ def test_parameters_are_cast_in_the_update_and_never_in_forward_or_backward(
     assert (sum(rank["casts"] for rank in ranks) > 0) == (dtype != FP32)
 
 
-@pytest.mark.parametrize("case", ["gpt", "gpt_nonreentrant"])
-def test_autocast_casts_every_matrix_in_every_forward(case: str):
-    """Negative control: the counter sees the casts of plain mixed precision, recompute's too."""
-    model = CASES[case].build()
-    plain = CASES["gpt"].build()
-    counts = []
-    for twin in (plain, model):
-        with CastCounter([p.data for p in twin.parameters()]) as counter:
-            with torch.autocast("cpu", dtype=BF16):
-                loss = CASES[case].loss(twin, CASES[case].batch(0))
-            loss.backward()
-        counts.append(counter.total)
-    assert counts[0] >= sum(p.numel() for p in plain.parameters() if p.dim() == 2) * 0.5
-    if case != "gpt":
-        assert counts[1] > counts[0], "recomputing casts again"
-
-
 def test_a_second_publish_is_counted(monkeypatch: pytest.MonkeyPatch):
     """Negative control: a step that casts twice is noticed."""
     from shardcast.optimizer.packed import PackedOptimizer
@@ -173,14 +156,3 @@ def test_a_second_publish_is_counted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(PackedOptimizer, "activate", hold)
     monkeypatch.setattr(Sync, "__call__", twice)
     assert count_step(None, "mlp", BF16, {})["wrong"]
-
-
-def test_the_counter_sees_casts_through_views():
-    """The counter's own check."""
-    base = torch.ones(10)
-    with CastCounter([base]) as counter:
-        base[4:6].to(BF16)
-        torch.empty(2, dtype=BF16).copy_(base[8:])
-        base.double()
-        torch.ones(3).to(BF16)
-    assert counter.counts[0].tolist() == [1, 1, 1, 1, 2, 2, 1, 1, 2, 2]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from language import PARTS, Language, batches, loss_of, parallel
-from oracle import BATCH, check, mlp, on_ranks, sgd
+from oracle import check, on_ranks, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
@@ -50,20 +50,6 @@ def test_sam_by_hand_trains_as_under_ddp(partition: str):
     check(momentum, sam, tol=1e-6, partition=partition)
     with pytest.raises(RuntimeError, match=r"reads \.grad"):  # the control: without the gather
         check(momentum, lambda *args: sam(*args[:3], False), worlds=(2,), tol=1e-6)
-
-
-def test_sam_in_bf16_leaves_masters_as_precise_as_they_are_without_it():
-    """Against fp32 it is 3e-4 off; SAM itself moves weights by 9e-2."""
-    expected = mlp()
-    sam(expected, momentum(expected), BATCH, False)
-
-    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> dict[str, Tensor]:
-        sam(model, optimizer, batch, True)
-        return optimizer.full_parameters()
-
-    masters = on_ranks(script, build=momentum, param_dtype="bf16")[0]
-    for name, param in expected.named_parameters():
-        torch.testing.assert_close(masters[name], param.detach(), rtol=0, atol=2e-3)
 
 
 def pcgrad(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> None:

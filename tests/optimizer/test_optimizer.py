@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from benchmarks import launches
-from models import CASES, MLP, assert_same_bits, parts, run_world, sharded, values
+from models import CASES, MLP, assert_same_bits, parts, sharded, values
 from oracle import BATCH, adamw, check, equal, mlp, on_ranks, sgd, steps
 from oracle import values as values_of
 from torch import Tensor, nn
@@ -126,21 +123,6 @@ def test_gradients_accumulate_in_fp32_on_request_and_after_the_eighth(dtype: str
         optimizer.step()
     assert model.weight.grad.dtype == (BF16 if dtype == "bf16" else torch.float32)
     assert 2e-3 < error < 2e-2 if dtype == "bf16" else error < 1e-6
-
-
-def test_copies_and_pickles_of_a_sharded_model_are_plain_models():
-    """They hold no masters. A pickle computes as the model, a copy in fp32."""
-    model, plain = mlp(), mlp()
-    optimizer = shardcast.shard(model, adamw(model), keep_fp32="4.*")
-    plain.load_state_dict(model.state_dict())
-    for twin, alike in (copy.deepcopy(model), plain), (pickle.loads(pickle.dumps(model)), model):
-        assert torch.equal(twin(BATCH), alike(BATCH))
-        twin(BATCH).sum().backward()
-        twin.load_state_dict(model.state_dict())
-        assert all(param.grad is None for param in model.parameters())
-    optimizer.close()
-    again = shardcast.shard(model, adamw(model))
-    steps(1)(model, again, BATCH, True)
 
 
 # -- state ----------------------------------------------------------------------------------------
@@ -279,22 +261,6 @@ def test_shard_says_in_one_line_what_it_did_and_the_report_has_a_total(
     assert f"total {report.total / 1e6:.3f} MB" in str(report)
 
 
-@pytest.mark.parametrize(("param_dtype", "held"), [("bf16", 800 + 400 + 800), ("fp32", 2400)])
-def test_the_line_of_shard_has_the_memory_of_a_rank_beside_ddps(
-    param_dtype: str, held: int, caplog: pytest.LogCaptureFixture
-):
-    caplog.set_level("INFO", "shardcast")
-
-    def start(group: Any) -> None:
-        model = nn.Linear(20, 20, bias=False)
-        options = {"param_dtype": param_dtype, "alignment": 8, "process_group": group}
-        shardcast.shard(model, torch.optim.AdamW(model.parameters()), **options)
-
-    run_world(2, start)
-    assert f"masters take {held / 1e6:.3f} MB per rank (DDP: 0.003 MB)" in caplog.text
-    assert "the optimizer's state 50% of DDP's" in caplog.text
-
-
 @pytest.mark.parametrize("low", [False, True])
 def test_the_line_of_shard_says_which_masters_begin_rounded(
     low: bool, caplog: pytest.LogCaptureFixture
@@ -308,16 +274,3 @@ def test_the_line_of_shard_says_which_masters_begin_rounded(
         "20 in bfloat16 as they came, so that their masters begin rounded" in caplog.text
     ) == low
     assert ("begin rounded" in caplog.text) == low
-
-
-def test_an_optimizer_shows_what_the_docs_list_and_what_any_torch_optimizer_has():
-    model = CASES["mlp"].build()
-    optimizer = sharded(model)
-    page = Path(__file__).parents[2] / "docs" / "api" / "shardcast.md"
-    section = page.read_text().split("::: shardcast.ShardedOptimizer")[1]
-    listed = re.findall(r"^        - (\w+)$", section, re.MULTILINE)
-    attributes = re.findall(r"^        (\w+): ", type(optimizer).__doc__ or "", re.MULTILINE)
-    base = {name for name in dir(torch.optim.SGD(model.parameters())) if name[0] != "_"}
-    shown = {name for name in dir(optimizer) if name[0] != "_"}
-    assert shown == base.union(listed, attributes)
-    assert not hasattr(type(optimizer), "__dir__") or type(optimizer).__dir__ is object.__dir__

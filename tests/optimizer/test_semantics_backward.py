@@ -6,17 +6,16 @@ import contextlib
 import warnings
 from typing import Any
 
-import foreign
 import pytest
 import torch
 from models import CASES, sharded
-from oracle import BATCH, check, mlp, on_ranks, set_grads, sgd, steps, values
+from oracle import BATCH, check, mlp, on_ranks, sgd, steps, values
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcast
 from shardcast.optimizer.sharded import packed_of
-from shardcast.testing import SpawnedWorld, ThreadedWorld, assert_same_sequence
+from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -154,45 +153,6 @@ def test_a_backward_that_failed_everywhere_may_be_tried_again(clear: str):
             optimizer.zero_grad()
 
     check(sgd, script, worlds=(1, 2), tol=1e-6)
-
-
-def test_a_class_that_no_trial_could_measure_is_watched_in_its_first_steps():
-    def run(group: Any) -> None:
-        model = mlp()
-        inner = foreign.Unmeasured(model.parameters())
-        optimizer = shardcast.shard(model, inner, process_group=group, pack_params=1)
-        set_grads(model, 0)
-        optimizer.step()
-
-    ThreadedWorld(1).run(run)
-    messages = []
-
-    def caught(group: Any) -> None:
-        with pytest.raises(
-            RuntimeError, match=r"Unmeasured computed 'd' of group 0 as .* with DDP"
-        ):
-            run(group)
-        messages.append(group.rank())
-
-    ThreadedWorld(8).run(caught)  # some ranks own nothing, and raise all the same
-    assert len(messages) == 8
-
-
-def odd_buffers(group: Any) -> bool:
-    model = mlp()
-    kinds = [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64]
-    for number, kind in enumerate(kinds):
-        values = torch.full((3, 2), group.rank() + 1.0).to(kind)
-        model.register_buffer(f"odd{number}", values.t() if number % 2 else values)
-    model.register_buffer("scalar", torch.tensor(group.rank() + 1, dtype=torch.int16))
-    optimizer = shardcast.shard(model, sgd(model), process_group=group, broadcast_buffers=True)
-    set_grads(model, 0)
-    optimizer.step()
-    return all(bool((buffer.to(torch.float32) == 1).all()) for buffer in model.buffers())
-
-
-def test_buffers_of_every_dtype_become_equal(gloo: SpawnedWorld):
-    assert gloo.run(odd_buffers) == [True, True]
 
 
 def test_sgd_takes_a_plain_state_of_a_buffer_not_begun():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -262,69 +261,12 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-def sam(model: nn.Module, optimizer: Any, x: Tensor, through_data: bool, gathers: bool) -> None:
-    """Weights are moved along the gradient, for a second backward, and back."""
-    loss_of(model, x).backward()
-    if gathers:
-        optimizer.gather_gradients()
-    with torch.no_grad():
-        before = [param.clone() for param in model.parameters()]
-        for param in model.parameters():
-            assert param.grad is not None
-            (param.data if through_data else param).add_(param.grad)
-    optimizer.zero_grad()
-    loss_of(model, x).backward()
-    with torch.no_grad():
-        for param, value in zip(model.parameters(), before, strict=True):
-            (param.data if through_data else param).copy_(value)
-
-
-def fisher(model: nn.Module, optimizer: Any, x: Tensor, gathers: bool) -> Tensor:
-    """Squares of the gradients of several batches."""
-    total = torch.zeros(())
-    for _ in range(2):
-        loss_of(model, x).backward()
-        if gathers:
-            optimizer.gather_gradients()
-        total += sum(param.grad.square().sum() for param in model.parameters())
-        optimizer.zero_grad()
-    return total
-
-
 def several(model: nn.Module, optimizer: Any, x: Tensor) -> None:
     """An accumulation, and before it gradients that are dropped, as a critic's by a generator."""
     loss_of(model, x).backward()
     optimizer.zero_grad()
     loss_of(model, x).backward()
     loss_of(model, x).backward()
-
-
-@pytest.mark.parametrize("through_data", [False, True])
-def test_weights_are_not_moved_by_gradients_that_were_not_gathered(through_data: bool):
-    def run(model: nn.Module, optimizer: Any, x: Tensor, gathers: bool) -> bool:
-        before = [param.clone() for param in model.parameters()]
-        if not gathers:
-            with pytest.raises(RuntimeError, match=r"reads \.grad of '0.weight'"):
-                sam(model, optimizer, x, through_data, gathers)
-            return all(map(torch.equal, before, model.parameters()))
-        sam(model, optimizer, x, through_data, gathers)
-        optimizer.step()
-        return bool(optimizer.last_step_skipped)
-
-    assert on_ranks(partial(run, gathers=True), 2) == [False] * 2
-    assert on_ranks(partial(run, gathers=False), 2) == [True] * 2
-
-
-def test_nothing_is_computed_from_gradients_that_were_not_gathered():
-    def run(model: nn.Module, optimizer: Any, x: Tensor, gathers: bool) -> Tensor:
-        if not gathers:
-            with pytest.raises(RuntimeError, match=r"reads \.grad of '0.weight'.*gather_grad"):
-                fisher(model, optimizer, x, gathers)
-        optimizer.zero_grad()
-        return fisher(model, optimizer, x, gathers=True)
-
-    one, other = on_ranks(partial(run, gathers=False), 2)
-    assert one == other > 0
 
 
 def test_gradients_that_are_dropped_and_accumulated_are_not_warned_of():

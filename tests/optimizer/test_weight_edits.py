@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, install, run_world, values
+from models import CASES, assert_same_bits, install, values
 from pairwise import pairwise, seeds
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -25,102 +25,10 @@ from shardcast.testing import ThreadedWorld, threaded_world
 pytestmark = pytest.mark.timeout(120)
 
 BF16 = torch.bfloat16
-STEPS = 6
-Edit = Callable[[nn.Module, int], None]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-2)
-
-
-def reinit(model: nn.Module, step: int) -> None:
-    if step == 2:
-        generator = torch.Generator().manual_seed(3)
-        for param in model.parameters():
-            param.copy_(0.25 * torch.randn(param.shape, generator=generator))
-
-
-def vector(model: nn.Module, step: int) -> None:
-    if step % 2:
-        flat = nn.utils.parameters_to_vector(model.parameters())
-        nn.utils.vector_to_parameters(flat * 0.5, model.parameters())
-
-
-def load(model: nn.Module, step: int) -> None:
-    if step == 3:
-        model.load_state_dict(CASES["mlp"].build(seed=4).state_dict())
-
-
-class Lookahead:
-    """Slow weights, written back every second step."""
-
-    def __init__(self) -> None:
-        self.slow: list[Tensor] = []
-
-    def __call__(self, model: nn.Module, step: int) -> None:
-        self.slow = self.slow or [param.float().clone() for param in model.parameters()]
-        if step % 2:
-            for slow, fast in zip(self.slow, model.parameters(), strict=True):
-                slow.lerp_(fast.float(), 0.5)
-                fast.copy_(slow)
-
-
-class SwitchedAverage:
-    """An average that is evaluated in the model's place, and stays in it at the end."""
-
-    def __init__(self, last: int = STEPS - 2) -> None:
-        self.last = last
-        self.average: list[Tensor] = []
-
-    def __call__(self, model: nn.Module, step: int) -> None:
-        params = list(model.parameters())
-        self.average = self.average or [torch.zeros(param.shape) for param in params]
-        for average, param in zip(self.average, params, strict=True):
-            average.lerp_(param.float(), 0.5)
-        backup = [param.clone() for param in params]
-        for param, average in zip(params, self.average, strict=True):
-            param.copy_(average)
-        if step != self.last:
-            for param, kept in zip(params, backup, strict=True):
-                param.copy_(kept)
-
-
-EDITS: dict[str, Callable[[], Edit]] = {
-    "reinit": lambda: reinit,
-    "vector": lambda: vector,
-    "load": lambda: load,
-    "lookahead": Lookahead,
-    "average": SwitchedAverage,
-}
-
-
-def train(model: nn.Module, optimizer: Any, edit: Edit) -> None:
-    wait = getattr(optimizer, "wait_sync", lambda: None)
-    for step in range(STEPS):
-        install(model, step)
-        if step % 2 and hasattr(optimizer, "clip_grad_norm_"):
-            optimizer.clip_grad_norm_(1e9)
-        optimizer.step()
-        wait()
-        with torch.no_grad():
-            edit(model, step)
-
-
-def plain(edit: Edit) -> dict[str, Tensor]:
-    model = CASES["mlp"].build()
-    train(model, adamw(model), edit)
-    return values(model)
-
-
-def on_rank(group: Any, kind: str, fields: dict[str, Any]) -> Any:
-    model = CASES["mlp"].build()
-    optimizer = shardcast.shard(model, adamw(model), process_group=group, **fields)
-    train(model, optimizer, EDITS[kind]())
-    exact = optimizer.full_parameters()
-    install(model, STEPS)
-    optimizer.step()  # every rank has the owners' values
-    optimizer.wait_sync()
-    return exact, values(model)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -132,37 +40,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap_sync": True, "pack_params": 2},
     "whole": {"partition": "whole"},
 }
-
-
-@pytest.mark.parametrize(("edit", "kind"), pairwise(EDITS, KINDS))
-def test_weights_that_a_script_writes_are_those_of_the_plain_script(edit: str, kind: str):
-    expected = plain(EDITS[edit]())
-    unedited = plain(lambda _model, _step: None)
-    results, _ = run_world(2, on_rank, edit, KINDS[kind])
-    assert_same_bits(results[0][1], results[1][1])
-    exact = results[0][0]
-
-    def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-        return max((one[name] - other[name]).abs().max().item() for name in one)
-
-    bound = 1e-6 if kind == "fp32" else 1e-2
-    assert distance(exact, expected) < bound
-    assert distance(unedited, expected) > 2e-2, "the edit changes much"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_average_that_is_switched_in_and_out_moves_no_bit(kind: str):
-    def run(group: Any, edit: Edit) -> Any:
-        model = CASES["mlp"].build()
-        optimizer = shardcast.shard(model, adamw(model), process_group=group, **KINDS[kind])
-        train(model, optimizer, edit)
-        return optimizer.full_parameters()
-
-    unedited, switched = (
-        ThreadedWorld(2).run(run, edit)[0]
-        for edit in (lambda _model, _step: None, SwitchedAverage(last=STEPS))
-    )
-    assert_same_bits(switched, unedited)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -332,20 +209,6 @@ def assert_edits_are_trained(size: int, way: str, door: str, at: Sequence[int], 
     for one, other in zip(found, expected, strict=True):
         assert_same_bits(one, other)
     assert any(not torch.equal(found[0][name], unedited[0][name]) for name in found[0])
-
-
-@pytest.mark.parametrize(("way", "door"), pairwise(("bf16", "overlap"), DOORS))
-def test_what_the_model_shows_is_trained_on_whatever_door_it_came_through(way: str, door: str):
-    """To the bit of a run whose masters are written by hand after every step."""
-    assert_edits_are_trained(2, way, door, (0, 3))
-
-
-@pytest.mark.parametrize(("size", "way"), pairwise((1, 2, 3), WAYS))
-def test_what_the_model_shows_is_trained_on_however_it_is_kept(
-    size: int, way: str, on_device: Callable[[str], None]
-):
-    on_device(way)
-    assert_edits_are_trained(size, way, "elements", (0, 3))
 
 
 @pytest.mark.parametrize("way", ["bf16", "adafactor"])

@@ -236,15 +236,6 @@ def test_a_block_at_either_end_of_bf16_is_rounded_once(form: str):
         assert not once.isinf().any()
 
 
-def test_values_that_were_bf16_first_have_other_codes():
-    """As where an exporter quantizes bf16 weights, and the trainer fp32 masters."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(512, 512, generator=generator) * 0.02
-    form = FORMS["mxfp8"]
-    changed = form.round(values) != form.round(values.bfloat16())
-    assert 0.025 < changed.float().mean() < 0.037
-
-
 # -- training -------------------------------------------------------------------------------
 
 
@@ -265,62 +256,6 @@ def test_losses_are_those_of_a_fake_quantizer_in_every_forward(form: str, ranks:
     results, _ = run_world(ranks, run)
     assert [own for own, _ in results] == losses
     assert all(torch.equal(results[0][1][name], master) for name, master in masters.items())
-
-
-@pytest.mark.parametrize("form", ["mxfp8", "fp8_block128"])
-def test_sharded_masters_cast_once_are_bf16_masters_quantized_in_each_forward(form: str):
-    """What TransformerEngine's test of ``cast_master_weights_to_fp8`` compares, half its 100 steps.
-
-    Three matrices without biases, of which ranks own parts; other inputs on each rank; large steps
-    of SGD. There a small sharded optimizer, in fp8 and in bf16, is beside it; here plain tensors.
-    """
-    steps, ranks = 50, 2
-    shapes = (256, 128), (128, 256), (128, 128)
-    generator = torch.Generator().manual_seed(12345)
-    first = [torch.randn(shape, generator=generator) * shape[1] ** -0.5 for shape in shapes]
-    pairs = torch.randn(steps, ranks, 2, 16, 128, generator=generator).bfloat16()
-
-    def loss(weights: list[Tensor], step: int, rank: int) -> Tensor:
-        values, target = pairs[step, rank]
-        for weight in weights:
-            values = nn.functional.linear(values, weight)
-        return nn.functional.mse_loss(values, target)
-
-    def run(group: Any) -> list[float]:
-        model = nn.ParameterList([weight.clone() for weight in first])
-        optimizer = shardcast.shard(
-            model,
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            process_group=group,
-            autocast=False,
-            grad_dtype=torch.float32,
-            published={form: "?"},
-        )
-        losses = []
-        for step in range(steps):
-            losses.append(loss([*model], step, group.rank()))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [each.item() for each in losses]
-
-    masters = [weight.clone() for weight in first]
-    expected: list[list[float]] = [[] for _ in range(ranks)]
-    for step in range(steps):
-        sums = [torch.zeros_like(master) for master in masters]
-        for rank in range(ranks):
-            weights = [by_table(master, form).requires_grad_() for master in masters]
-            for weight in weights:
-                weight.grad_dtype = torch.float32
-            found = loss(weights, step, rank)
-            found.backward()
-            expected[rank].append(found.item())
-            for total, weight in zip(sums, weights, strict=True):
-                assert weight.grad is not None
-                total += weight.grad
-        for master, total in zip(masters, sums, strict=True):
-            master -= total / ranks
-    assert run_world(ranks, run)[0] == expected
 
 
 def test_a_weight_is_quantized_once_per_step_whatever_the_micro_batches(
@@ -702,16 +637,6 @@ def test_ranks_that_differ_in_what_they_send_are_refused():
             sharded(group, "mxfp8", published={"mxfp8": MATRICES, "wire": wire})
 
     run_world(2, run)
-
-
-@of_each_form
-def test_copies_of_masters_on_several_ranks_publish_the_same(form: str):
-    def run() -> None:
-        model, optimizer = sharded(None, form, shard_ranks=2)
-        train(model, optimizer, torch.distributed.get_rank())
-        assert_on_grid(model, optimizer, form)
-
-    ThreadedWorld({"dp": 4}).run(lambda _mesh: run())
 
 
 @of_each_form

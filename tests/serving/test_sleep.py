@@ -7,7 +7,6 @@ values.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import resource
@@ -22,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, adamw, assert_same_bits, everything, own_state, run_world, sharded, values
-from spoiled import received, spoil_after_sync
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -31,7 +29,7 @@ import shardcast
 from shardcast import checkpoint
 from shardcast.optimizer.sharded import packed_of
 from shardcast.serving import sleep
-from shardcast.testing import SpawnedWorld, threaded_world
+from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(90)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -637,44 +635,6 @@ def test_an_exception_inside_leaves_it_awake_without_the_others():
     run_world(2, run)
 
 
-def test_attempts_go_on_after_a_sleep():
-    def run(group: Any) -> list[Any]:
-        model, optimizer = made(group, on_error="drop")
-        for step in range(3):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with optimizer.attempt():
-                    CASES["mlp"].loss(model, CASES["mlp"].batch(step)).backward()
-                    if step == 1 and group.rank() == 1:
-                        raise ValueError("a bad sample")
-                optimizer.step()
-            optimizer.sleep()
-            optimizer.wake()
-        return [(it.step, it.rank) for it in optimizer.failures()]
-
-    assert run_world(2, run)[0] == [[(3, 1)]] * 2
-
-
-def test_a_step_that_is_refused_leaves_what_other_options_have_noted():
-    def run(group: Any) -> str:
-        model, optimizer = made(group, replica_check=1, overlap_sync=True)
-        if group.rank() == 1:
-            spoil_after_sync(optimizer, model, received, 2)
-        go_on(model, optimizer, 1, 2)
-        optimizer.sleep()
-        with pytest.raises(RuntimeError, match=r"wake\(\)"):
-            optimizer.digest()
-        with pytest.raises(RuntimeError, match=r"wake\(\)"):
-            optimizer.step()
-        optimizer.wake()
-        with pytest.raises(RuntimeError) as raised:
-            go_on(model, optimizer, 2, 3)
-        return str(raised.value)
-
-    for text in run_world(2, run)[0]:
-        assert "after step 2 parameters of rank 1 differ" in text
-
-
 def test_tensor_parallel_parameters_sleep_and_are_named():
     def run(mesh: DeviceMesh) -> None:
         both = []
@@ -732,34 +692,3 @@ def test_two_models_sleep_each_by_itself():
         of_critic.wake()
 
     run_world(2, run)
-
-
-def in_processes(group: Any, folder: str) -> str:
-    model, optimizer = made(group, param_dtype=BF16, overlap_sync=True)
-    for step in range(1, 4):
-        go_on(model, optimizer, step, step + 1)
-        with optimizer.asleep(to=folder if step == 2 else None):
-            pass
-    return str(optimizer.digest())
-
-
-def without(group: Any) -> str:
-    model, optimizer = made(group, param_dtype=BF16)
-    go_on(model, optimizer, 1, 4)
-    return str(optimizer.digest())
-
-
-def test_processes_sleep_and_wake(gloo: SpawnedWorld, tmp_path: Path):
-    slept = gloo.run(in_processes, str(tmp_path))
-    assert [*slept] == [*gloo.run(without)]
-
-
-def live() -> int:
-    """Bytes of all tensors of this process that the garbage collector knows."""
-    gc.collect()
-    found = [it for it in gc.get_objects() if isinstance(it, Tensor) and it.device.type == "cpu"]
-    sizes = {}
-    for storage in (tensor.untyped_storage() for tensor in found):
-        with contextlib.suppress(RuntimeError):  # those of a compiler have no memory
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())

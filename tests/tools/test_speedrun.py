@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import speedrun
 import torch
-import warm
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -36,21 +34,3 @@ def test_another_script_than_the_named_one_is_refused(tmp_path: Path) -> None:
     other.write_text("print()")
     with pytest.raises(SystemExit, match=re.escape(speedrun.BLOB)):
         speedrun.script_at(other)
-
-
-def test_losses_and_times_stand_side_by_side() -> None:
-    told = "step:0/2 val_loss:5.54518 train_time:0.000s step_avg:nanms\n"
-    told += "step:2/2 val_loss:5.10000 train_time:0.500s step_avg:250.00ms\n"
-    curve = {int(s): (float(loss), float(ms)) for s, loss, ms in speedrun.LINE.findall(told)}
-    assert curve[2] == (5.1, 250.0)
-    table = speedrun.table({"own": curve, "sharded": curve})
-    assert table.splitlines()[-1] == "| 2 | 5.10000 | 250.00 | 5.10000 | 250.00 |"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.timeout(60)
-def test_a_speedrun_without_a_gpu_says_what_to_do() -> None:
-    script = str(TOOLS / "speedrun.py")
-    ended = subprocess.run([warm.executable(), script], capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert "--dry-run trains a tiny model on CPUs" in ended.stderr

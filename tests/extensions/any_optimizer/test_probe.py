@@ -244,3 +244,25 @@ def test_a_compiled_step_is_measured_without_being_compiled():
     set_grads(model, 0)
     optimizer.step()
     assert compiled
+
+
+def test_a_class_that_no_trial_could_measure_is_watched_in_its_first_steps():
+    def run(group: Any) -> None:
+        model = mlp()
+        inner = foreign.Unmeasured(model.parameters())
+        optimizer = shardcast.shard(model, inner, process_group=group, pack_params=1)
+        set_grads(model, 0)
+        optimizer.step()
+
+    ThreadedWorld(1).run(run)
+    messages = []
+
+    def caught(group: Any) -> None:
+        with pytest.raises(
+            RuntimeError, match=r"Unmeasured computed 'd' of group 0 as .* with DDP"
+        ):
+            run(group)
+        messages.append(group.rank())
+
+    ThreadedWorld(8).run(caught)  # some ranks own nothing, and raise all the same
+    assert len(messages) == 8
