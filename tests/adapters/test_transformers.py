@@ -531,27 +531,31 @@ class Pruning(transformers.TrainerCallback):
             weight.mul_(scores > scores.median())
 
 
-def edited(_group: Any, folder: str, kind: str, bf16: bool) -> tuple[Any, dict[str, Tensor]]:
+def edited(_group: Any, folder: str, kind: str, bf16: bool = False) -> Any:
+    """Losses, weights, and the weights in full precision, on rank 0."""
     trainer = trainer_of(folder, kind, save_strategy="no", bf16=bf16)
     trainer.add_callback(Editing())
     trainer.train()
-    return logged(trainer), weights(trainer.model)
+    shown = weights(trainer.model)
+    if kind == "stock":
+        return logged(trainer), shown, shown
+    return logged(trainer), shown, trainer.accelerator.sharded_optimizer.full_parameters()
 
 
-@pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-5), (True, 3e-2)])
+@pytest.mark.parametrize("bf16", [False, True])
 def test_a_callback_edits_masters_and_moments_as_it_edits_weights_under_ddp(
-    tmp_path: Path, gloo: SpawnedWorld, bf16: bool, tolerance: float
+    tmp_path: Path, gloo: SpawnedWorld, bf16: bool
 ):
-    stock = gloo.run(edited, str(tmp_path / "stock"), "stock", False, timeout=100)
-    ours = gloo.run(edited, str(tmp_path / "ours"), "sharded", bf16, timeout=100)
-    assert equal(ours[0][1], ours[1][1])
-    for name in Editing.ROWS:
-        norms = ours[0][1][name].float().norm(dim=1)
-        torch.testing.assert_close(norms, torch.full_like(norms, 0.99), rtol=tolerance, atol=0)
-    for (loss, _), (expected, _) in zip(ours[0][0], stock[0][0], strict=True):
-        assert loss == pytest.approx(expected, rel=tolerance)
-    for name, value in stock[0][1].items():
-        torch.testing.assert_close(ours[0][1][name].float(), value, rtol=0, atol=tolerance)
+    losses, expected, _ = gloo.run(edited, str(tmp_path / "stock"), "stock", timeout=100)[0]
+    first, second = gloo.run(edited, str(tmp_path / "ours"), "sharded", bf16, timeout=100)
+    assert equal(first[1], second[1])
+    for name in Editing.ROWS:  # to more digits than bf16 has
+        norms = first[2][name].norm(dim=1)
+        torch.testing.assert_close(norms, torch.full_like(norms, 0.99), rtol=1e-5, atol=0)
+    for (loss, _), (of_stock, _) in zip(first[0], losses, strict=True):
+        assert loss == pytest.approx(of_stock, rel=2e-2 if bf16 else 1e-5)
+    for name, value in first[2].items() if not bf16 else ():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
 
 
 def pruned(_group: Any, folder: str, kind: str) -> tuple[list[float], dict[str, Tensor]]:
