@@ -214,7 +214,7 @@ class ShardcastConfig(ValidatedOptions):
     @classmethod
     def load(
         cls,
-        source: ShardcastConfig | str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        source: ConfigSource = None,
         **keywords: Any,
     ) -> ShardcastConfig:
         """Resolve the configuration of this process.
@@ -350,3 +350,7 @@ class Keywords(TypedDict, total=False):
     sync: str
     overlap_sync: bool
     fuse: str
+
+
+ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+"""What a configuration is taken from: an object, a mapping, a YAML file, or the environment."""

@@ -18,16 +18,16 @@ norm of the last step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import warn_first
-from shardcast.config import ShardcastConfig
+from shardcast.config import ConfigSource, ShardcastConfig
 from shardcast.frameworks import (
     check_loss_scales,
     clusters,
@@ -39,7 +39,7 @@ from shardcast.frameworks import (
 )
 from shardcast.metrics import flat
 from shardcast.optimizer.api import shard
-from shardcast.optimizer.forwards import install_casts
+from shardcast.optimizer.forwards import LowForward, install_casts
 from shardcast.optimizer.model import is_sharded
 from shardcast.optimizer.sharded import OptimizerHandle, ShardedOptimizer, packed_of
 from shardcast.optimizer.state import load_step_state, step_state
@@ -58,6 +58,13 @@ except ImportError as error:
         "pip install 'shardcast-optim[lightning]'"
     ) from error
 
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from lightning.pytorch import LightningModule, Trainer
+
+    AnyOptimizer: TypeAlias = torch.optim.Optimizer | LightningOptimizer
+
 __all__ = ["EvaluateAverage", "LogMetrics", "ShardcastPrecision", "ShardcastStrategy"]
 
 DTYPES = {
@@ -70,22 +77,22 @@ DTYPES = {
 class ShardcastPrecision(Precision):
     """Precision plug-in that leaves casts, loss scale and clipping to the sharded optimizer."""
 
-    def __init__(self, precision: Any) -> None:
+    def __init__(self, precision: str) -> None:
         self.precision = precision
         self.config = ShardcastConfig()  # the strategy's, from setup on
         self.device_type = "cpu"  # likewise
         self.sharded: list[ShardedOptimizer] = []  # kept after fit, to be saved
         self.accumulates = False  # within the micro-batches of a step but its last
         self.fits = False  # then shard() converts, and not this
-        self._casts: list[Any] = []
+        self._casts: list[LowForward] = []
         self._exact: list[tuple[Tensor, Tensor]] = []  # what was cast, and its values before
 
-    def convert_module(self, module: Any) -> Any:
+    def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast ``module`` as ``fit`` does, to validate, test or predict. Local."""
         if self.fits:
             return module
         rules = Rules(module, self.config)
-        dtypes = {
+        dtypes: dict[Tensor, torch.dtype | None] = {
             param: (rules.storage_dtype if param.requires_grad else rules.rest_dtype)(param)
             for param in module.parameters()
         }
@@ -114,7 +121,7 @@ class ShardcastPrecision(Precision):
         # Without the cache, as a root's own.
         return torch.autocast(device_type, low, cache_enabled=False) if enabled else nullcontext()
 
-    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Return the loss times the loss scale.
 
         If tokens are counted, this undoes Lightning's division by ``accumulate_grad_batches``.
@@ -125,18 +132,22 @@ class ShardcastPrecision(Precision):
             loss = loss * batches  # by which Lightning has divided it
         return scale_loss(self.sharded, loss)
 
-    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Gather mean gradients for ``on_after_backward`` hooks. Collective: every rank."""
         if not self.accumulates:
             self._show_gradients(module, "on_after_backward")
         loss: Tensor = super().post_backward(tensor, module)
         return loss
 
-    def _after_closure(self, model: Any, optimizer: Any) -> None:  # Lightning's own
+    def _after_closure(
+        self, model: LightningModule, optimizer: AnyOptimizer
+    ) -> None:  # Lightning's own
         self._show_gradients(model, "on_before_optimizer_step", optimizer)
         super()._after_closure(model, optimizer)
 
-    def _show_gradients(self, module: Any, hook: str, optimizer: Any = None) -> None:
+    def _show_gradients(
+        self, module: LightningModule, hook: str, optimizer: AnyOptimizer | None = None
+    ) -> None:
         """Gather mean gradients into ``.grad`` if a hook may read them. Collective: every rank."""
         # What the step leaves in .grad is cleared, and may be read before, in the next one.
         hooks = (hook, "on_before_zero_grad") if optimizer is not None else (hook,)
@@ -150,14 +161,20 @@ class ShardcastPrecision(Precision):
                 if optimizer is None or _unwrapped(optimizer) in (sharded, *sharded.optimizers):
                     sharded.gather_gradients()
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self,
+        optimizer: AnyOptimizer,
+        model: LightningModule,
+        closure: Callable[[], object],
+        **kwargs: Any,
+    ) -> Any:
         """Step ``optimizer``; one of several steps without a closure. Collective: every rank."""
         if isinstance(optimizer, OptimizerHandle) and closure is do_nothing_closure:
             self._wrap_closure(model, optimizer, closure)  # its hooks
             return optimizer.step()
         return super().optimizer_step(optimizer, model, closure, **kwargs)
 
-    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def clip_gradients(self, optimizer: AnyOptimizer, *args: Any, **kwargs: Any) -> None:
         """Clip like Lightning.
 
         Raises:
@@ -171,12 +188,12 @@ class ShardcastPrecision(Precision):
             )
         super().clip_gradients(optimizer, *args, **kwargs)
 
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+    def clip_grad_by_norm(self, optimizer: AnyOptimizer, clip_val: float) -> None:
         """Clip the norm over all ranks in the coming step. Collective: every rank."""
         if self.sharded:
             _unwrapped(optimizer).clip_grad_norm_(float(clip_val))
 
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+    def clip_grad_by_value(self, optimizer: AnyOptimizer, clip_val: float) -> None:
         """Clamp each element of the averaged gradients. Collective: every rank."""
         if self.sharded:
             _unwrapped(optimizer).clip_grad_value_(float(clip_val))
@@ -202,13 +219,13 @@ class EvaluateAverage(Callback):
     def __init__(self, name: str) -> None:
         self._name, self._entered = name, ExitStack()
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the average into the module. Collective: every rank."""
         if trainer.state.fn == TrainerFn.FITTING:
             for sharded in trainer.strategy.precision_plugin.sharded:
                 self._entered.enter_context(sharded.averaged(self._name))
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the weights. Collective: every rank."""
         self._entered.close()
 
@@ -226,7 +243,9 @@ class LogMetrics(Callback):
     def __init__(self, pattern: str | Mapping[str, str] = "*") -> None:
         self._pattern = pattern
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: object, **kwargs: object
+    ) -> None:
         """Log the metrics of the last step."""
         if trainer.global_step % trainer.log_every_n_steps == 0:
             for sharded in trainer.strategy.precision_plugin.sharded:
@@ -247,11 +266,11 @@ class ShardcastStrategy(DDPStrategy):
     """
 
     strategy_name = "shardcast"
-    model: Any
-    optimizers: list[Any]
+    model: nn.Module | None
+    optimizers: list[torch.optim.Optimizer]
     _sharded_module: nn.Module | None = None
 
-    def __init__(self, shardcast_config: Any = None, **kwargs: Any) -> None:
+    def __init__(self, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
         for name in ("ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"):
             if kwargs.get(name) is not None:
                 raise ValueError(
@@ -265,11 +284,12 @@ class ShardcastStrategy(DDPStrategy):
         super().__init__(**kwargs)
 
     @property
-    def precision_plugin(self) -> Any:
+    def precision_plugin(self) -> ShardcastPrecision:
         """The precision plug-in, always a :class:`ShardcastPrecision`."""
         if self._precision_plugin is None:  # Trainer sets the one that its `precision` asks for
             return ShardcastPrecision("32-true")
-        return self._precision_plugin
+        plugin: ShardcastPrecision = self._precision_plugin
+        return plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
@@ -282,7 +302,7 @@ class ShardcastStrategy(DDPStrategy):
             )
         self._precision_plugin = plugin
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Set up the module; for ``fit``, shard its optimizers. Collective: every rank."""
         precision, config = self.precision_plugin.precision, ShardcastConfig.load(self._source)
         config = following(
@@ -327,7 +347,7 @@ class ShardcastStrategy(DDPStrategy):
     def _shard(self, module: nn.Module, config: ShardcastConfig) -> None:
         parts = _parts(module, self.optimizers)
         check_loss_scales([config] * len(parts))
-        handles: dict[Any, Any] = {}
+        handles: dict[torch.optim.Optimizer, torch.optim.Optimizer] = {}
         for part, optimizers in parts:
             sharded = shard(part, optimizers, config)
             for handle, original in zip(sharded.optimizers, optimizers, strict=True):
@@ -369,7 +389,7 @@ class ShardcastStrategy(DDPStrategy):
                 state = exact_state(state, sharded)
         return state
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: AnyOptimizer) -> dict[str, Any]:
         """Return the plain torch optimizer state, on rank 0. Collective: every rank."""
         inner = _unwrapped(optimizer)
         if isinstance(inner, (ShardedOptimizer, OptimizerHandle)):
@@ -377,7 +397,7 @@ class ShardcastStrategy(DDPStrategy):
         state: dict[str, Any] = super().optimizer_state(optimizer)
         return state
 
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers. Collective: every rank."""
         states = checkpoint["optimizer_states"]
         if not self.precision_plugin.sharded:
@@ -403,7 +423,7 @@ class ShardcastStrategy(DDPStrategy):
         self.optimizers = optimizers
 
     @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         """Register the strategy under its name."""
         strategy_registry.register(
             cls.strategy_name, cls, description="Optimizer state sharded over data-parallel ranks"
@@ -443,7 +463,7 @@ def _parts(
     return parts
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def _unwrapped(optimizer: AnyOptimizer) -> Any:
     """Return the optimizer inside a LightningOptimizer."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 

@@ -68,7 +68,7 @@ def one_of(*choices: str) -> Range:
     return f"one of {', '.join(choices)}", choices.__contains__
 
 
-def option(default: Any, help: str = "", within: Range = ANY) -> Any:
+def option(default: object, help: str = "", within: Range = ANY) -> Any:
     """A field of a :class:`ValidatedOptions` dataclass."""
     return field(default=default, metadata={"help": help, "range": within})
 
@@ -119,7 +119,7 @@ class Option(NamedTuple):
 
     help: str
     within: Range = ANY
-    read: Callable[[str, Any], Any] | None = None
+    read: Callable[[str, Any], object] | None = None
     epilogues: Callable[[ShardcastConfig], tuple[Epilogue, ...]] | None = None
     hook: Callable[[PackedOptimizer], StepHook] | None = None
     signal: Callable[[ShardcastConfig, ProcessGroups, torch.device], Signal] | None = None
@@ -145,7 +145,7 @@ class Declared(Mapping[str, Any]):
 
     KEYS = ("off", "needs", "option", "help", "range")
 
-    def __init__(self, module: str, off: Any, needs: Needs | None) -> None:
+    def __init__(self, module: str, off: object, needs: Needs | None) -> None:
         self._module, self._known = module, {"off": off, "needs": needs}
 
     def __getitem__(self, key: str) -> Any:
@@ -164,7 +164,7 @@ class Declared(Mapping[str, Any]):
         return key in self.KEYS
 
 
-def extension(off: Any, module: str, default: Any = None, needs: Needs | None = None) -> Any:
+def extension(off: object, module: str, default: object = None, needs: Needs | None = None) -> Any:
     """A field of :class:`.ShardcastConfig` that ``shardcast.extensions.<module>`` declares.
 
     Args:
@@ -225,7 +225,7 @@ def read_plain(name: str, annotation: str, value: Any) -> Any:
     return value
 
 
-def _dtype(name: str, value: Any) -> torch.dtype:
+def _dtype(name: str, value: object) -> torch.dtype:
     named = value
     if isinstance(value, str):  # also the name that torch has for it
         named = DTYPES.get(value, getattr(torch, value, None))
@@ -235,14 +235,14 @@ def _dtype(name: str, value: Any) -> torch.dtype:
     raise ValueError(f"{name}: expected bf16, fp16 or fp32, got {value!r}")
 
 
-def _function(result: str, name: str, value: Any) -> Any:
+def _function(result: str, name: str, value: object) -> Callable[..., object]:
     if not callable(value):
         raise TypeError(f"{name}: expected a callable (name, parameter) -> {result}, got {value!r}")
     return value
 
 
 def _several(
-    expected: str, is_one: Callable[[Any], bool], name: str, value: Any
+    expected: str, is_one: Callable[[object], bool], name: str, value: Any
 ) -> tuple[Any, ...]:
     single = isinstance(value, str) or callable(value) or not isinstance(value, Iterable)
     items = (value,) if single else tuple(value)
@@ -253,14 +253,14 @@ def _several(
     return items
 
 
-def read_patterns(name: str, value: Any) -> bool | tuple[str, ...]:
+def read_patterns(name: str, value: object) -> bool | tuple[str, ...]:
     """Read glob patterns, or a bool."""
     if isinstance(value, bool):
         return value
     return _several("true, false or glob patterns", lambda it: isinstance(it, str), name, value)
 
 
-READERS: dict[str, Callable[[str, Any], Any]] = {
+READERS: dict[str, Callable[[str, object], object]] = {
     "torch.dtype": _dtype,
     "GroupFn": partial(_function, "key"),
     "CostFn": partial(_function, "number"),
@@ -298,7 +298,7 @@ def check_names(kind: type[ValidatedOptions], values: Iterable[str], where: str)
             raise ValueError(f"{where}: {unknown(key, names)}")
 
 
-def unknown(key: Any, names: list[str]) -> str:
+def unknown(key: object, names: list[str]) -> str:
     """A message about a key that is no option."""
     gone = GONE.get(str(key))
     end = nearest(str(key), names) if gone is None else f"; {gone}"

@@ -87,7 +87,7 @@ def install() -> None:
         sys.meta_path.insert(0, TrainerFinder())
 
 
-def new_trainer(kind: type, *_args: Any, **_kwargs: Any) -> Any:
+def new_trainer(kind: type, *_args: object, **_kwargs: object) -> object:
     """``Trainer.__new__``: an object of a class that shards, made from the script's own.
 
     Trainer itself asks rank 0 alone for the optimizer's state: the other shards would be lost.
@@ -100,7 +100,7 @@ def new_trainer(kind: type, *_args: Any, **_kwargs: Any) -> Any:
 class TrainerFinder(MetaPathFinder):
     """Has Trainer shard as soon as the script imports it."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         """The spec of the other finders, whose loader is wrapped."""
         if name != TRAINER:
             return None

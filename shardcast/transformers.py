@@ -29,11 +29,11 @@ import torch
 from torch import nn
 
 from shardcast import checkpoint
-from shardcast.accelerate import ConfigSource, ShardcastAccelerator, enable
+from shardcast.accelerate import ShardcastAccelerator, enable
 from shardcast.accelerate.mesh import is_cut
 from shardcast.checkpoint.directory import steps
 from shardcast.comm import warn_first
-from shardcast.config import ShardcastConfig
+from shardcast.config import ConfigSource, ShardcastConfig
 from shardcast.metrics import flat
 from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 
@@ -46,7 +46,10 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:  # the mixin stands before a Trainer class, whose methods it extends
+    from torch.optim.lr_scheduler import LRScheduler
     from transformers import Trainer as _Trainer
+    from transformers import TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
 else:
     _Trainer = object
 
@@ -74,7 +77,7 @@ class ShowGradients(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)
 
-    def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *_args: object, **_kwargs: object) -> None:
         """Gather them. Collective: every rank has the same callbacks."""
         trainer = self._trainer()
         hooked = trainer is not None and any(
@@ -103,13 +106,13 @@ class ShardcastTrainerMixin(_Trainer):
         ValueError: one scheduler was passed for several optimizers.
     """
 
-    accelerator: Any
-    args: Any
-    callback_handler: Any
+    accelerator: ShardcastAccelerator
+    args: TrainingArguments
+    callback_handler: CallbackHandler
     lr_scheduler: Any
     model: Any
     optimizer: Any
-    state: Any
+    state: TrainerState
     _exact_state: dict[str, Any] | None = None  # of the model, while it is saved
     _shardcast_config: ConfigSource = None
     _evaluate_average: str | None = None
@@ -210,7 +213,9 @@ class ShardcastTrainerMixin(_Trainer):
                 "guard: expected {'norm': ...} alone, got 'loss' too: Trainer steps without a loss"
             )
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
         """Create the schedule for the groups of all optimizers, which are sharded now."""
         if isinstance(self.optimizer, (list, tuple)):  # Trainer 5.0 prepares them after this
             _, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
@@ -240,7 +245,9 @@ class ShardcastTrainerMixin(_Trainer):
         finally:
             self._exact_state = None
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None
+    ) -> None:
         exact = self._exact_state if state_dict is None else None
         dtypes = {} if exact is None else {name: value.dtype for name, value in exact.items()}
         # which empties it
@@ -302,7 +309,7 @@ class ShardcastTrainer(ShardcastTrainerMixin, Trainer):
 class Schedulers:
     """The schedulers of several optimizers, as the one scheduler that Trainer expects."""
 
-    def __init__(self, schedulers: Sequence[Any]) -> None:
+    def __init__(self, schedulers: Sequence[LRScheduler]) -> None:
         self._schedulers = schedulers
 
     def step(self) -> None:
@@ -310,7 +317,7 @@ class Schedulers:
         for scheduler in self._schedulers:
             scheduler.step()
 
-    def get_last_lr(self) -> list[float]:
+    def get_last_lr(self) -> list[float | torch.Tensor]:
         """Return the rates of all groups, in order; Trainer logs the first."""
         return [rate for scheduler in self._schedulers for rate in scheduler.get_last_lr()]
 

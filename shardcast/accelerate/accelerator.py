@@ -15,11 +15,10 @@ Collective, on every rank: ``prepare``, ``backward`` of the last micro-batch, ``
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
@@ -31,7 +30,7 @@ from shardcast import _compat
 from shardcast.accelerate import guards, mesh, state
 from shardcast.accelerate.optimizer import ShardcastHandle, ShardcastOptimizer
 from shardcast.comm import warn_first
-from shardcast.config import ShardcastConfig
+from shardcast.config import ConfigSource
 from shardcast.frameworks import (
     check_loss_scales,
     clusters,
@@ -45,8 +44,11 @@ from shardcast.optimizer.model import is_sharded
 from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 from shardcast.plan.precision import MASTER_DTYPE
 
-ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None
-"""Source of a configuration: an object, a mapping, a YAML file, or ``None`` (environment)."""
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader
+
+    Parameters: TypeAlias = Tensor | Iterable[Tensor]
 
 
 class ShardcastAccelerator(Accelerator):
@@ -247,7 +249,7 @@ class ShardcastAccelerator(Accelerator):
     def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:  # Accelerate's own
         return args  # it would find the optimizer's parameters by address, which empty parts share
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Prepare a data loader; the tp and cp ranks of a group get the same batches.
 
         Raises:
@@ -258,7 +260,7 @@ class ShardcastAccelerator(Accelerator):
         mesh.refuse_dispatch(self, isinstance(prepared, DataLoaderDispatcher))
         return prepared
 
-    def prepare_scheduler(self, scheduler: Any) -> Any:
+    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
         """Prepare a scheduler; it pauses only when its own optimizer skips a step."""
         prepared = super().prepare_scheduler(scheduler)
         for optimizer in self.sharded:
@@ -290,7 +292,7 @@ class ShardcastAccelerator(Accelerator):
         with super().no_sync(model) if prepared is None else prepared.optimizer.no_sync():
             yield
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
+    def unscale_gradients(self, optimizer: object = None) -> None:
         """Do nothing: ``step()`` unscales, and ``clip_grad_norm_`` returns an unscaled norm.
 
         Raises:
@@ -306,7 +308,7 @@ class ShardcastAccelerator(Accelerator):
             )
 
     def clip_grad_norm_(
-        self, parameters: Any, max_norm: float, norm_type: float = 2
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
         """Clip the global gradient norm in the coming step. Collective: every rank.
 
@@ -326,7 +328,7 @@ class ShardcastAccelerator(Accelerator):
         norm: Tensor | None = self._clip("clip_grad_norm_", parameters, max_norm, norm_type)
         return norm
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Parameters, clip_value: float) -> None:
         """Clamp each element of the averaged gradients. Collective: every rank.
 
         Raises:
@@ -334,7 +336,7 @@ class ShardcastAccelerator(Accelerator):
         """
         self._clip("clip_grad_value_", parameters, clip_value)
 
-    def _clip(self, call: str, parameters: Any, *bounds: float) -> Any:
+    def _clip(self, call: str, parameters: Parameters, *bounds: float) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         params += [param for param in self.loss_params if param not in set(params)]
         clipped = [each.optimizer for each in self.sharded if not each.params.isdisjoint(params)]
@@ -413,7 +415,7 @@ class ShardcastAccelerator(Accelerator):
         options = {"load_kwargs": load_kwargs, **kwargs}
         state.load(self, input_dir, partial(super().load_state, **options))
 
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the model's state with the fp32 masters, on rank 0. Collective: every rank.
 
         Other ranks get the parameters in ``param_dtype``, and so do all ranks with
@@ -477,14 +479,14 @@ class ShardcastAccelerator(Accelerator):
         return super().free_memory(*objects)
 
 
-def _is_plain(item: Any) -> bool:
+def _is_plain(item: object) -> bool:
     """Whether ``item`` is an optimizer that is not sharded yet."""
     return isinstance(item, torch.optim.Optimizer) and not isinstance(
         item, (AcceleratedOptimizer, ShardedOptimizer)
     )
 
 
-def _is_list(item: Any) -> bool:
+def _is_list(item: object) -> bool:
     """Whether ``item`` is a list of optimizers to be sharded together."""
     return isinstance(item, (list, tuple)) and len(item) > 0 and all(map(_is_plain, item))
 

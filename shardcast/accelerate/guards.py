@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shardcast.comm import warn_first
-from shardcast.config import ShardcastConfig
+from shardcast.config import ConfigSource, ShardcastConfig
 from shardcast.frameworks import following, models_of
 from shardcast.optimizer.model import is_sharded
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = ("lm_head", "classifier", "score", "qa_outputs", "proj_out")  # in transformers
 
 
-def resolve_config(mixed_precision: str, source: Any, **fields: Any) -> ShardcastConfig:
+def resolve_config(mixed_precision: str, source: ConfigSource, **fields: Any) -> ShardcastConfig:
     """Return the configuration; ``mixed_precision`` sets ``param_dtype`` unless it is given.
 
     Raises:
@@ -55,7 +58,7 @@ def refuse_options(keywords: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_unsupported(accelerator: Any) -> None:
+def refuse_unsupported(accelerator: Accelerator) -> None:
     """Check the settings that an accelerator got from its keywords and the environment.
 
     Raises:
@@ -82,7 +85,7 @@ def refuse_unsupported(accelerator: Any) -> None:
     _refuse_handlers(accelerator)
 
 
-def _refuse_handlers(accelerator: Any) -> None:
+def _refuse_handlers(accelerator: Accelerator) -> None:
     """Raise RuntimeError for handlers of DDP, autocast or GradScaler that change the default."""
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
     if hook is not None and str(getattr(hook, "value", hook)) != "no":
@@ -131,7 +134,9 @@ def refuse_sharded(models: Iterable[nn.Module]) -> None:
 
 
 def refuse_second(
-    owners: Mapping[nn.Module, Any], models: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+    owners: Mapping[nn.Module, Any],
+    models: Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer,
 ) -> None:
     """Raise RuntimeError for another optimizer of a model that is sharded already."""
     if any(model in owners and owners[model].optimizer is not optimizer for model in models):
@@ -153,7 +158,7 @@ def check_prepared(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
         )
 
 
-def refuse_training(mixed_precision: str, processes: int, model: nn.Module, _args: Any) -> None:
+def refuse_training(mixed_precision: str, processes: int, model: nn.Module, _args: object) -> None:
     """Raise RuntimeError in the forward of a trainable model whose optimizer was not prepared."""
     if not model.training or not torch.is_grad_enabled() or is_sharded(model):
         return

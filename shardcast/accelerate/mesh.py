@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from shardcast import _compat
 from shardcast._compat import dtensor
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 TP = "tp"  # Accelerate's names of the dimensions
 CP = "cp"
 
 
-def options(accelerator: Any, model: nn.Module) -> dict[str, Any]:
+def options(accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
     """Return ``mesh=``, ``dp=`` and ``grad_sum_over=``; empty for pure data parallelism.
 
     Pure tensor parallelism gets a mesh with a data-parallel dimension of size 1. Collective: every
@@ -76,7 +79,7 @@ def _partial(model: nn.Module) -> list[str]:
     return names
 
 
-def refuse_dispatch(accelerator: Any, dispatches: bool) -> None:
+def refuse_dispatch(accelerator: Accelerator, dispatches: bool) -> None:
     """Refuse a data loader that rank 0 reads for all ranks in a job with tp and dp, or cp.
 
     There Accelerate sends every rank the same batch, or different batches to ranks that share one.

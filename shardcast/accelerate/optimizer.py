@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -19,6 +19,9 @@ from shardcast.comm import warn_first
 from shardcast.frameworks import called_on_all_ranks, exact_state
 from shardcast.optimizer.doors import Part, Values
 from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -90,10 +93,12 @@ class ShardcastOptimizer(PreparedOptimizer):
         handles = []
         if sharded.config.param_dtype != torch.float32:
             handles = [model.register_forward_hook(_outputs_to_fp32) for model in models]
-        self.close: Callable[[], Any] = weakref.finalize(self, _close, sharded, handles)
+        self.close: Callable[[], object] = weakref.finalize(self, _close, sharded, handles)
         """Close the sharded optimizer without restoring fp32, and remove the hooks."""
 
-    def step(self, closure: Any = None, loss: float | Tensor | None = None) -> None:
+    def step(
+        self, closure: Callable[[], float] | None = None, loss: float | Tensor | None = None
+    ) -> None:
         """Make a step in the last micro-batch. Collective: every rank.
 
         Args:
@@ -140,11 +145,11 @@ class ShardcastHandle(PreparedOptimizer):
         self.close = prepared.close
 
 
-def _outputs_to_fp32(_module: nn.Module, _args: Any, output: Any) -> Any:
+def _outputs_to_fp32(_module: nn.Module, _args: object, output: Any) -> Any:
     return convert_to_fp32(output)
 
 
-def _close(sharded: ShardedOptimizer, handles: list[Any]) -> None:
+def _close(sharded: ShardedOptimizer, handles: list[RemovableHandle]) -> None:
     sharded.close(restore=False)
     for handle in handles:
         handle.remove()

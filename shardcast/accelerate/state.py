@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.utils import broadcast_object_list
 from torch import nn
@@ -19,6 +19,9 @@ from shardcast import checkpoint
 from shardcast.accelerate import mesh
 from shardcast.checkpoint.directory import newest_sound, steps
 
+if TYPE_CHECKING:
+    from shardcast.accelerate.accelerator import ShardcastAccelerator
+
 T = TypeVar("T")
 SHARDS = "shardcast"  # next to Accelerate's own files: the checkpoint of shardcast.checkpoint
 FURTHER = "shardcast_{}"  # of a second optimizer that is sharded apart, and so on
@@ -26,7 +29,11 @@ FOLDER = re.compile(r"state-(\d+)")
 AUTOMATIC = re.compile(r"checkpoint_(\d+)")  # as Accelerate names them
 
 
-def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
+def save(
+    accelerator: ShardcastAccelerator,
+    output_dir: str | os.PathLike[str] | None,
+    stock: Callable[..., Any],
+) -> Path:
     """Write Accelerate's files and every rank's shard into a new folder. Collective: every rank.
 
     ``output_dir/state-N/`` holds Accelerate's files and ``shardcast/``. The latter is written last
@@ -62,7 +69,9 @@ def save(accelerator: Any, output_dir: Any, stock: Callable[..., Any]) -> Path:
     return folder
 
 
-def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
+def load(
+    accelerator: ShardcastAccelerator, input_dir: str | os.PathLike[str] | None, stock: partial[Any]
+) -> None:
     """Load the newest committed state in ``input_dir``, or one that Accelerate saved under DDP.
 
     Rank 0 chooses the folder for all. If the newest one is damaged, it warns and takes the previous
@@ -104,13 +113,13 @@ def load(accelerator: Any, input_dir: Any, stock: partial[Any]) -> None:
         stock.func(os.fspath(input_dir), **options)
 
 
-def _shards_of(accelerator: Any, folder: Path) -> list[tuple[Path, Any]]:
+def _shards_of(accelerator: ShardcastAccelerator, folder: Path) -> list[tuple[Path, Any]]:
     """Pair each sharded optimizer with the folder of its checkpoint."""
     names = [SHARDS, *(FURTHER.format(number) for number in range(1, len(accelerator.sharded)))]
     return [(folder / name, own) for name, own in zip(names, accelerator.sharded, strict=True)]
 
 
-def _agreed(accelerator: Any, find: Callable[[], T]) -> T:
+def _agreed(accelerator: ShardcastAccelerator, find: Callable[[], T]) -> T:
     """Return, or raise, on every rank the outcome of ``find()`` on rank 0. Collective."""
     outcome: list[Any] = [None]
     if accelerator.process_index == 0:
@@ -131,7 +140,9 @@ def _folders(root: Path, names: re.Pattern[str] = FOLDER) -> dict[int, Path]:
     return dict(sorted(numbered.items(), reverse=True))
 
 
-def _committed(accelerator: Any, input_dir: Any) -> str | None:
+def _committed(
+    accelerator: ShardcastAccelerator, input_dir: str | os.PathLike[str] | None
+) -> str | None:
     """The newest sound folder, or ``None`` if none was committed.
 
     Raises:

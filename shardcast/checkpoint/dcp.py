@@ -248,7 +248,7 @@ class Reader(FileSystemReader):
             if dims or not counts or not isinstance(stored.dtype, torch.dtype):
                 raise ValueError(f"{path!r} has no shape, chunks or dtype of a tensor")
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Return what ``.metadata`` says; unable to run code, unlike DCP's own."""
         metadata: Metadata = unpickled((self.folder / METADATA).read_bytes())
         return metadata

@@ -110,7 +110,7 @@ class Manifest:
             return max((int(reader.tensor(path).max()) for path in counts), default=None)
 
 
-def absolute(directory: Any) -> Path:
+def absolute(directory: object) -> Path:
     """Return ``directory`` as an absolute path.
 
     Raises:

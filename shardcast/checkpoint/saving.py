@@ -48,8 +48,8 @@ def save(
     optimizer: torch.optim.Optimizer,
     *,
     step: int,
-    extra: Any = None,
-    per_rank: Any = None,
+    extra: object = None,
+    per_rank: object = None,
     keep: int | None = None,
     digest: bool = False,
     overwrite: bool = False,
@@ -257,8 +257,8 @@ def begin(
     snapshot: Snapshot,
     call: str,
     arguments: Arguments,
-    extra: Any,
-    per_rank: Any,
+    extra: object,
+    per_rank: object,
     timeout: float = LAG,
 ) -> RankSave:
     """Check the save on all ranks, and make a new directory. Collective: every rank.
@@ -332,7 +332,7 @@ def begin(
     )
 
 
-def _copied(what: str, value: Any) -> tuple[Any, io.BytesIO]:
+def _copied(what: str, value: object) -> tuple[Any, io.BytesIO]:
     """Copy plain values to the host and return their bytes; raise if they cannot be read back."""
     stream = io.BytesIO()
     try:

@@ -159,7 +159,7 @@ class HashingFile(io.FileIO):
 class Beside(threading.Thread):
     """Runs ``act`` while the thread goes on."""
 
-    def __init__(self, name: str, act: Callable[[], Any]) -> None:
+    def __init__(self, name: str, act: Callable[[], object]) -> None:
         super().__init__(name=name, daemon=True)
         self._act = act
         self._error: Exception | None = None
@@ -258,7 +258,7 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def is_plain_name(name: Any) -> bool:
+def is_plain_name(name: object) -> bool:
     """Return whether ``name`` is that of a file in the directory at hand, and leads nowhere."""
     return (
         isinstance(name, str)

@@ -42,7 +42,7 @@ class _Properties(TensorProperties):
         self.__class__ = TensorProperties  # type: ignore[assignment]  # for torch to read again
 
 
-def _member(kind: Any, name: str) -> enum.Enum:
+def _member(kind: object, name: str) -> enum.Enum:
     """Stand in for ``getattr``: Python 3.11.0 to 3.11.3 pickle members of enums by their names."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         raise pickle.UnpicklingError(f"unexpected getattr of {kind!r}, which is not an enum")

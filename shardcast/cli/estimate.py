@@ -141,7 +141,7 @@ def _cut_of(text: str) -> tuple[str, int]:
     return pattern, int(dim)
 
 
-def function_of(parameter: str, name: str) -> Callable[[], Any]:
+def function_of(parameter: str, name: str) -> Callable[[], object]:
     """Import the function ``name``, given as ``module:function`` for ``parameter``."""
     module, _, function = name.partition(":")
     sys.path.insert(0, "")  # as python -m does

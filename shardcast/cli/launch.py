@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -15,6 +15,9 @@ import yaml
 from shardcast.config import ShardcastConfig
 from shardcast.launched import STORE
 from shardcast.option_files import CONFIG_VARIABLE, check_file, read_yaml
+
+if TYPE_CHECKING:
+    import argparse
 
 SECTION = "shardcast_config"
 RUNNER = "shardcast.run"
@@ -79,7 +82,9 @@ def split_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any
     return ours, content
 
 
-def _check_launch(parsed: Any, ours: Mapping[str, Any] | None, rest: Mapping[str, Any]) -> None:
+def _check_launch(
+    parsed: argparse.Namespace, ours: Mapping[str, Any] | None, rest: Mapping[str, Any]
+) -> None:
     """Refuse settings that would fail, or be ignored, in every process."""
     # Not at the top: the other commands do not need Accelerate.
     from accelerate.utils import parse_flag_from_env
@@ -119,7 +124,7 @@ def _check_launch(parsed: Any, ours: Mapping[str, Any] | None, rest: Mapping[str
         )
 
 
-def _have_it_shard(parsed: Any) -> None:
+def _have_it_shard(parsed: argparse.Namespace) -> None:
     """Start the script through :mod:`shardcast.run`, so that its Accelerator shards."""
     script, arguments = parsed.training_script, parsed.training_script_args
     if parsed.no_python:

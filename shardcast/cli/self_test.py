@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ def test(arguments: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _try(group: Any, device_type: str) -> str:
+def _try(group: dist.ProcessGroup | None, device_type: str) -> str:
     """Train next to plain torch, and raise if results differ. Collective: every rank."""
     rank = dist.get_rank(group)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")

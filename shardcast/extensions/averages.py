@@ -287,7 +287,7 @@ def _differs(shard: Shard, fragment: Fragment, values: Tensor) -> bool:
     return not torch.equal(values.to(own), own)
 
 
-def _read(name: str, value: Any) -> tuple[AverageOptions, ...]:
+def _read(name: str, value: object) -> tuple[AverageOptions, ...]:
     if isinstance(value, tuple) and all(isinstance(item, AverageOptions) for item in value):
         return value
     if not isinstance(value, Mapping) and value != []:  # as to_dict() has none
@@ -298,7 +298,7 @@ def _read(name: str, value: Any) -> tuple[AverageOptions, ...]:
     return tuple(_average(f"{name}: {key!r}", key, options) for key, options in dict(value).items())
 
 
-def _average(where: str, key: Any, options: Any) -> AverageOptions:
+def _average(where: str, key: object, options: object) -> AverageOptions:
     """One average, from its decay or from a mapping."""
     values = dict(options) if isinstance(options, Mapping) else {"decay": options}
     if ("decay" in values) == ("half_life" in values):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ class Buffers(StepHook):
             self._broadcast(self._of_root[root])
             self._due[root] = self._reduce.synchronises
 
-    def _before_forward(self, root: nn.Module, _args: Any) -> None:
+    def _before_forward(self, root: nn.Module, _args: object) -> None:
         # Within a backward it is a checkpoint that computes a forward for a second time.
         if root.training and torch.is_grad_enabled() and _compat.current_backward() == -1:
             self._broadcast(self._of_root[root] if self._due[root] else ())

@@ -100,7 +100,7 @@ class Guard(Signal):
         """Return the bytes of the window."""
         return self._history.nbytes
 
-    def take_loss(self, loss: Any) -> None:
+    def take_loss(self, loss: object) -> None:
         self.loss = None
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
@@ -252,7 +252,7 @@ class Guarded(StepHook):
         return 0 if self._guard is None else int(self._guard.numbers[0])
 
 
-def _read(name: str, value: Any) -> Any:
+def _read(name: str, value: object) -> GuardRule | Callable[..., object]:
     if isinstance(value, GuardRule) or callable(value):
         return value
     if not isinstance(value, Mapping):

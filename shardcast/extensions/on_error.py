@@ -368,7 +368,7 @@ def _refuse(config: ShardcastConfig, conflicts: Mapping[str, bool]) -> None:
         )
 
 
-def _read(name: str, value: Any) -> Any:
+def _read(name: str, value: object) -> object:
     if value == "raise" or isinstance(value, ErrorRule):
         return value
     return read_mapping(ErrorRule, value if isinstance(value, Mapping) else {"action": value}, name)

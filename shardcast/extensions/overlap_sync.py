@@ -19,7 +19,6 @@ and so do all steps of a model of which any part was compiled since it was shard
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -129,7 +128,7 @@ class Overlap(StepHook):
             handle.remove()
         self._handles.clear()
 
-    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+    def _before_forward(self, module: nn.Module, _args: object) -> None:
         if torch.compiler.is_compiling():
             self._while_tracing()
             return
@@ -156,7 +155,7 @@ class Overlap(StepHook):
         self._traced = True
         self._sync.wait()
 
-    def _wait(self, *_args: Any) -> None:
+    def _wait(self, *_args: object) -> None:
         self._sync.wait()
 
 

@@ -23,13 +23,16 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.comm.group import TensorCollectives, Work
 from shardcast.comm.watch import Watch
 from shardcast.messages import LOG, by_rank
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 WAKES = 0.25  # seconds after which the thread sees that the process ends, which waits for it
 
@@ -263,7 +266,7 @@ def _told(place: dict[str, Any] | None) -> str:
     return f"{where}{line}{waits}, after {place['steps']} steps"
 
 
-def _place_of(frame: Any) -> tuple[str, str]:
+def _place_of(frame: FrameType | None) -> tuple[str, str]:
     """The call of this library that a thread is in, and the line of the script it is at.
 
     Args:

@@ -47,7 +47,7 @@ class PublishedForms(ValidatedOptions):
         return {name: patterns for name in FORMS if (patterns := getattr(self, name))}
 
 
-def _read(name: str, value: Any) -> PublishedForms:
+def _read(name: str, value: object) -> PublishedForms:
     if isinstance(value, PublishedForms):
         return value
     if not isinstance(value, Mapping):

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,10 @@ from shardcast.messages import SHOWN
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option
 from shardcast.step.step_hook import StepHook
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
 KINDS = ("parameters", "masters", "state")  # what may stay
 # Before memory is called held, in seconds: gloo's threads have the tensors of a collective for a
@@ -53,7 +57,7 @@ class Sleep(StepHook):
         self._memories: list[Memory] = []
         self._stand_ins: list[tuple[Shard, list[StandIn]]] = []
         self._file: IO[bytes] | None = None
-        self._doors: list[Any] = []
+        self._doors: list[RemovableHandle] = []
         self._sleeps = False
 
     def sleep(self, keep: Iterable[str] = (), to: str | os.PathLike[str] | None = None) -> int:
@@ -358,7 +362,7 @@ class Sleep(StepHook):
 
 
 def _door(call: str) -> Callable[..., None]:
-    def refuse(*_args: Any) -> None:
+    def refuse(*_args: object) -> None:
         raise RuntimeError(f"{call}: {WAY_OUT}")
 
     return refuse
@@ -480,7 +484,7 @@ class StandIn(NamedTuple):
         """Return that storage if something else still refers to it."""
         return None if self.weak is None else self.weak()
 
-    def is_written(self, param: Any) -> bool:
+    def is_written(self, param: nn.Parameter) -> bool:
         """Return whether a script wrote to it, or assigned other memory."""
         if param.numel() == 0:
             return False

@@ -122,7 +122,7 @@ class RecordedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802, the name under which torch asks
         return self._backend_name
 
-    def _get_backend(self, _device: Any) -> Any:
+    def _get_backend(self, _device: object) -> Any:
         return self  # torch asks it what it can coalesce: nothing
 
     def _set_group_name(self, name: Any) -> None:

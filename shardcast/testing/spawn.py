@@ -39,7 +39,7 @@ class ProcessFailedError(RuntimeError):
 def spawn(
     fn: Callable[..., T],
     world_size: int,
-    *args: Any,
+    *args: object,
     timeout: float = 60.0,
     backend: str = "gloo",
 ) -> list[T]:
@@ -97,7 +97,7 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def run(self, fn: Callable[..., T], *args: Any, timeout: float | None = None) -> list[T]:
+    def run(self, fn: Callable[..., T], *args: object, timeout: float | None = None) -> list[T]:
         """Run ``fn(group, *args)`` in every process; ``group`` is the default process group.
 
         Args:

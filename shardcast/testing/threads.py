@@ -22,7 +22,7 @@ T = TypeVar("T")
 def threaded_world(
     world_size: Shape,
     fn: Callable[..., T],
-    *args: Any,
+    *args: object,
     timeout: float = 30.0,
     faults: Sequence[Fault] = (),
     poison: bool = True,
@@ -99,7 +99,7 @@ class ThreadedWorld:
         """The calls of each rank in the latest run, in all groups, whether or not it succeeded."""
         return [list(group.rank_log) for group in self.groups]
 
-    def run(self, fn: Callable[..., T], *args: Any, faults: Sequence[Fault] = ()) -> list[T]:
+    def run(self, fn: Callable[..., T], *args: object, faults: Sequence[Fault] = ()) -> list[T]:
         """Run ``fn(group, *args)`` once per rank; ``group.rank()`` tells which one.
 
         In a world with a mesh it is ``fn(mesh, *args)``, and ``mesh.get_rank()``.
@@ -141,7 +141,7 @@ class ThreadedWorld:
         self,
         run: ThreadedRun,
         fn: Callable[..., T],
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         results: dict[int, T],
     ) -> None:
         def live(rank: int) -> None:

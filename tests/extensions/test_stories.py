@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardcast
-from shardcast.optimizer.stateful import packed_of
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import SpawnedWorld, threaded_world
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
