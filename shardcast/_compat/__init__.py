@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,7 +43,11 @@ if dist.is_available():
 
 
 def all_to_all_flat(
-    group: Any, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int]
+    group: Any,
+    output: Tensor,
+    input: Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
 ) -> dist.Work:
     """Start ``dist.all_to_all_single`` of plain tensors, without two thirds of its host time.
 
@@ -82,7 +89,7 @@ def local_tensor(tensor: Any) -> Tensor:
     return local
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
+def without_torch_function() -> AbstractContextManager[object]:
     """Have functions take tensors of any class for plain ones inside it, on this thread."""
     return torch._C.DisableTorchFunctionSubclass()
 
@@ -101,7 +108,7 @@ def is_shared(tensor: Tensor) -> bool:
 _NOTHING = nullcontext()
 
 
-def without_grad() -> AbstractContextManager[Any]:
+def without_grad() -> AbstractContextManager[object]:
     """Return ``torch.no_grad()``, which takes two microseconds, where gradients are on."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
@@ -213,8 +220,8 @@ def reaches_checkpoint() -> bool:
 
     Its backward runs another one inside it, which may bring a gradient for a second time.
     """
-    nodes: list[Any] = [torch._C._current_autograd_node()]
-    seen: set[Any] = set()
+    nodes: list[Node | None] = [torch._C._current_autograd_node()]
+    seen: set[Node] = set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -249,19 +256,19 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def current_stream(device: torch.device) -> Any:
+def current_stream(device: torch.device) -> torch.Stream:
     """Return the stream on which a hook runs, of an accelerator."""
     return torch.accelerator.current_stream(device.index)
 
 
-def wait_streams(streams: Iterable[Any], tensors: Iterable[Tensor | None]) -> None:
+def wait_streams(streams: Iterable[torch.Stream], tensors: Iterable[Tensor | None]) -> None:
     """Have the current stream wait for the ``streams`` that made ``tensors``, and then use them.
 
     Autograd runs each node on the stream of its forward, and joins them at the end of a backward.
     """
     made = [tensor for tensor in tensors if tensor is not None]
     for stream in streams:
-        current: Any = current_stream(stream.device)
+        current = current_stream(stream.device)
         if stream != current:
             current.wait_stream(stream)
             for tensor in made:
@@ -295,7 +302,7 @@ def calling_module() -> nn.Module | None:
     return caller
 
 
-def gradient_hooks(tensor: Tensor) -> list[Any]:
+def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """Return what ``tensor.register_hook`` was given."""
     return list((tensor._backward_hooks or {}).values())
 

@@ -14,6 +14,8 @@ from shardcast._compat import is_dtensor
 from shardcast._compat.groups import group_of
 
 if TYPE_CHECKING:  # slow to import
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement as Placement
 
 
@@ -34,7 +36,7 @@ def placements(tensor: Any) -> dict[str, Placement]:
     return dict(zip(names, tensor.placements, strict=True))
 
 
-def mesh_line(mesh: Any, dim: str) -> tuple[int, ...]:
+def mesh_line(mesh: DeviceMesh, dim: str) -> tuple[int, ...]:
     """The ranks of this rank's group along a dimension of a mesh, in its order."""
     return tuple(mesh[dim].mesh.flatten().tolist())
 
@@ -53,7 +55,7 @@ def indices_of(tensor: Any, dim: int) -> Tensor:
     return indices.to_local().flatten()
 
 
-def set_local_tensor(tensor: Any, local: Tensor) -> None:
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     """Have a DTensor lie in ``local``, of the same shape and any dtype; it stays the same object.
 
     ``tensor.data = ...`` would change the dtype that it shows and leave the old memory below.
@@ -65,7 +67,7 @@ def set_local_tensor(tensor: Any, local: Tensor) -> None:
     tensor._local_tensor, tensor._spec = local, wrapped._spec
 
 
-def wrap_local(local: Tensor, like: Any, placements: Any) -> Any:
+def wrap_local(local: Tensor, like: Any, placements: Sequence[Placement]) -> DTensor:
     """A DTensor over ``local``, the very tensor, of the mesh and shape of ``like``."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

@@ -15,7 +15,7 @@ from shardcast._compat import weak_group
 _groups: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def group_of(ranks: Sequence[int], name: str, backend: Any = None) -> dist.ProcessGroup:
+def group_of(ranks: Sequence[int], name: str, backend: str | None = None) -> dist.ProcessGroup:
     """Return a group of some ranks of the default group, made once; all of them must call it.
 
     Groups are shared, not destroyed when a sharded model is closed: torch names them by their ranks

@@ -22,7 +22,7 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
         _with_own_code(function), dynamic=True, fullgraph=True, options=_settings()
     )
 
-    def run(*args: Any) -> None:
+    def run(*args: object) -> None:
         (graph if _get_current_dispatch_mode() is None else function)(*args)
 
     return run

@@ -42,7 +42,7 @@ class StepObserver(TorchDispatchMode):
         self.multiplies = self.multiplies or PRODUCTS(name) is not None
         return func(*args, **(kwargs or {}))
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self._collective and error[0] is None:
             raise CollectiveError(self._collective)

@@ -77,7 +77,7 @@ class Comm(TensorCollectives):
         apart &= machines == [first for first in firsts for _ in range(node)]
         return Topology(backend, node if apart else 1, on_host)
 
-    def exchange(self, value: Any, device: torch.device) -> list[Any]:
+    def exchange(self, value: object, device: torch.device) -> list[Any]:
         """All ranks' values, in rank order; small ones, for every rank gets all of them."""
         if self.size == 1:
             return [value]
@@ -90,7 +90,7 @@ class Comm(TensorCollectives):
         rows = self._on_host(gathered).view(self.size, -1)
         return _unpickled(row[:length] for row, length in zip(rows, lengths, strict=True))
 
-    def gather(self, value: Any, device: torch.device) -> list[Any]:
+    def gather(self, value: object, device: torch.device) -> list[Any]:
         """All ranks' values, in rank order, on rank 0; nothing on the others."""
         if self.size == 1:
             return [value]
@@ -203,7 +203,7 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
-def _bytes(value: Any, device: torch.device) -> Tensor:
+def _bytes(value: object, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
 
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from shardcast.comm import Comm
 from shardcast.comm.process_groups import ranks_of_shards
-from shardcast.config import ShardcastConfig
+from shardcast.config import ConfigSource, ShardcastConfig
 from shardcast.memory.codecs import Encoded, master_codec, row_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import FILL, shard_of
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Topology
 from shardcast.plan.layout import GroupId, Layout, PackLayout, Slot, Span
-from shardcast.plan.originals import ELEMENTWISE, OptimizerList
+from shardcast.plan.originals import ELEMENTWISE, OptimizerList, ParamGroup
 from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT
 from shardcast.plan.precision import MASTER_DTYPE, exact_sums, grad_dtype, wire_dtype
@@ -96,7 +96,7 @@ def estimate(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerList,
     world_size: int,
-    config: ShardcastConfig | Mapping[str, Any] | None = None,
+    config: ConfigSource = None,
     backend: str = "nccl",
     ranks_per_node: int = 8,
     micro_batches: int = 1,
@@ -193,7 +193,7 @@ def estimate(
     )
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+def state_tensors(optimizer: torch.optim.Optimizer, group: ParamGroup) -> int:
     """Count the tensors that a :data:`KNOWN` optimizer keeps of a parameter, 0-dim ones aside.
 
     Local.

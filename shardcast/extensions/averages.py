@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from shardcast.plan.layout import Fragment
 from shardcast.step.step_hook import StepHook
 from shardcast.step.update.epilogues import AVERAGE, Epilogue, UpdateValues
 from shardcast.step.update.state import Update
+
+if TYPE_CHECKING:
+    from shardcast.step.update.rules import Numbers
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Average(Epilogue):
     def codec(self) -> Codec:
         return Bf16() if self.options.stored == "bf16" else Codec()
 
-    def numbers(self, step: Any) -> tuple[Any, ...]:
+    def numbers(self, step: Any) -> Numbers:
         decay: Any = self.options.decay
         if self.options.warmup:  # as TensorFlow's ExponentialMovingAverage, diffusers' EMAModel
             warm = (1 + step) / (10 + step)
@@ -75,7 +78,7 @@ class Average(Epilogue):
         return (1 - decay,)
 
     def apply_(
-        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: Numbers
     ) -> tuple[Tensor, ...]:
         state[0].lerp_(updated.master, numbers[0])
         return ()

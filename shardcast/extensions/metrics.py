@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as match
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from shardcast.step.step_hook import StepHook
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
 from shardcast.step.update.state import RowSums
 
+if TYPE_CHECKING:
+    from shardcast.step.update.rules import Numbers
+
 NAMES = ("grad_norm", "weight_norm", "update_norm", "update_to_weight", "swallowed")
 
 
@@ -35,7 +38,7 @@ class SquareSums(Epilogue):
     compares: ClassVar[bool] = True
 
     def apply_(
-        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: Numbers
     ) -> tuple[Tensor, ...]:
         norms = [
             torch.linalg.vector_norm(values, dim=-1)

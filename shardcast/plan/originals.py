@@ -16,6 +16,7 @@ import torch
 from shardcast.plan.layout import GroupId
 
 Group = dict[str, Any]
+ParamGroup = Mapping[str, Any]  # what only reads one
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -136,7 +137,7 @@ class JoinedGroups(list[Group]):
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)  # copies are plain
 
-    def _refuse(self, *_args: Any, **_options: Any) -> Any:
+    def _refuse(self, *_args: object, **_options: object) -> Any:
         raise RuntimeError(
             "param_groups: the joint list of several optimizers can not be changed; add a group "
             "with add_param_group of one of optimizer.optimizers, replace one in its param_groups, "
@@ -160,7 +161,7 @@ class OptimizerTraits(NamedTuple):
 
     elementwise: bool
     entangled: str = ""
-    cost: Callable[[str, Sequence[int], Mapping[str, Any]], float] | None = None
+    cost: Callable[[str, Sequence[int], ParamGroup], float] | None = None
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast._compat import dtensor
 from shardcast.plan.layout import GroupId
-from shardcast.plan.originals import OptimizerList
+from shardcast.plan.originals import OptimizerList, ParamGroup
 from shardcast.plan.precision import PACKABLE
 
 ON_DEVICE = "a tensor on the device"  # for a value that the host cannot read without waiting
@@ -78,7 +78,7 @@ def check_whole(name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer
         )
 
 
-def check_limit(group: Mapping[str, Any], defaults: Mapping[str, Any], number: GroupId) -> None:
+def check_limit(group: ParamGroup, defaults: ParamGroup, number: GroupId) -> None:
     """Raise for a group whose own ``max_grad_norm`` is not a number above 0.
 
     Args:
@@ -171,7 +171,7 @@ def describe_groups(originals: OptimizerList, added: GroupId | None) -> list[str
     return lines
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return what ranks can compare without waiting for a device; host tensors by their value.
 
     Of anything else nobody knows whether it is alike on all ranks: ``None``.

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from shardcast.memory.codecs import Codec, Encoded, Pieces, row_of
 from shardcast.memory.shard import Shard
 from shardcast.memory.slices import slices
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
+
+if TYPE_CHECKING:
+    from shardcast.step.update.rules import Numbers
 
 MARKS = "changes"  # the name of the epilogue's state
 BYTE = 8  # elements
@@ -101,7 +104,7 @@ class Followed(Epilogue):
         return Marks()
 
     def apply_(
-        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: Numbers
     ) -> tuple[Tensor, ...]:
         if updated.last_published is not None:
             state[0].bitwise_or_(words(updated.published != updated.last_published))

@@ -154,22 +154,29 @@ class RecordedGroup(dist.ProcessGroup):
     # The methods below are what torch.distributed calls, aliases included: those are the names
     # in torch 2.11. Options are optional because ``group.barrier()`` and the like are in use too.
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(
+        self, tensors: list[Tensor], opts: dist.AllreduceOptions | None = None
+    ) -> dist.Work:
         return self._call("all_reduce", tensors, tensors, opts or dist.AllreduceOptions())
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: list[Tensor], opts: dist.ReduceOptions | None = None) -> dist.Work:
         opts = opts or dist.ReduceOptions()
         outputs = tensors if opts.rootRank == self.rank() else []
         return self._call("reduce", tensors, outputs, opts, dest=opts.rootRank)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def broadcast(
+        self, tensors: list[Tensor], opts: dist.BroadcastOptions | None = None
+    ) -> dist.Work:
         opts = opts or dist.BroadcastOptions()
         sends = opts.rootRank == self.rank()
         inputs, outputs = (tensors, []) if sends else ([], tensors)
         return self._call("broadcast", inputs, outputs, opts, source=opts.rootRank)
 
     def allgather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: Any = None,
     ) -> dist.Work:
         return self._call("all_gather", inputs, outputs[0], opts)
 
@@ -180,26 +187,37 @@ class RecordedGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
 
     def gather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: dist.GatherOptions | None = None,
     ) -> dist.Work:
         opts = opts or dist.GatherOptions()
         return self._call("gather", inputs, outputs[0] if outputs else [], opts, dest=opts.rootRank)
 
     def scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+        self,
+        outputs: list[Tensor],
+        inputs: list[list[Tensor]],
+        opts: dist.ScatterOptions | None = None,
     ) -> dist.Work:
         opts = opts or dist.ScatterOptions()
         details = {"source": opts.rootRank, "shape": tuple(outputs[0].shape)}
         return self._call("scatter", inputs[0] if inputs else [], outputs, opts, **details)
 
     def reduce_scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+        self,
+        outputs: list[Tensor],
+        inputs: list[list[Tensor]],
+        opts: dist.ReduceScatterOptions | None = None,
     ) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
         shape = tuple(outputs[0].shape)
         return self._call("reduce_scatter", inputs[0], outputs, opts, shape=shape)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions | None = None
+    ) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
         inputs = self._chunks("reduce_scatter_single", input)
         shape = tuple(output.shape)
@@ -207,7 +225,9 @@ class RecordedGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: dist.AllToAllOptions | None = None
+    ) -> dist.Work:
         return self._call(
             "all_to_all",
             inputs,
@@ -223,7 +243,7 @@ class RecordedGroup(dist.ProcessGroup):
         input: Tensor,
         output_splits: list[int],
         input_splits: list[int],
-        opts: Any = None,
+        opts: dist.AllToAllOptions | None = None,
     ) -> dist.Work:
         inputs = self._split("input", input, input_splits)
         outputs = self._split("output", output, output_splits)
@@ -239,7 +259,7 @@ class RecordedGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: dist.BarrierOptions | None = None) -> dist.Work:
         return self._call("barrier", [], [], opts)
 
     def send(self, tensors: list[Tensor], dest: int, tag: int = 0) -> dist.Work:
@@ -257,7 +277,9 @@ class RecordedGroup(dist.ProcessGroup):
 
     # What functional collectives call, with one tensor or several: collectives of one launch.
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce_coalesced(
+        self, tensors: list[Tensor], opts: dist.AllreduceCoalescedOptions | None = None
+    ) -> dist.Work:
         launches = [partial(self.allreduce, [tensor], opts) for tensor in tensors]
         return self._together("all_reduce", tensors, launches)
 
@@ -271,7 +293,10 @@ class RecordedGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: dist.ReduceScatterOptions | None = None,
     ) -> dist.Work:
         pairs = zip(outputs, inputs, strict=True)
         launches = [partial(self.reduce_scatter_single, *pair, opts) for pair in pairs]

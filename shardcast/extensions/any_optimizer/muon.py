@@ -15,18 +15,21 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardcast.plan.partition import ELEMENT
 
+if TYPE_CHECKING:
+    from shardcast.plan.originals import ParamGroup
+
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")  # of learning rates
 BATCH = 1 << 26  # elements that are orthogonalised at a time, which bounds the memory of it
 
 
-def update_cost(name: str, shape: Sequence[int], group: Mapping[str, Any]) -> float:
+def update_cost(name: str, shape: Sequence[int], group: ParamGroup) -> float:
     """About how many floating-point operations the update of one parameter takes.
 
     Of an m x n matrix, m <= n, each of the Newton-Schulz iterations multiplies m x n by n x m,
@@ -45,7 +48,7 @@ def update_cost(name: str, shape: Sequence[int], group: Mapping[str, Any]) -> fl
     return ELEMENT * math.prod(shape) + float(group["ns_steps"]) * products * math.prod(stack)
 
 
-def _check(name: str, shape: Sequence[int], group: Mapping[str, Any]) -> None:
+def _check(name: str, shape: Sequence[int], group: ParamGroup) -> None:
     if len(shape) < 2:
         raise ValueError(
             f"optimizer: parameter {name!r} of shape {tuple(shape)} is no matrix, which Muon "
@@ -76,7 +79,7 @@ def step_(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_group(
-    params: Sequence[Tensor], state: Mapping[Any, dict[str, Any]], group: Mapping[str, Any]
+    params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Any]], group: ParamGroup
 ) -> None:
     grads = [param.grad for param in params if param.grad is not None]
     buffers = []

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardcast._compat import observer
 from shardcast.extensions.any_optimizer.muon import update_cost
 from shardcast.extensions.any_optimizer.twins import Samples, Twins, unnoticed
-from shardcast.plan.originals import OptimizerTraits, is_known
+from shardcast.plan.originals import OptimizerTraits, ParamGroup, is_known
 
 # Scales of the gradients of two parameters, step by step: a norm over both is that of the larger
 # one, which is above any bound in one step and below it in another. RAdam begins in its sixth step.
@@ -116,12 +116,12 @@ def _refuse_list(optimizer: torch.optim.Optimizer, error: Exception) -> None:
             ) from error
 
 
-def _attributes(root: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+def _attributes(root: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
     """Every object that attributes and containers lead to, nearest first, with its path."""
     seen = {id(root)}
-    level: list[tuple[str, Any]] = [("optimizer", root)]
+    level: list[tuple[str, object]] = [("optimizer", root)]
     for _ in range(REACH):
-        below: list[tuple[str, Any]] = []
+        below: list[tuple[str, object]] = []
         for path, value in level:
             for name, part in _parts(value):
                 if id(part) not in seen and len(seen) < ATTRIBUTES:
@@ -131,7 +131,7 @@ def _attributes(root: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
         level = below
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
+def _parts(value: object) -> list[tuple[str, object]]:
     if isinstance(value, (Tensor, nn.Module, type, torch.Generator)) or callable(value):
         return []
     if isinstance(value, Mapping):
@@ -233,7 +233,7 @@ def _dependence(
     return ""
 
 
-def numbers(group: Mapping[str, Any]) -> dict[str, float]:
+def numbers(group: ParamGroup) -> dict[str, float]:
     """Return what a class computes and keeps in a group; whole numbers are counts."""
     return {
         name: float(value)

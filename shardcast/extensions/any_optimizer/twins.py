@@ -9,15 +9,18 @@ import copy
 import random
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shardcast._compat import bare_step
+
+if TYPE_CHECKING:
+    from shardcast.plan.originals import ParamGroup
 
 # What a twin has of its own: torch's, and a step that was put around that of the class.
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -74,7 +77,7 @@ class Twins:
 
     def __init__(self, optimizer: torch.optim.Optimizer, **changes: Any) -> None:
         self._optimizer, self._changes = optimizer, changes
-        self._groups: list[Mapping[str, Any]] = []
+        self._groups: list[ParamGroup] = []
         dims_of_kinds: dict[tuple[Any, ...], set[int]] = {}
         for group in optimizer.param_groups:
             kind = tuple((name, _kind(name, value)) for name, value in group.items())
@@ -155,7 +158,7 @@ def _kind(name: str, value: Any) -> Any:
     return type(value)
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def _options(group: ParamGroup) -> dict[str, Any]:
     """The options of a group for a twin of it."""
     options = {
         name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -9,12 +9,15 @@ over the own span (:class:`.rules.NoRule`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Codec
+
+if TYPE_CHECKING:
+    from shardcast.step.update.rules import Numbers
 
 AVERAGE = "average."  # begins the names of averages among the state of a parameter
 STEPS = ".steps"  # ends the name of an average's number of steps
@@ -73,7 +76,7 @@ class Epilogue:
         """The codec of these."""
         return Codec()
 
-    def numbers(self, step: Any) -> tuple[Any, ...]:
+    def numbers(self, step: Any) -> Numbers:
         """Return the numbers of one step.
 
         Args:
@@ -83,7 +86,7 @@ class Epilogue:
         return ()
 
     def apply_(
-        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: tuple[Any, ...]
+        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: Numbers
     ) -> tuple[Tensor, ...]:
         """Change ``state`` in place; return the sums of each row, 1-d, of squares the roots."""
         return ()

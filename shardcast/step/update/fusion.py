@@ -28,7 +28,7 @@ from shardcast.memory.slices import LAUNCH
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.compiling import compiles, or_eager
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
-from shardcast.step.update.rules import Rule
+from shardcast.step.update.rules import Numbers, Rule
 
 CACHED = 1 << 18  # elements per thread and eager call on a CPU: all operands stay in its cache
 RULE_STATES = 4  # chances that are the rule's; those of epilogues come after them
@@ -47,8 +47,8 @@ class UpdateScalars(NamedTuple):
     """
 
     step: Tensor
-    rule: tuple[Any, ...] | Tensor
-    epilogues: tuple[tuple[Any, ...], ...] = ()
+    rule: Numbers | Tensor
+    epilogues: tuple[Numbers, ...] = ()
     epilogue_steps: Tensor | None = None
 
 

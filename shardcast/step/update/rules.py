@@ -15,14 +15,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shardcast import _compat
+
+if TYPE_CHECKING:
+    from shardcast.plan.originals import ParamGroup
 
 STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
@@ -30,6 +33,7 @@ STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.SGD: ("momentum_buffer",),
 }
 State = tuple[Tensor, ...]  # of one range, fp32, in the order of ``rule.state``
+Numbers = tuple[Any, ...]  # of a step: each is a float, or a 0-dim tensor
 
 
 class Term(NamedTuple):
@@ -38,9 +42,9 @@ class Term(NamedTuple):
     Each is a float, or a 0-dim tensor of a group that has some.
     """
 
-    scale: Any
-    base: Any = 0.0
-    exponent: Any = 0.0
+    scale: float | Tensor
+    base: float | Tensor = 0.0
+    exponent: float | Tensor = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class AdamRule:
         """Return whether :meth:`apply_` overwrites its gradient."""
         return self.maximize or (self.coupled and self.decays)
 
-    def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
+    def numbers(self, group: ParamGroup, step: float | Tensor) -> Numbers:
         """Return the numbers of one step; ``step`` is a float, or a 0-dim fp64 tensor."""
         lr, decay = group["lr"], group["weight_decay"]
         beta1, beta2 = group["betas"]
@@ -78,7 +82,7 @@ class AdamRule:
         decay = decay if self.coupled else 1 - lr * decay
         return step_size, 1 - beta1, beta2, 1 - beta2, root, group["eps"], decay
 
-    def terms(self, group: Mapping[str, Any]) -> tuple[Term, ...]:
+    def terms(self, group: ParamGroup) -> tuple[Term, ...]:
         """Return :meth:`numbers` for :class:`.StepNumbers`."""
         step_size, weight1, beta2, weight2, _, eps, decay = self.numbers(group, math.inf)
         return (
@@ -91,7 +95,7 @@ class AdamRule:
             Term(decay),
         )
 
-    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
+    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: Numbers) -> None:
         """Update master and state in place."""
         step_size, weight1, beta2, weight2, root, eps, decay = numbers
         exp_avg, exp_avg_sq = state[:2]
@@ -118,15 +122,15 @@ class NoRule:
     state: ClassVar[tuple[str, ...]] = ()
     edits: ClassVar[bool] = False
 
-    def numbers(self, _group: Mapping[str, Any], _step: Any) -> tuple[Any, ...]:
+    def numbers(self, _group: ParamGroup, _step: float | Tensor) -> Numbers:
         """Return none."""
         return ()
 
-    def terms(self, _group: Mapping[str, Any]) -> tuple[Term, ...]:
+    def terms(self, _group: ParamGroup) -> tuple[Term, ...]:
         """Return none."""
         return ()
 
-    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
+    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: Numbers) -> None:
         """Update as :meth:`AdamRule.apply_`."""
 
 
@@ -136,7 +140,7 @@ class AssignRule(NoRule):
 
     state: ClassVar[tuple[str, ...]] = ("new",)
 
-    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
+    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: Numbers) -> None:
         """Update as :meth:`AdamRule.apply_`."""
         master.copy_(state[0])
 
@@ -146,12 +150,12 @@ class TorchAdamRule(AdamRule):
 
     edits = False
 
-    def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
+    def numbers(self, group: ParamGroup, step: float | Tensor) -> Numbers:
         options = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
         beta1, beta2 = map(float, group["betas"])
         return torch.tensor(step, dtype=torch.float32), dict(options, beta1=beta1, beta2=beta2)
 
-    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
+    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: Numbers) -> None:
         step, options = numbers
         first, second, *largest = ([tensor] for tensor in state)
         kernel = _compat.fused_adam_ if self.coupled else _compat.fused_adamw_
@@ -189,7 +193,7 @@ class SGDRule:
         """Return whether :meth:`apply_` overwrites its gradient."""
         return self.maximize or self.decays or self.nesterov
 
-    def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
+    def numbers(self, group: ParamGroup, step: float | Tensor) -> Numbers:
         """Return the numbers of one step; ``step`` is a float, or a 0-dim fp64 tensor."""
         return (
             -group["lr"],
@@ -199,13 +203,13 @@ class SGDRule:
             step <= 1,
         )
 
-    def terms(self, group: Mapping[str, Any]) -> tuple[Term, ...]:
+    def terms(self, group: ParamGroup) -> tuple[Term, ...]:
         """Return :meth:`numbers` for :class:`.StepNumbers`."""
         *constants, _ = self.numbers(group, math.inf)
         # Whether it is the first step: (-1)**-1022 is 1, (-3)**-1022 is 0.
         return (*map(Term, constants), Term(1.0, 2.0, -1022.0))
 
-    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
+    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: Numbers) -> None:
         """Update master and state in place."""
         negative_lr, decay, momentum, weight, first = numbers
         if self.maximize:
@@ -233,11 +237,11 @@ class TorchSGDRule(SGDRule):
 
     edits = False
 
-    def numbers(self, group: Mapping[str, Any], step: Any) -> tuple[Any, ...]:
+    def numbers(self, group: ParamGroup, step: float | Tensor) -> Numbers:
         names = ("lr", "weight_decay", "momentum", "dampening")
         return step <= 1, {name: float(group[name]) for name in names}
 
-    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: tuple[Any, ...]) -> None:
+    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: Numbers) -> None:
         first, options = numbers
         _compat.fused_sgd_(
             [master],
@@ -254,7 +258,7 @@ Rule: TypeAlias = AdamRule | SGDRule | NoRule
 
 
 def rule_of(
-    kind: type[torch.optim.Optimizer], group: Mapping[str, Any], fused: bool = False
+    kind: type[torch.optim.Optimizer], group: ParamGroup, fused: bool = False
 ) -> AdamRule | SGDRule:
     """Return the rule of a parameter group of an Adam, AdamW or SGD optimizer.
 
@@ -285,7 +289,7 @@ def _sgd_rule(fused: bool, *flags: bool) -> SGDRule:
     return (TorchSGDRule if fused else SGDRule)(*flags)
 
 
-def as_tensors(numbers: Sequence[Any], like: Tensor) -> tuple[Tensor, ...]:
+def as_tensors(numbers: Sequence[float | Tensor], like: Tensor) -> tuple[Tensor, ...]:
     """Return numbers as 0-dim fp32 tensors on the device of ``like``, without waiting for it."""
     zero = torch.zeros_like(like, dtype=torch.float64)
     return tuple((zero + number).float() for number in numbers)
