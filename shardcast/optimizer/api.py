@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from shardcast import _compat, launched
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.comm.process_groups import over_fewer_ranks
-from shardcast.config import Keywords, ShardcastConfig
+from shardcast.config import ConfigSource, Keywords, ShardcastConfig
 from shardcast.extensions.waiting import look_after
 from shardcast.memory.aliases import Alias, find_aliases
 from shardcast.messages import LOG
@@ -42,7 +41,7 @@ if TYPE_CHECKING:  # slow to import
 def shard(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    config: ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config: ConfigSource = None,
     *,
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
@@ -52,7 +51,7 @@ def shard(
     grad_sum_over: Mapping[str, Sequence[str]] | None = None,
     experts: Mapping[str, Sequence[str]] | None = None,
     divisor: float | Tensor | None = None,
-    materialize: Callable[[nn.Module], Any] | None = None,
+    materialize: Callable[[nn.Module], object] | None = None,
     **fields: Unpack[Keywords],
 ) -> ShardedOptimizer:
     """Shard the fp32 masters and the state of ``optimizer`` over the data-parallel ranks.
@@ -216,7 +215,7 @@ def _attempted(prepare: Callable[[], _Given]) -> Callable[[], _Given]:
     return lambda: options
 
 
-def _listed(given: Any) -> list[Any]:
+def _listed(given: object) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 

@@ -65,28 +65,30 @@ class Values:
         name: str,
         states: Sequence[str],
         read: Read,
-        shaped: Callable[[Tensor], Any] = lambda flat: flat,
+        shaped: Callable[[Tensor], Tensor] = lambda flat: flat,
     ) -> None:
         self.name, self._read, self._shaped = name, read, shaped
-        self._given: dict[str, tuple[Tensor, Any]] = {}  # by kind: as read, as the script has it
-        self.state: Mapping[str, Any] = StateOfValues(self, states)
+        self._given: dict[str, tuple[Tensor, Tensor]] = {}  # by kind: as read, as the script has it
+        self.state = StateOfValues(self, states)
 
     @property
-    def master(self) -> Any:
+    def master(self) -> Tensor:
         """The weights: what the model shows, in full precision where no script wrote them."""
-        return self.get(MASTER)
+        values: Tensor = self.get(MASTER)
+        return values
 
     @master.setter
-    def master(self, values: Any) -> None:
+    def master(self, values: Tensor) -> None:
         self.set(MASTER, values)
 
     @property
-    def grad(self) -> Any:
+    def grad(self) -> Tensor | None:
         """The mean over ranks, clipped if there was a clip; ``None`` where no rank has one."""
-        return self.get(GRAD)
+        values: Tensor | None = self.get(GRAD)
+        return values
 
     @grad.setter
-    def grad(self, values: Any) -> None:
+    def grad(self, values: Tensor) -> None:
         self.set(GRAD, values)
 
     def get(self, kind: str) -> Any:
@@ -97,7 +99,7 @@ class Values:
             self._given[kind] = values, self._shaped(values.clone())
         return self._given[kind][1]
 
-    def set(self, kind: str, values: Any) -> None:
+    def set(self, kind: str, values: Tensor) -> None:
         """Take a tensor of the same shape in place of the values of a kind."""
         present = self.get(kind)
         if present is None:
@@ -159,18 +161,19 @@ class Part(Values):
         return f"Part [{self.start}, {self.stop}) of {self.name!r}"
 
 
-class StateOfValues(Mapping[str, Any]):
+class StateOfValues(Mapping[str, Tensor]):
     """The state of :class:`Values` by name; tensors may be assigned, names are fixed."""
 
     def __init__(self, values: Values, names: Sequence[str]) -> None:
         self._values, self._names = values, tuple(names)
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        return self._values.get(STATE + name)
+        values: Tensor = self._values.get(STATE + name)
+        return values
 
-    def __setitem__(self, name: str, values: Any) -> None:
+    def __setitem__(self, name: str, values: Tensor) -> None:
         if name not in self._names:
             raise KeyError(
                 f"{name!r}: the state of {self._values.name!r} has "
@@ -451,7 +454,7 @@ def _gathered(
     return values
 
 
-def _shaped(param: Any, shape: tuple[int, ...], flat: Tensor) -> Any:
+def _shaped(param: Any, shape: tuple[int, ...], flat: Tensor) -> Tensor:
     """Return values as a parameter has them: of a DTensor as one."""
     values = flat.view(shape)
     if _compat.is_dtensor(param):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -13,11 +12,11 @@ from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.setup import agreed, allocate, plan_for
 from shardcast.plan.layout import GroupId
-from shardcast.plan.originals import OptimizerList
+from shardcast.plan.originals import Group, OptimizerList
 from shardcast.step.decide.options import STALE
 
 
-def add_group(packed: PackedOptimizer, place: int, group: dict[str, Any]) -> None:
+def add_group(packed: PackedOptimizer, place: int, group: Group) -> None:
     """Add a group to the original optimizer at ``place``. Collective."""
     packed.refuse_inside("add_param_group")
     packed.decider.meet("add_param_group")
@@ -26,8 +25,8 @@ def add_group(packed: PackedOptimizer, place: int, group: dict[str, Any]) -> Non
 
 
 def assign_groups(
-    packed: PackedOptimizer, groups: Sequence[dict[str, Any]], place: int | None = None
-) -> list[dict[str, Any]]:
+    packed: PackedOptimizer, groups: Sequence[Group], place: int | None = None
+) -> list[Group]:
     """Replace the groups of all optimizers, or of one; returns those that are beyond them. Local.
 
     Raises:
@@ -53,7 +52,7 @@ def assign_groups(
 
 
 @contextmanager
-def _added(originals: OptimizerList, place: int, group: dict[str, Any]) -> Iterator[GroupId]:
+def _added(originals: OptimizerList, place: int, group: Group) -> Iterator[GroupId]:
     """A further group of the optimizer at ``place``, unless what follows fails.
 
     Raises:

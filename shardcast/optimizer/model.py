@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,11 @@ from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.refusal import Loads
 from shardcast.step.reduce.reducer import is_reduced
 from shardcast.step.sync.sync import Sync
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch.utils.hooks import RemovableHandle
 
 NOTE = "_shardcast_model"  # attribute of a model that is sharded, or was
 WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
@@ -190,7 +195,7 @@ class ModelHooks:
         self._shards, self._begins, self._sync, self._loads = shards, begins, sync, loads
         self._in_vain: dict[nn.Module, str] = {}  # loads that matched no name, as messages
         self._looked = False  # at what the first forward did to parameters
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         for stage in stages:
             self._handles += [
                 # One of each kind: Dynamo keeps few graphs for hooks, which share their code.
@@ -208,7 +213,7 @@ class ModelHooks:
             handle.remove()
         self._handles.clear()
 
-    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+    def _before_forward(self, module: nn.Module, _args: object) -> None:
         """Refuse what torch would stop at somewhere without saying why."""
         if torch.compiler.is_compiling():
             return
@@ -241,7 +246,7 @@ class ModelHooks:
             if shard.pack.converted:
                 shard.pack.take_moved()
 
-    def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
         if torch.compiler.is_compiling():  # the first gradient hook begins the backward then
             return
         if module.training and torch.is_grad_enabled() and not self._looked:
@@ -278,14 +283,14 @@ class ModelHooks:
         state_dict: dict[str, Any],
         prefix: str,
         metadata: dict[str, Any],
-        *_strictness: Any,
+        *_strictness: object,
     ) -> None:
         if not prefix:  # what the script calls load_state_dict() of
             self._in_vain[module] = in_vain(module, state_dict)
         before_load(self._shards, self._sync, self._loads, module, state_dict, prefix, metadata)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -458,7 +463,7 @@ def warn_of_averages(plan: Plan) -> None:
     """
     buffers = {name: _compat.local_tensor(buffer) for name, buffer in plan.model.named_buffers()}
     shapes = {buffer.shape for buffer in buffers.values()}
-    lowered: dict[Any, list[tuple[str, Tensor]]] = defaultdict(list)
+    lowered: dict[Hashable, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, param in plan.params.items():
         local = _compat.local_tensor(param).detach()
         becomes_low = plan.precision.storage_dtype(param) != MASTER_DTYPE
@@ -479,7 +484,7 @@ def warn_of_averages(plan: Plan) -> None:
         )
 
 
-def _sample(tensor: Tensor) -> Any:
+def _sample(tensor: Tensor) -> Hashable:
     """Return a few values of a tensor with its shape; ``None`` where all values may be equal."""
     if tensor.layout is not torch.strided or not tensor.is_floating_point() or tensor.numel() < 2:
         return None
@@ -489,7 +494,7 @@ def _sample(tensor: Tensor) -> Any:
     return (tuple(tensor.shape), *values) if len({*values}) > 1 else None
 
 
-def _equal(buffer: Tensor, lowered: Mapping[Any, list[tuple[str, Tensor]]]) -> str | None:
+def _equal(buffer: Tensor, lowered: Mapping[Hashable, list[tuple[str, Tensor]]]) -> str | None:
     """Return the name of a parameter with the values of a buffer in other memory."""
     for name, param in lowered.get(_sample(buffer), ()):
         same = buffer.dtype == param.dtype and buffer.device == param.device

@@ -22,7 +22,7 @@ from shardcast.memory.aliases import tie
 from shardcast.memory.codecs import shown
 from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import warn
-from shardcast.optimizer.forwards import install_casts
+from shardcast.optimizer.forwards import LowForward, install_casts
 from shardcast.optimizer.model import (
     ModelHooks,
     Tree,
@@ -250,7 +250,7 @@ class PackedOptimizer:
             for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
         }
         self.tree = Tree(self.stages, names)
-        self._casts: list[Any] = [
+        self._casts: list[LowForward] = [
             handle for root in self.called for handle in install_casts(root, self.precision)
         ]
 

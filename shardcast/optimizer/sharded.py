@@ -39,7 +39,7 @@ from shardcast.optimizer.state import (
 )
 from shardcast.plan import validate
 from shardcast.plan.layout import Layout
-from shardcast.plan.originals import OptimizerList
+from shardcast.plan.originals import Group, OptimizerList, ParamGroup
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import BACKWARDS
 from shardcast.step.reduce.reducer import Reducer
@@ -566,7 +566,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._packed.layout
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[Group]:
         """Groups of the original optimizers, whose own lists hold them.
 
         Assign to change options of the same parameters, or to add groups; every rank must then
@@ -575,12 +575,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._packed.originals.groups
 
     @param_groups.setter
-    def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
+    def param_groups(self, value: Sequence[Group]) -> None:
         if self._ready:
             for group in assign_groups(self._packed, value):
                 self.add_param_group(group)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add a group of model parameters, in packs of its own.
 
         Collective: every rank, with the same group.
@@ -1006,7 +1006,7 @@ def check_norm(call: str, asked: float | None, norm_type: float, error_if_nonfin
         )
 
 
-def _check_clipped(call: str, groups: Iterable[Mapping[str, Any]], given: Iterable[Tensor]) -> None:
+def _check_clipped(call: str, groups: Iterable[ParamGroup], given: Iterable[Tensor]) -> None:
     """Raise ValueError unless ``given`` are the trained parameters of ``groups``, all and alone."""
     own, params = {param for group in groups for param in group["params"]}, set(given)
     left_out = sum(param.requires_grad for param in own - params)
@@ -1058,17 +1058,17 @@ class OptimizerHandle(torch.optim.Optimizer):
         self._ready = True
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[Group]:
         """The groups of the original optimizer; see :attr:`ShardedOptimizer.param_groups`."""
         return self._packed.originals.optimizers[self._place].param_groups
 
     @param_groups.setter
-    def param_groups(self, value: Sequence[dict[str, Any]]) -> None:
+    def param_groups(self, value: Sequence[Group]) -> None:
         if self._ready:
             for group in assign_groups(self._packed, value, self._place):
                 self.add_param_group(group)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add a group to this optimizer; see :meth:`ShardedOptimizer.add_param_group`."""
         if self._ready:
             add_group(self._packed, self._place, param_group)
@@ -1187,7 +1187,7 @@ def retire(original: torch.optim.Optimizer) -> None:
 class GoneState:
     """The state of an optimizer that was given to ``shard``: whatever is done with it raises."""
 
-    def _refuse(self, *_args: Any, **_named: Any) -> NoReturn:
+    def _refuse(self, *_args: object, **_named: object) -> NoReturn:
         raise RuntimeError(
             f"state of the original optimizer was used: {REASON}; use the optimizer that "
             "shardcast.shard returned"
@@ -1202,10 +1202,10 @@ class GoneState:
         self._refuse()
 
 
-def refused(call: str, owner: str, reason: str) -> Callable[..., Any]:
+def refused(call: str, owner: str, reason: str) -> Callable[..., NoReturn]:
     """Return what stands for the method ``call`` of an ``owner``, and raises RuntimeError."""
 
-    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+    def refuse(*_args: object, **_kwargs: object) -> NoReturn:
         raise RuntimeError(
             f"{call}() of {owner} was called: {reason}; call {call}() of the optimizer that "
             "shardcast.shard returned"

@@ -29,13 +29,14 @@ from shardcast.memory.shard import Shard
 from shardcast.optimizer.groups import activate_packs
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.plan.layout import Fragment, Slot
+from shardcast.plan.originals import Group, ParamGroup
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.update.epilogues import STEPS
 
 FORMAT = 1  # of the local state
 MASTER = "shardcast_master"  # a master among the state of a parameter, for DCP
 DCP = "torch.distributed.checkpoint"
-Groups = Sequence[Mapping[str, Any]]
+Groups = Sequence[ParamGroup]
 ValuesOf = Callable[[Shard, int], Mapping[str, Any]]  # of a fragment, by its number
 
 
@@ -73,7 +74,7 @@ class StateDict:
         self._optimizer = optimizer
 
     @property
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[Group]:
         self._optimizer.originals.check()
         return self._optimizer.originals.groups
 
@@ -247,7 +248,7 @@ def plain_state(
             f"state: expected the states of {len(expected)} optimizers with {expected} groups, got "
             f"{len(sizes)} with {sizes}; give one for each optimizer, in the order of shard()"
         )
-    groups: list[dict[str, Any]] = []
+    groups: list[Group] = []
     joined: dict[int, Any] = {}
     start = 0
     for state in states:
@@ -282,7 +283,7 @@ def state_by_param(loaded: Mapping[str, Any], groups: Groups) -> dict[Any, Any]:
     return {param_by_key[key]: values for key, values in loaded["state"].items()}
 
 
-def load_groups(groups: Sequence[dict[str, Any]], loaded: Groups) -> None:
+def load_groups(groups: Sequence[Group], loaded: Groups) -> None:
     """Overwrite the options, not the parameters, of ``groups``; check them first."""
     for group, loaded_group in zip(groups, loaded, strict=False):
         options = {key: value for key, value in loaded_group.items() if key != "params"}
@@ -374,7 +375,7 @@ def outside_as_plain(call: str) -> RuntimeError:
     )
 
 
-def refuse_write(*_args: Any, **_named: Any) -> NoReturn:
+def refuse_write(*_args: object, **_named: object) -> NoReturn:
     """Raise TypeError for a write to ``optimizer.state``."""
     raise TypeError(
         "state: optimizer.state is read-only, each rank having its own part of it; edit tensors in "
@@ -492,7 +493,7 @@ class StateOfParameter(Mapping[str, Any]):
         return f"state of {self._param!r}: {', '.join(self._state)}"
 
 
-def is_elementwise(value: Any, fragment: Fragment, flat: bool) -> bool:
+def is_elementwise(value: object, fragment: Fragment, flat: bool) -> bool:
     """Return whether a fragment's state is a tensor with one value per element of the fragment.
 
     Args:

@@ -15,8 +15,8 @@ import torch
 
 from shardcast.plan.layout import GroupId
 
-Group = dict[str, Any]
-ParamGroup = Mapping[str, Any]  # what only reads one
+Group = dict[str, Any]  # of a torch optimizer: "params", and options by name
+ParamGroup = Mapping[str, Any]  # one that is only read
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
