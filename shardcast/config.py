@@ -353,4 +353,4 @@ class Keywords(TypedDict, total=False):
 
 
 ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None
-"""What a configuration is taken from: an object, a mapping, a YAML file, or the environment."""
+"""Source of a configuration: an object, a mapping, a YAML file, or ``None`` (environment)."""
