@@ -170,10 +170,10 @@ EVEN, WHOLE = {"partition": "even"}, {"partition": "whole"}
 # Case, kind, ranks and options before, numbers of ranks and options after.
 Resumed = tuple[str, str, int, dict[str, Any], tuple[int, ...], dict[str, Any]]
 RESUMED: dict[str, Resumed] = {
-    "1 rank to 1 to 4": ("gpt", "adamw", 1, EVEN, (1, 2, 3, 4), EVEN),
-    "2 ranks to 1 to 4": ("gpt", "adamw", 2, WHOLE, (1, 2, 3, 4), WHOLE),
-    "3 ranks to 1 to 4": ("gpt", "adamw", 3, EVEN, (1, 2, 3, 4), EVEN),
-    "4 ranks to 1 to 4": ("gpt", "adamw", 4, WHOLE, (1, 2, 3, 4), WHOLE),
+    "1 rank to 2 and 4": ("gpt", "adamw", 1, EVEN, (2, 4), EVEN),
+    "2 ranks to 1 and 3": ("gpt", "adamw", 2, WHOLE, (1, 3), WHOLE),
+    "3 ranks to 2 and 4": ("gpt", "adamw", 3, EVEN, (2, 4), EVEN),
+    "4 ranks to 1 and 3": ("gpt", "adamw", 4, WHOLE, (1, 3), WHOLE),
     "even to whole": ("gpt", "adamw", 3, EVEN, (2,), WHOLE),
     "whole to even": ("scalars", "adamw", 3, WHOLE, (2,), EVEN),
     "other packs": ("gpt", "amsgrad", 3, {}, (2,), {"pack_params": 2, "alignment": 8}),
