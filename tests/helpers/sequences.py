@@ -347,7 +347,9 @@ def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int
                 return maybe, number
             maybe += [number] * quiet
             quiet = sure = False
-            fresh, unsure = method is not Side.step, not fresh
+            # A gather shows no mean where no rank had a gradient.
+            unsure = not fresh or (unsure and method is Side.gather)
+            fresh = method is not Side.step
         elif method is Side.assign:
             unsure = True
         elif method is not Side.clear_some:
