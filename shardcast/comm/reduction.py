@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcast import _compat
 from shardcast.comm.group import Work
 from shardcast.comm.objects import Comm
 from shardcast.plan.layout import PackLayout
@@ -24,7 +25,7 @@ MANY = 33
 
 
 class Buffer:
-    """Memory for what arrives of one pack after another; its views are made once for a length.
+    """Memory for what one pack after another sends or receives; views are made once for a length.
 
     Attributes:
         data: for the present pack, 1-d, of any values.
@@ -35,6 +36,10 @@ class Buffer:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.data = self._memory = torch.empty(numel, dtype=dtype, device=device)
         self._pieces: Sequence[Tensor] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
 
     def fits(self, numel: int) -> bool:
         """Return whether it has room for so many elements; then ``data`` has that length."""
@@ -56,10 +61,21 @@ class Buffer:
 
 
 class Buffers:
-    """The buffers of one pass that are free."""
+    """The free buffers of a reducer, for what its packs send and receive.
+
+    A host keeps them from step to step, at most as many as are in flight at once. Its allocator
+    would give memory of this size back to the system, so that each page of it is a fault in every
+    step. An accelerator keeps none: torch's allocator reuses memory there, and knows which streams
+    still use it.
+    """
 
     def __init__(self) -> None:
         self._free: list[Buffer] = []
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are kept."""
+        return sum(buffer.nbytes for buffer in self._free)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
         """A free one, or a new one."""
@@ -79,10 +95,11 @@ class Buffers:
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back, which is free again."""
-        self._free.append(buffer)
+        if _compat.is_host(buffer.data.device):
+            self._free.append(buffer)
 
 
-TakeBuffer = Callable[[int], Buffer]  # for so many elements of the wire dtype
+TakeBuffer = Callable[[int], Buffer]  # for so many elements of the wire dtype, of any values
 
 
 class Reduction(ABC):

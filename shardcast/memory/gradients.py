@@ -399,12 +399,17 @@ class Gradients:
 
     # -- a reduction ----------------------------------------------------------------------------
 
-    def collect(self, left_out: Callable[[int], bool] | None = None) -> Tensor:
-        """Return a buffer with all gradients of this rank, zeros where it has none.
+    def collect(
+        self,
+        empty: Callable[[int, torch.dtype], Tensor],
+        left_out: Callable[[int], bool] | None = None,
+    ) -> Tensor:
+        """Return all gradients of this rank, 1-d, zeros where it has none.
 
         Every ``.grad`` shows the mean from then on.
 
         Args:
+            empty: gives memory for so many elements; the one gradient of a pack needs none.
             left_out: says of a slot whether other ranks send the same gradient.
         """
         layout, params = self.pack.layout, self.pack.params
@@ -420,7 +425,7 @@ class Gradients:
             self._refuse_quiet()
         absent = [position for position in range(len(params)) if position not in grads]
         without = [n for n in grads if left_out(n)] if left_out is not None else []
-        sent = self._packed(grads)
+        sent = self._packed(grads, empty)
         for position in (*absent, *without):
             slot = layout.slots[position]
             sent[slot.offset : slot.end].zero_()
@@ -449,14 +454,16 @@ class Gradients:
                 )
             )
 
-    def _packed(self, grads: dict[int, Tensor]) -> Tensor:
+    def _packed(
+        self, grads: dict[int, Tensor], empty: Callable[[int, torch.dtype], Tensor]
+    ) -> Tensor:
         layout = self.pack.layout
         if len(layout.slots) == len(grads) == 1:
             (grad,) = grads.values()
             alone = not _compat.is_shared(grad) and grad.is_contiguous()
             if alone and grad.dtype == self._wire and grad.numel() == layout.numel:
                 return grad.detach().view(-1)
-        sent = torch.empty(layout.numel, dtype=self._wire, device=self.pack.data.device)
+        sent = empty(layout.numel, self._wire)
         if self._gaps is None:
             self._gaps = _gaps(self.pack)
         if self._gaps.numel():

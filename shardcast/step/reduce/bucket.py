@@ -19,12 +19,12 @@ from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.reduce.mean import Divisor, Mean, mean_in_chunks_
 
 
-def land_all(buckets: Iterable[Bucket]) -> None:
+def land_all(buckets: Iterable[Bucket], buffers: Buffers) -> None:
     """Finish what a failed backward, or no backward, left in flight."""
     for bucket in buckets:
         if bucket.grads.in_flight:
             with torch.no_grad():
-                bucket.land()
+                bucket.land(buffers)
 
 
 @dataclass(eq=False)
@@ -53,6 +53,7 @@ class Bucket:
     late: bool = field(init=False)
     at_end: bool = field(init=False)
     _reduction: Reduction | None = None
+    _packed: Buffer | None = None  # that what is sent lies in
     _streams: set[Any] = field(default_factory=set)  # on which gradients were made
 
     def __post_init__(self) -> None:
@@ -135,10 +136,16 @@ class Bucket:
         if self._streams:
             _compat.wait_streams(self._streams, [param.grad for param in grads.pack.params])
             self._streams.clear()
-        sent = grads.collect(self._is_repeated if self.repeated else None)
+        device, self._packed = grads.pack.data.device, None
+
+        def empty(numel: int, dtype: torch.dtype) -> Tensor:
+            self._packed = buffers.take(numel, dtype, device)
+            return self._packed.data
+
+        sent = grads.collect(empty, self._is_repeated if self.repeated else None)
         self.arrived, self.counts = set(), False
         reduction = REDUCTIONS[layout.algorithms.reduce or "all_to_all"]  # none in a world of one
-        take = partial(buffers.take, dtype=sent.dtype, device=sent.device)
+        take = partial(buffers.take, dtype=sent.dtype, device=device)
         self._reduction = reduction(grads.pack.comm, layout, sent, grads.own_of(sent), take)
         if not self.late:
             for group in self.sums:
@@ -155,15 +162,15 @@ class Bucket:
         if self._reduction is not None:
             self._reduction.advance()
 
-    def land(self) -> Buffer | None:
+    def land(self, buffers: Buffers) -> None:
         """Wait for the collective, if one is under way, and write the mean over the own span.
 
-        Returns:
-            The receive buffer, free again.
+        Args:
+            buffers: get those that it needed.
         """
         reduction, grads = self._reduction, self.grads
         if reduction is None:
-            return None
+            return
         pieces, divisor, holders = reduction.wait(), self.divisor.value, None
         if self.late:
             total, holders = self._sum_of_copies(pieces, grads.pack.layout)
@@ -175,7 +182,11 @@ class Bucket:
         mean(pieces, divisor, grads.own_mean(), grads.own)
         self._reduction = None
         grads.landed(pieces if reduction.by_rank else pieces[:1], holders)
-        return reduction.received
+        # Hazard: nothing reads what was sent or received from here on.
+        buffers.give(reduction.received)
+        if self._packed is not None:
+            buffers.give(self._packed)
+            self._packed = None
 
     def _sum_of_copies(self, pieces: Sequence[Tensor], layout: PackLayout) -> tuple[Tensor, Tensor]:
         """Sum ``pieces`` over holders of copies, and count per slot those that have a gradient."""

@@ -23,7 +23,7 @@ from shardcast import _compat
 from shardcast.comm import Buffers
 from shardcast.step.reduce.bucket import Bucket
 
-WINDOW = 2  # packs in flight: bounds the memory of receive buffers
+WINDOW = 2  # packs in flight: bounds the memory of buffers
 
 
 class Backward:
@@ -59,19 +59,19 @@ class ReducePass:
 
     Args:
         buckets: of all packs, in the order in which they were added.
+        buffers: for what is sent and received.
         alone: whether there is one rank, which takes gradients in and sends none.
 
     Attributes:
         left: those that were not sent yet, in order.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], alone: bool) -> None:
+    def __init__(self, buckets: Iterable[Bucket], buffers: Buffers, alone: bool) -> None:
         # Gradients arrive roughly from the last parameter to the first; equal on all ranks.
         last_first = [*buckets][::-1]
         self.left = dict.fromkeys(sorted(last_first, key=lambda bucket: bucket.late))
-        self.alone = alone
+        self._buffers, self.alone = buffers, alone
         self._flying: list[Bucket] = []
-        self._buffers = Buffers()
 
     def advance(self, device: torch.device) -> None:
         """Launch packs that are complete, in order.
@@ -111,6 +111,4 @@ class ReducePass:
             self._land()
 
     def _land(self) -> None:
-        buffer = self._flying.pop(0).land()
-        if buffer is not None:
-            self._buffers.give(buffer)
+        self._flying.pop(0).land(self._buffers)
