@@ -70,33 +70,33 @@ class LoadPlan(NamedTuple):
 class StateDict:
     """State in and out of one optimizer."""
 
-    def __init__(self, optimizer: PackedOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, packed: PackedOptimizer) -> None:
+        self._packed = packed
 
     @property
     def _groups(self) -> list[Group]:
-        self._optimizer.originals.check()
-        return self._optimizer.originals.groups
+        self._packed.originals.check()
+        return self._packed.originals.groups
 
     def dump(self) -> dict[str, Any]:
         """This rank's shards; see :meth:`shardcast.ShardedOptimizer.state_dict`. Local."""
-        optimizer = self._optimizer
+        packed = self._packed
         groups = self._groups
-        optimizer.ready_to_read()
+        packed.ready_to_read()
         state = {
             param: {
                 "master": shard.exact(fragment).clone(),
-                **copied(optimizer.update_of(shard).fragment_state(shard, number)),
+                **copied(packed.update_of(shard).fragment_state(shard, number)),
             }
-            for shard in optimizer.shards
+            for shard in packed.shards
             for number, fragment, param in shard.owned()
         }
         return {
             **plain_dict(state, groups),
             "shardcast": {
                 **self._head(),
-                "active": [s.pack.layout.index for s in optimizer.shards if s.grads is not None],
-                "scaler": step_state(optimizer),
+                "active": [s.pack.layout.index for s in packed.shards if s.grads is not None],
+                "scaler": step_state(packed),
             },
         }
 
@@ -111,8 +111,8 @@ class StateDict:
         Raises:
             ValueError: on every rank; says why.
         """
-        comm, device = self._optimizer.process_groups.everyone, self._optimizer.device
-        plan = self._optimizer.together(lambda: self._plan_alone(loaded), "load_state_dict")
+        comm, device = self._packed.process_groups.everyone, self._packed.device
+        plan = self._packed.together(lambda: self._plan_alone(loaded), "load_state_dict")
         if len(set(comm.exchange(("shardcast" in loaded, plan.masters), device))) > 1:
             raise ValueError(
                 "state_dict: some ranks were given a local state, or one with masters, others a "
@@ -122,7 +122,7 @@ class StateDict:
         return plan
 
     def _plan_alone(self, state_or_list: Mapping[str, Any] | list[Mapping[str, Any]]) -> LoadPlan:
-        loaded = plain_state(state_or_list, self._optimizer.originals.places)
+        loaded = plain_state(state_or_list, self._packed.originals.places)
         groups, head = loaded["param_groups"], loaded.get("shardcast")
         state = state_by_param(loaded, self._groups)
         if head is None:
@@ -132,16 +132,16 @@ class StateDict:
         return LoadPlan(frozenset(head["active"]), fragments, head["scaler"], groups, True)
 
     def _head(self) -> dict[str, Any]:
-        optimizer, parallel_dims = self._optimizer, self._optimizer.process_groups.parallel_dims
-        layout = optimizer.layout.digest().hex()
+        packed, parallel_dims = self._packed, self._packed.process_groups.parallel_dims
+        layout = packed.layout.digest().hex()
         place = {
             dim: [parallel_dims.coordinate[dim], parallel_dims.sizes[dim]]
             for dim in (*parallel_dims.data, *parallel_dims.model)
         }
-        return {"format": FORMAT, "rank": optimizer.comm.rank, "layout": layout, "mesh": place}
+        return {"format": FORMAT, "rank": packed.comm.rank, "layout": layout, "mesh": place}
 
     def _check_head(self, head: Mapping[str, Any]) -> None:
-        expected, comm = self._head(), self._optimizer.comm
+        expected, comm = self._head(), self._packed.comm
         head = {"mesh": {}, **head}  # as states are that were saved before there were meshes
         if any(head.get(key) != value for key, value in expected.items()):
             raise ValueError(
@@ -156,7 +156,7 @@ class StateDict:
         """This rank's part of a plain optimizer's state, keyed by model parameter. Local."""
         active = frozenset(
             shard.pack.layout.index
-            for shard in self._optimizer.shards
+            for shard in self._packed.shards
             if any({*state.get(param, ())} - {MASTER} for param in shard.pack.params)
         )
         masters = any(MASTER in values for values in state.values())
@@ -167,8 +167,8 @@ class StateDict:
     ) -> list[FragmentState]:
         """A state by fragments: the parts that :meth:`dump` gave, or to be cut of full tensors."""
         fragments = []
-        for shard in self._optimizer.shards:
-            elementwise = self._optimizer.update_of(shard).elementwise
+        for shard in self._packed.shards:
+            elementwise = self._packed.update_of(shard).elementwise
             for number, fragment, param in shard.owned():
                 values: dict[str, Any] = {
                     name: value if is_local else _cut(value, fragment, name, elementwise)
@@ -185,22 +185,22 @@ class StateDict:
 
     def apply(self, plan: LoadPlan) -> None:
         """Write what was planned. Every rank must call it, for a plan of the same kind."""
-        optimizer = self._optimizer
-        optimizer.ready_to_read()
-        activate_packs(optimizer, plan.active)
-        forget_averages(optimizer)
+        packed = self._packed
+        packed.ready_to_read()
+        activate_packs(packed, plan.active)
+        forget_averages(packed)
         for shard, number, values, master in plan.fragments:
             fragment = shard.fragments[number]
             if master is None and plan.masters:  # it is published below, too
                 master = shard.exact(fragment)
             if master is not None:
                 shard.set_exact(fragment, master)
-            optimizer.update_of(shard).load_fragment(shard, number, values)
-        agree_on_averages(optimizer)
+            packed.update_of(shard).load_fragment(shard, number, values)
+        agree_on_averages(packed)
         if plan.decider is not None:
-            load_step_state(optimizer, plan.decider)
+            load_step_state(packed, plan.decider)
         if plan.masters:
-            optimizer.publish()
+            packed.publish()
         load_groups(self._groups, plan.groups)
 
 
@@ -586,8 +586,8 @@ class RankPart(dict[str, Any]):
 class FullState:
     """The state of one optimizer, gathered."""
 
-    def __init__(self, optimizer: PackedOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, packed: PackedOptimizer) -> None:
+        self._packed = packed
         self._begun = False  # only to be shown inside ``as_plain()``
 
     def gather(self, place: int | None = None) -> dict[str, Any]:
@@ -600,19 +600,19 @@ class FullState:
             place: of one of several optimizers, whose state alone is wanted.
         """
         state = self._full_state(self._state_of, on_all=False, place=place)
-        return state if self._optimizer.process_groups.everyone.rank == 0 else {}
+        return state if self._packed.process_groups.everyone.rank == 0 else {}
 
     def gather_on_all(self) -> dict[str, Any]:
         """The full state on every rank, with masters where parameters are less exact, for DCP.
 
         Every rank must call it.
         """
-        optimizer = self._optimizer
-        optimizer.together(optimizer.ready_to_read, "state_dict")
+        packed = self._packed
+        packed.together(packed.ready_to_read, "state_dict")
         return self._full_state(self._state_and_master, on_all=True)
 
     def _state_of(self, shard: Shard, number: int) -> Mapping[str, Any]:
-        return self._optimizer.update_of(shard).fragment_state(shard, number)
+        return self._packed.update_of(shard).fragment_state(shard, number)
 
     def _state_and_master(self, shard: Shard, number: int) -> dict[str, Any]:
         values = dict(self._state_of(shard, number))
@@ -623,64 +623,64 @@ class FullState:
     @contextmanager
     def as_plain(self) -> Iterator[None]:
         """See :meth:`shardcast.ShardedOptimizer.as_plain`. Collective at its beginning."""
-        optimizer = self._optimizer
-        if optimizer.plain_names is not None:  # inside another one
+        packed = self._packed
+        if packed.plain_names is not None:  # inside another one
             yield
             return
-        optimizer.together(partial(self._check_gathers, "as_plain"), "as_plain")
+        packed.together(partial(self._check_gathers, "as_plain"), "as_plain")
         names = self._gathered_names()
         self._begun = {*chain.from_iterable(names.values())} <= {MASTER}
         if self._begun:
-            optimizer.together(self._begin, "as_plain")
+            packed.together(self._begin, "as_plain")
             names = self._gathered_names()
-        optimizer.plain_names = names
+        packed.plain_names = names
         try:
             yield
         finally:
-            optimizer.plain_names = None
+            packed.plain_names = None
             if self._begun:
                 self._forget()
 
     def note_loaded(self) -> None:
         """A state was loaded on all ranks, which stays."""
-        if self._optimizer.plain_names is not None:
+        if self._packed.plain_names is not None:
             self._begun = False
-            self._optimizer.plain_names = self._gathered_names()
+            self._packed.plain_names = self._gathered_names()
 
     def _gathered_names(self) -> dict[nn.Parameter, dict[str, None]]:
-        optimizer = self._optimizer
+        packed = self._packed
         owned = {
             fragment.slot.name: dict.fromkeys(self._state_and_master(shard, number))
-            for shard in optimizer.shards
+            for shard in packed.shards
             for number, fragment, _ in shard.owned()
         }
         names: dict[str, dict[str, None]] = {}
-        for names_on_rank in optimizer.process_groups.everyone.exchange(owned, optimizer.device):
+        for names_on_rank in packed.process_groups.everyone.exchange(owned, packed.device):
             names |= {name: values for name, values in names_on_rank.items() if values}
-        return {param: names.get(name, {}) for name, param in optimizer.model.named_parameters()}
+        return {param: names.get(name, {}) for name, param in packed.model.named_parameters()}
 
     def _begin(self) -> None:
-        for update in self._optimizer.updates:
+        for update in self._packed.updates:
             update.begin_state()
 
     def _forget(self) -> None:
-        for shard in self._optimizer.shards:
+        for shard in self._packed.shards:
             for number in range(len(shard.fragments)):
-                self._optimizer.update_of(shard).load_fragment(shard, number, {})
+                self._packed.update_of(shard).load_fragment(shard, number, {})
 
     def check_copies(self) -> None:
         """Compare, by hashes, what several ranks hold; see ``ShardedOptimizer.check_copies``."""
-        optimizer, process_groups = self._optimizer, self._optimizer.process_groups
-        optimizer.together(partial(optimizer.need_masters, "check_copies"), "check_copies")
-        optimizer.sync.wait()
+        packed, process_groups = self._packed, self._packed.process_groups
+        packed.together(partial(packed.need_masters, "check_copies"), "check_copies")
+        packed.sync.wait()
         differing: list[str] = []
-        for shard in optimizer.shards:
+        for shard in packed.shards:
             pack, pack_groups = shard.pack, shard.pack.layout.pack_groups
             hashes = _hashes(pack)
             comms = {"data-parallel": process_groups.data_parallel(pack_groups)}
             comms |= {name: process_groups.comm(name) for name in pack_groups.replicate}
             for name, comm in comms.items():
-                hashes_by_rank = comm.exchange(hashes, optimizer.device)
+                hashes_by_rank = comm.exchange(hashes, packed.device)
                 for slot, *by_rank in zip(pack.layout.slots, *hashes_by_rank, strict=True):
                     rank = next((r for r, value in enumerate(by_rank) if value != by_rank[0]), None)
                     if rank is not None:
@@ -690,7 +690,7 @@ class FullState:
             if differing:
                 raise RuntimeError(f"parameters that must be equal differ: {'; '.join(differing)}")
 
-        optimizer.together(refuse, "check_copies")
+        packed.together(refuse, "check_copies")
 
     def masters(self, average: str | None = None) -> dict[str, Tensor]:
         """All parameters in fp32 by name, tied ones under each, on rank 0's host; else empty.
@@ -700,38 +700,38 @@ class FullState:
         Args:
             average: the name of an average, in place of the parameters.
         """
-        optimizer = self._optimizer
-        averages = None if average is None else optimizer.hook_for("averaged")
+        packed = self._packed
+        averages = None if average is None else packed.hook_for("averaged")
 
         def ready() -> None:
-            optimizer.ready_to_read()
+            packed.ready_to_read()
             if averages is not None:
                 averages.check("full_parameters", average)
 
-        optimizer.together(ready, "full_parameters")
+        packed.together(ready, "full_parameters")
 
         def master_of(shard: Shard, number: int) -> dict[str, Tensor]:
             if averages is not None:
                 return {MASTER: averages.values(shard, number, average)}
             return {MASTER: shard.exact(shard.fragments[number])}
 
-        gathered = self._gathered("full_parameters", optimizer.shards, master_of, on_all=False)
+        gathered = self._gathered("full_parameters", packed.shards, master_of, on_all=False)
         masters = {
             slot.name: values[MASTER] if values else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
             for slot, _, values in gathered
         }
-        names = {param: name for name, param in optimizer.model.named_parameters()}
-        every = optimizer.model.named_parameters(remove_duplicate=False)
+        names = {param: name for name, param in packed.model.named_parameters()}
+        every = packed.model.named_parameters(remove_duplicate=False)
         return {name: masters[names[p]] for name, p in every if names[p] in masters}
 
     def _full_state(
         self, values: ValuesOf, on_all: bool, place: int | None = None
     ) -> dict[str, Any]:
         """Return the ``state_dict()`` of a plain optimizer; no state on ranks that receive none."""
-        optimizer, originals = self._optimizer, self._optimizer.originals
-        optimizer.together(originals.check, "full_state_dict")
+        packed, originals = self._packed, self._packed.originals
+        packed.together(originals.check, "full_state_dict")
         groups = originals.groups if place is None else originals.optimizers[place].param_groups
-        shards = [s for s in optimizer.shards if place in (None, s.pack.layout.optimizer)]
+        shards = [s for s in packed.shards if place in (None, s.pack.layout.optimizer)]
         gathered = self._gathered("full_state_dict", shards, values, on_all=on_all)
         return plain_dict({param: state for _, param, state in gathered if state}, groups)
 
@@ -746,7 +746,7 @@ class FullState:
             on_all: every rank gets it; else rank 0 alone, nothing on the others.
         """
         self._check_gathers(call)
-        everyone, device = self._optimizer.process_groups.everyone, self._optimizer.device
+        everyone, device = self._packed.process_groups.everyone, self._packed.device
         failure: Exception | None = None  # of joining the last pack on this rank
         for shard in shards:
             pickled = everyone.together(partial(_pickled, shard, values, failure), device, call)
@@ -755,7 +755,7 @@ class FullState:
             by_rank = gather(pickled, device)
             if everyone.rank != 0 and not on_all:  # of a group of replicas the first one has it too
                 continue
-            elementwise = self._optimizer.update_of(shard).elementwise
+            elementwise = self._packed.update_of(shard).elementwise
             try:
                 states = _joined_states(by_rank, pack.layout.slots, elementwise)
             except Exception as error:  # no room on this host, a rank without one of the states
@@ -766,8 +766,8 @@ class FullState:
 
     def _check_gathers(self, call: str) -> None:
         """Raise RuntimeError with model parallelism, or with experts: no rank has them all."""
-        self._optimizer.need_masters(call)
-        process_groups = self._optimizer.process_groups
+        self._packed.need_masters(call)
+        process_groups = self._packed.process_groups
         parallel_dims = process_groups.parallel_dims
         if process_groups.model.size > 1 or parallel_dims.experts:
             dims = ", ".join(map(repr, parallel_dims.model or parallel_dims.experts))
