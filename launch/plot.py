@@ -94,7 +94,7 @@ def memory_and_losses(
 def held_out_losses(runs: dict[str, list[Record]], *paths: Path) -> str:
     """Draw the losses on held-out text of several runs, for light and dark pages."""
     try:
-        figure = empty_figure(8, 4)
+        figure = empty_figure(5.5, 3.5)
     except RuntimeError:
         return "no picture: it needs matplotlib (the extra `plot`)"
     axes = figure.subplots()
@@ -113,7 +113,7 @@ def held_out_losses(runs: dict[str, list[Record]], *paths: Path) -> str:
 def ratios_of_layers(ratios: dict[str, dict[int, float]], *paths: Path) -> str:
     """Draw update-to-weight over steps, a line for each layer, for light and dark pages."""
     try:
-        figure = empty_figure(8, 4)
+        figure = empty_figure(5.5, 3.5)
     except RuntimeError:
         return "no picture: it needs matplotlib (the extra `plot`)"
     axes = figure.subplots()
@@ -122,8 +122,8 @@ def ratios_of_layers(ratios: dict[str, dict[int, float]], *paths: Path) -> str:
         style = {"color": colors[number % len(colors)], "linewidth": 1.5}
         axes.plot(by_step.keys(), by_step.values(), label=name, **style)
     axes.axhline(1e-3, color=INK, linestyle=":", linewidth=1)
-    axes.set(xlabel="step", ylabel="norm of the update / norm of the weight", yscale="log")
-    axes.legend(frameon=False, labelcolor=INK, ncols=3)
+    axes.set(xlabel="step", ylabel="update / weight, norms", yscale="log")
+    axes.legend(frameon=False, labelcolor=INK, ncols=2, fontsize="small")
     for path in paths:
         save(figure, path)
     return f"picture: {paths[0]}"
@@ -142,21 +142,21 @@ def changes_and_losses(
         losses: of each form on held-out text, by step, with the learning rate ``rate``.
     """
     try:
-        figure = empty_figure(10, 4)
+        figure = empty_figure(5.5, 6)
     except RuntimeError:
         return "no picture: it needs matplotlib (the extra `plot`)"
-    left, right = figure.subplots(1, 2)
+    above, below = figure.subplots(2, 1)
     colors = dict(zip(shares, ("#db6d28", "#2f81f7", "#39a0a0", "#a371f7"), strict=True))
     for number, form in enumerate(shares):
         # Lines that coincide are all seen: the first ones are broad.
         style = {"color": colors[form], "linewidth": (6, 4, 2, 2)[number], "marker": "o"}
         percent = [100 * share for share in shares[form].values()]
-        left.plot(shares[form].keys(), percent, label=form, **style)
-        right.plot(losses[form].keys(), losses[form].values(), **style)
-    left.set(xlabel="learning rate", ylabel="values that change in a step, %")
-    left.set(xscale="log", yscale="log")
-    right.set(xlabel=f"step, learning rate {rate:g}", ylabel="held-out loss, nats per byte")
-    left.legend(frameon=False, labelcolor=INK)
+        above.plot(shares[form].keys(), percent, label=form, **style)
+        below.plot(losses[form].keys(), losses[form].values(), **style)
+    above.set(xlabel="learning rate", ylabel="values that change in a step, %")
+    above.set(xscale="log", yscale="log")
+    below.set(xlabel=f"step, learning rate {rate:g}", ylabel="held-out loss, nats per byte")
+    below.legend(*above.get_legend_handles_labels(), frameon=False, labelcolor=INK)
     for path in paths:
         save(figure, path)
     return f"picture: {paths[0]}"
