@@ -1,8 +1,8 @@
-"""Following a training: what ``optimizer.changes(since=version)`` gives, applied elsewhere.
+"""Follow a training run: apply its ``optimizer.changes(since=version)`` in another process.
 
-A reader has a model, or a dictionary of tensors, without an optimizer and without a process group.
-:func:`apply` checks and writes; :class:`FolderSender` and :class:`FolderReader` bring changes
-through a directory. How they travel otherwise is up to a script: they are tensors with names.
+A reader has a model, or a dictionary of tensors, and needs no optimizer and no process group.
+:func:`apply` checks changes and writes them. :class:`FolderSender` and :class:`FolderReader` send
+them through a directory. A script may send them in any other way: they are tensors with names.
 """
 
 from shardcast.serving.applying import (

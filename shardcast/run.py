@@ -1,9 +1,9 @@
-"""Run an unedited script of Accelerate with shardcast: ``python -m shardcast.run script.py ...``.
+"""Run an unchanged Accelerate script with shardcast: ``python -m shardcast.run script.py ...``.
 
-Every ``accelerate.Accelerator`` that the script makes is a ``ShardcastAccelerator``, and every
-Trainer of transformers one that shards: the constructors are exchanged. They are configured by
-``SHARDCAST_CONFIG`` and ``SHARDCAST_<FIELD>``; a script that shards nothing is told so at its
-end. ``shardcast launch`` starts every script this way. Under another launcher::
+It replaces two constructors: every ``accelerate.Accelerator`` in the script becomes a
+``ShardcastAccelerator``, and every Trainer of transformers shards. ``SHARDCAST_CONFIG`` and
+``SHARDCAST_<FIELD>`` configure them. A script that shards nothing gets a warning at its end.
+``shardcast launch`` starts every script this way. Under another launcher::
 
     SHARDCAST_CONFIG=bf16.yaml accelerate launch --multi_gpu -m shardcast.run script.py ...
 """
@@ -66,13 +66,13 @@ def main() -> None:
 
 
 def install() -> None:
-    """Have ``from accelerate import Accelerator`` give a ``ShardcastAccelerator`` from now on."""
+    """Replace ``accelerate.Accelerator`` by a ``ShardcastAccelerator``, also for later imports."""
     from shardcast.accelerate import ShardcastAccelerator  # says which extra is missing
 
     import accelerate  # isort: skip
 
     class RunAccelerator(ShardcastAccelerator):
-        """One that :func:`shardcast.accelerate.enable` may still give another configuration."""
+        """One whose configuration :func:`shardcast.accelerate.enable` may still change."""
 
         provisional = True
 
@@ -88,9 +88,9 @@ def install() -> None:
 
 
 def new_trainer(kind: type, *_args: object, **_kwargs: object) -> object:
-    """``Trainer.__new__``: an object of a class that shards, made from the script's own.
+    """Replacement of ``Trainer.__new__``: make an object of a class that shards.
 
-    Trainer itself asks rank 0 alone for the optimizer's state: the other shards would be lost.
+    The stock Trainer saves only rank 0's optimizer state, so the other shards would be lost.
     """
     from shardcast.transformers import sharding
 
@@ -98,10 +98,10 @@ def new_trainer(kind: type, *_args: object, **_kwargs: object) -> object:
 
 
 class TrainerFinder(MetaPathFinder):
-    """Has Trainer shard as soon as the script imports it."""
+    """Import hook that makes Trainer shard when the script imports it."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        """The spec of the other finders, whose loader is wrapped."""
+        """Return the spec of the other finders with a wrapped loader."""
         if name != TRAINER:
             return None
         sys.meta_path.remove(self)
@@ -112,7 +112,7 @@ class TrainerFinder(MetaPathFinder):
 
 
 class TrainerLoader(Loader):
-    """The loader of the module of Trainer, which has a constructor of ours then."""
+    """Loader of Trainer's module that replaces its constructor."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -121,11 +121,11 @@ class TrainerLoader(Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Do as the loader does."""
+        """Create the module with the original loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do as the loader does; then exchange the constructor."""
+        """Execute the module, then replace the constructor."""
         self._loader.exec_module(module)
         module.Trainer.__new__ = new_trainer
 

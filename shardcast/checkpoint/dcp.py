@@ -1,7 +1,7 @@
 """``torch.distributed.checkpoint`` on its public planner and storage hooks.
 
-A rank plans, writes and leaves its plan to rank 0 in a file, where ``dcp.save`` would gather all
-plans in collectives: those grow with model and ranks, and a thread could not use them during
+A rank plans, writes, and leaves its plan for rank 0 in a file. ``dcp.save`` would gather all plans
+in collectives, which grow with the model and the ranks, and which a thread could not use during
 training. The files are ordinary DCP files. A test reads them with torch's own functions.
 """
 
@@ -60,7 +60,7 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its elements."""
+        """Size of its elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -85,7 +85,7 @@ class Writer(FileSystemWriter):
     def write(self, values: Iterable[Value]) -> Written:
         """Write shards of tensors, and objects with their paths, and flush them.
 
-        In many plans, since DCP holds all tensors of a plan until its end.
+        It makes many plans, because DCP holds all tensors of a plan until its end.
         """
         written = Written(SavePlan([], planner_data={}), [], {})
         planner = _SavePlanner()
@@ -104,10 +104,11 @@ class Writer(FileSystemWriter):
         written.plan.items.extend(plan.items)
 
     def write_metadata(self, written: Sequence[Written]) -> dict[str, tuple[int, str]]:
-        """Write ``.metadata`` of all ranks' files; its size and SHA-256 by name.
+        """Write ``.metadata`` for all ranks' files; return its size and SHA-256 by name.
 
         Raises:
-            ValueError: the chunks of a tensor do not tile it: a rank is missing or lied.
+            ValueError: the chunks of a tensor do not tile it, because a rank's are missing or
+                wrong.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False)
         _, metadata = planner.create_global_plan([rank.plan for rank in written])
@@ -118,7 +119,7 @@ class Writer(FileSystemWriter):
         return self.fs.flush()
 
     def storage_meta(self) -> None:
-        """Nothing: the directory that is written to gets another name."""
+        """Return nothing, because the directory is renamed later."""
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -134,7 +135,7 @@ class _SavePlanner(DefaultSavePlanner):
         self._values: dict[MetadataIndex, Any] = {}
 
     def add(self, value: Value) -> dict[str, KeyPath]:
-        """Plan a shard or an object; its path, by its key in the files."""
+        """Plan a shard or an object; return its path by its key in the files."""
         path = value.path if isinstance(value, ShardView) else value[0]
         key = ".".join(path)
         if isinstance(value, ShardView):
@@ -152,17 +153,17 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 def _as_written(data: Any) -> Any:
-    """Give a part of a larger memory a storage of its own, or DCP would copy it."""
+    """Give a view its own storage; otherwise DCP would copy it."""
     plain = isinstance(data, Tensor) and data.dtype == MASTER_DTYPE and data.device.type == "cpu"
     return _compat.own_storage(data.detach()) if plain and data.is_contiguous() else data
 
 
 class DamagedCheckpointError(RuntimeError):
-    """A committed checkpoint whose files are not what was written."""
+    """The files of a committed checkpoint differ from what was written."""
 
 
 class UnreadableError(RuntimeError):
-    """Metadata that is damaged, or written by a version that is not known here."""
+    """The metadata is damaged, or was written by an unknown version."""
 
 
 UNFIT: tuple[type[Exception], ...] = (
@@ -173,9 +174,9 @@ UNFIT: tuple[type[Exception], ...] = (
 
 @contextmanager
 def fitting(folder: Path, *more: type[Exception]) -> Iterator[None]:
-    """Raise DamagedCheckpointError where files say what does not fit together.
+    """Raise DamagedCheckpointError if files contradict each other.
 
-    Somebody has written them anew, with their checksums.
+    Their checksums may hold if someone rewrote them.
     """
     kinds: tuple[type[Exception], ...] = (*UNFIT, *more)
     try:
@@ -235,7 +236,7 @@ class Reader(FileSystemReader):
                 )
 
     def _check_forms(self) -> None:
-        """Raise ValueError for facts of another form than DCP's."""
+        """Raise ValueError for facts that DCP does not write."""
         for path in self.paths:
             if not path or not all(isinstance(part, (str, int)) for part in path):
                 raise ValueError(f"{path!r} is no path of a state dict")
@@ -249,7 +250,7 @@ class Reader(FileSystemReader):
                 raise ValueError(f"{path!r} has no shape, chunks or dtype of a tensor")
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """Return what ``.metadata`` says; unable to run code, unlike DCP's own."""
+        """Read ``.metadata`` without running code, unlike DCP's own reader."""
         metadata: Metadata = unpickled((self.folder / METADATA).read_bytes())
         return metadata
 
@@ -264,10 +265,10 @@ class Reader(FileSystemReader):
         )
 
     def object(self, path: KeyPath) -> Any:
-        """A stored object; tensors, containers and plain values only.
+        """Return a stored object: tensors, containers and plain values only.
 
         Raises:
-            RuntimeError: there is none of this path.
+            RuntimeError: there is no object at this path.
         """
         index, nowhere = MetadataIndex(self.paths.get(path, "")), torch.Size((0,))
         if index not in self.storage_data:
@@ -282,7 +283,7 @@ class Reader(FileSystemReader):
         return planner.value
 
     def read(self, views: Sequence[ShardView]) -> None:
-        """Fill the memory of ``views`` from whichever chunks overlap them, cast if need be."""
+        """Fill the memory of ``views`` from the chunks that overlap them, with casts if needed."""
         with fitting(self.folder, ValueError):
             self._read(views)
 
@@ -299,7 +300,7 @@ class Reader(FileSystemReader):
         self.read_data(LoadPlan(items), planner).wait()
 
     def tensor(self, path: KeyPath) -> Tensor:
-        """A whole stored tensor, on the host."""
+        """Return a whole stored tensor on the host."""
         value = torch.empty(self.stored[path].shape, dtype=self.stored[path].dtype)
         self.read([ShardView.whole(path, value)])
         return value

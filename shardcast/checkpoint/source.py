@@ -1,7 +1,7 @@
-"""Sources that a model and its optimizer can be loaded from, whoever wrote them.
+"""Sources from which a model and its optimizer can be loaded.
 
-Our checkpoints, plain torch files and DCP of others all become a :class:`StateSource`,
-which says what there is before any of it is read, and reads what a rank owns.
+Our checkpoints, plain torch files and other DCP files all become a :class:`StateSource`. It lists
+its contents before any of them is read, and then reads only what a rank owns.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from shardcast.checkpoint.region import KeyPath, ShardView, slices_of
 
 @dataclass(frozen=True)
 class StateSource:
-    """A whole model and optimizer state, by parameter name; ``None`` keeps what is here.
+    """A whole model and optimizer state, by parameter name; ``None`` keeps the present values.
 
     Attributes:
-        where: names the source in errors.
-        state: by parameter and state name, :class:`Stored` or a plain value.
-        read: fills views, whose paths are those of our checkpoints.
-        groups: options of the optimizer's groups with parameter names.
-        exact: state has the dtypes to keep; otherwise floats become fp32, as masters are.
-        optimizer: name of the class.
-        chosen: names that are to be loaded; everything else stays. ``None``: all.
+        where: name of the source in errors.
+        state: :class:`Stored` or a plain value, by parameter and state name.
+        read: fills views that have the paths of our checkpoints.
+        groups: options of the optimizer's groups, with parameter names.
+        exact: state keeps its dtypes; otherwise floats become fp32, like masters.
+        optimizer: name of the optimizer's class.
+        chosen: names to load; everything else stays. ``None``: all.
     """
 
     where: str

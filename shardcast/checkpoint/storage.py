@@ -1,7 +1,7 @@
-"""Files that survive a power cut, and know what was written to them.
+"""Files that survive a power cut and know their checksums.
 
-:class:`Files` is what DCP's writer writes through. Tests cut saves off in its methods, at every
-single write, flush and rename.
+DCP's writer writes through :class:`Files`. Tests interrupt saves in its methods, at every single
+write, flush and rename.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Files(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """A stream to append to a file that this object made; nothing is read through it."""
+        """Open a stream that appends to a file of this object; it cannot be read."""
         path = Path(path)
         file = self._files[path] = HashingFile(path, self._files.get(path))
         if not self._hashed:
@@ -61,7 +61,7 @@ class Files(FileSystem):
             raise
 
     def write(self, path: Path, data: bytes) -> tuple[int, str]:
-        """Write a small file and flush it; its size and SHA-256."""
+        """Write a small file, flush it, and return its size and SHA-256."""
         with self.create_stream(path, "wb") as file:
             file.write(data)
         return self.flush()[path.name]
@@ -72,7 +72,7 @@ class Files(FileSystem):
         self._of_others[-1].start()
 
     def flush(self) -> dict[str, tuple[int, str]]:
-        """Make what was written safe on the disk; sizes and SHA-256 by name of file."""
+        """Flush all files to disk; return sizes and SHA-256 by name."""
         files, self._files = self._files, {}
         for flushing in self._of_others:
             flushing.end()
@@ -249,7 +249,7 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have errors of the system say which file they are about; those of writes do not."""
+    """Add the file's name to errors of the system; those of writes lack it."""
     try:
         yield
     except OSError as error:
