@@ -8,10 +8,27 @@ import logging
 import time
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 LOG = logging.getLogger("shardcast")
 SHOWN = 8  # ranks, or facts, that a message lists one by one
 INSIDE = ("shardcast", "torch")  # packages whose frames are between a script and its warning
+
+
+def safetensors() -> Any:
+    """Return the package ``safetensors``, which only files in its format need. Local.
+
+    Raises:
+        ImportError: it is not installed; names the remedy.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "files of safetensors need the package safetensors, which is not installed here: "
+            "pip install safetensors"
+        ) from error
+    return safetensors
 
 
 NAMESAKE = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -399,3 +400,19 @@ def test_a_reader_follows_as_the_page_says(tmp_path: Path, monkeypatch: pytest.M
         exec(code, names)
         for name, param in reader.named_parameters():
             assert torch.equal(param, weights[name]), (key, name)
+
+
+def test_without_safetensors_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that is installed with shardcast brings it, and getting started exports."""
+    monkeypatch.chdir(tmp_path)
+    names = sharded(None)
+    checkpoint.save("runs/a", names["model"], names["optimizer"], step=2)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        checkpoint.export("runs/a", "exported")
+    assert not Path("exported").exists()
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        checkpoint.load_plain(names["model"], names["optimizer"], "model.safetensors")

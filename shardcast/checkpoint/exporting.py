@@ -19,7 +19,7 @@ from shardcast.checkpoint import storage
 from shardcast.checkpoint.dcp import Reader, fitting
 from shardcast.checkpoint.directory import EXPORTING, chosen, locked, new_name, sweep_exports
 from shardcast.checkpoint.region import KeyPath
-from shardcast.messages import note_speed
+from shardcast.messages import note_speed, safetensors
 from shardcast.optimizer.state import plain_dict
 from shardcast.serving.published import Exported
 from shardcast.step.update.epilogues import AVERAGE
@@ -198,8 +198,7 @@ def _export_model(
     Args:
         convert: returns the tensors to write, from a key, a name and a tensor.
     """
-    from safetensors.torch import save_file  # not needed for anything else
-
+    save_file = safetensors().torch.save_file
     shards, filled = list[Paths]([{}]), 0
     for name, path in paths.items():
         nbytes = reader.stored[path].nbytes

@@ -22,6 +22,7 @@ from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.directory import absolute, is_checkpoint, steps
 from shardcast.checkpoint.loading import Directory, compare, take
 from shardcast.checkpoint.source import StateSource, from_reader, from_tensors
+from shardcast.messages import safetensors
 from shardcast.optimizer.model import WRAPPERS
 from shardcast.optimizer.state import plain_state, state_by_param
 
@@ -172,10 +173,9 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file  # not needed unless there are such files
-
+    package = safetensors()
     try:
-        return load_file(path)
+        return package.torch.load_file(path)  # type: ignore[no-any-return]
     except Exception as error:
         raise RuntimeError(f"{str(path)!r} cannot be read as safetensors: {error}") from error
 

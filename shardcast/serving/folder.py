@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.directory import WRITING
+from shardcast.messages import safetensors
 from shardcast.serving.applying import (
     DamagedChangesError,
     IncompleteChangesError,
@@ -313,8 +314,7 @@ def _written(path: Path) -> float:
 
 def write_changes(path: Path, changes: Changes) -> None:
     """Write one part as a safetensors file that is complete or absent."""
-    from safetensors.torch import save_file  # not needed for anything else
-
+    save_file = safetensors().torch.save_file
     tensors: dict[str, Tensor] = {}
     patches = []
     for number, patch in enumerate(changes):
@@ -352,10 +352,9 @@ def read_changes(path: str | os.PathLike[str]) -> Changes:
         DamagedChangesError: it is not a file of changes.
         FileNotFoundError: the file does not exist.
     """
-    from safetensors import SafetensorError, safe_open
-
+    package = safetensors()
     try:
-        with safe_open(path, framework="pt") as file:
+        with package.safe_open(path, framework="pt") as file:
             head = json.loads(file.metadata()[HEAD])
             _check_head(head)
             patches = [_patch(file, number, fact) for number, fact in enumerate(head["patches"])]
@@ -371,7 +370,7 @@ def read_changes(path: str | os.PathLike[str]) -> Changes:
     except FileNotFoundError:
         raise
     except (
-        SafetensorError,
+        package.SafetensorError,
         ValueError,
         KeyError,
         TypeError,
