@@ -17,6 +17,7 @@ from torch import Tensor
 import shardcast
 from shardcast.extensions.averages import Average, AverageOptions
 from shardcast.extensions.metrics import SquareSums
+from shardcast.extensions.offload import Copies
 from shardcast.memory.codecs import ROW, master_codec, moment_codec
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Epilogue
@@ -65,6 +66,7 @@ def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
     if compiler:
         compiled = CompiledExecutor()
         candidates["torch.compile"] = runner(compiled, fusion, operands)
+    candidates["offload: mean down, chunks, cast up"] = on_host(eager, by_torch, operands)
     for name, epilogue in EPILOGUES.items():
         fusion, held = fused(elements, by_torch=True, epilogues=(epilogue,))
         candidates[f"{name}, chunks"] = runner(eager, fusion, held)
@@ -129,6 +131,21 @@ def runner(executor: Executor, fusion: Fusion, operands: list[Tensor]) -> Callab
         decided = None if executor.on_host else skip
         counts = torch.full((len(behind),), 3.0)
         executor(fusion, operands, UpdateScalars(step, numbers, behind, counts), factor, decided)
+
+    return run
+
+
+def on_host(executor: Executor, fusion: Fusion, operands: list[Tensor]) -> Callable[[], None]:
+    """One update of option ``offload``, with copies that on a GPU go over the bus."""
+    copies, host = Copies(), [*operands]
+    host[:2] = [torch.empty_like(operand) for operand in operands[:2]]
+    host[1].copy_(operands[1])
+    update = runner(executor, fusion, host)
+
+    def run() -> None:
+        copies.down(host[0], operands[0])
+        update()
+        copies.up(operands[1], host[1])
 
     return run
 

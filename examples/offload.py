@@ -22,7 +22,7 @@ optimizer = shardcast.shard(
     optimizer,
     param_dtype=torch.bfloat16,
     accumulate="sharded",
-    offload=True,  # <- the update fetches windows of masters and moments, and writes them back
+    offload=True,  # <- the host keeps masters and moments, and updates them
 )
 
 data = torch.Generator().manual_seed(rank)
@@ -34,8 +34,7 @@ for _ in range(100):
     optimizer.zero_grad()
 if rank == 0:
     memory = optimizer.memory_report()
-    host = memory["masters"] + memory["state"]
-    on_device = memory["parameters"] + memory["gradients"]
-    print(f"{on_device:,} bytes on the device, {host:,} in host memory; loss {loss.item():.3f}")
+    device = memory.total - memory.host
+    print(f"{device:,} bytes on the device, {memory.host:,} in host memory; loss {loss.item():.3f}")
 
 dist.destroy_process_group()

@@ -284,11 +284,6 @@ class ShardcastConfig(ValidatedOptions):
                 asked[each.name] = declared["option"]
         return asked
 
-    @property
-    def state_on_host(self) -> bool:
-        """Return whether an option keeps masters and state in host memory."""
-        return any(asked.state_on_host for asked in self.extensions().values())
-
     def declared(self, name: str) -> Option:
         """Import and return the declaration of an option, or of an extension of that name."""
         for each in fields(self):

@@ -104,14 +104,11 @@ class Option(NamedTuple):
             :class:`.Epilogue`.
         hook: ``hook(optimizer)`` makes a :class:`.StepHook`.
         signal: ``signal(config, process_groups, device)`` makes a :class:`.Signal`.
-        transfers: ``transfers(device)`` gives what fetches, updates and sends back windows beside
-            each other, called with them and three functions; ``None`` where one follows another.
         codec: ``codec(config, name)`` gives the :class:`.Codec` of masters, or of the state tensor
             that ``torch.optim`` calls ``name``.
         check: ``check(config)`` raises ValueError for other options that it does not go with.
         fits: ``fits(plan, parallel_dims)`` raises ValueError for ranks, or parameters of a
             :class:`.Plan`, that it does not go with.
-        state_on_host: whether masters and state are in host memory.
         fused: whether it needs an update by a rule of :mod:`.rules`, not by a class itself.
         publishing: ``publishing(config)`` gives :class:`.Publishing`, how masters become what is
             published; that of the first option that has one serves all.
@@ -123,11 +120,9 @@ class Option(NamedTuple):
     epilogues: Callable[[ShardcastConfig], tuple[Epilogue, ...]] | None = None
     hook: Callable[[PackedOptimizer], StepHook] | None = None
     signal: Callable[[ShardcastConfig, ProcessGroups, torch.device], Signal] | None = None
-    transfers: Callable[[torch.device], Callable[..., None] | None] | None = None
     codec: Callable[[ShardcastConfig, str], Codec] | None = None
     check: Callable[[ShardcastConfig], None] | None = None
     fits: Callable[[Plan, ParallelDims], None] | None = None
-    state_on_host: bool = False
     fused: bool = False
     publishing: Callable[[ShardcastConfig], Publishing] | None = None
 

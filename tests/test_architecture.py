@@ -45,7 +45,7 @@ ALLOWED = {"_compat"}
 # together; what no option asks for but a call, a class or a codec is loaded by one of these names.
 ASSEMBLY = "shardcast.optimizer.api"
 CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
-BY_NAME = {"any_optimizer"}
+BY_NAME = {"any_optimizer", "offload"}
 # What an option gives is of types of higher floors.
 DECLARES = "option_values.py"
 # Modules with imports in functions: of what needs a third-party package, or what mesh= asks for.

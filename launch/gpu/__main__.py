@@ -32,12 +32,13 @@ PARTS = {  # module: its seconds, ten minutes together; a part may also take wha
     "environment": 25,
     "peers": 60,  # nearly none of them on one card
     "host": 60,
-    "cuda_tests": 120,
+    "cuda_tests": 100,
     "step_profile": 60,
-    "bandwidth": 80,
-    "end_to_end": 100,
+    "bandwidth": 70,
+    "end_to_end": 90,
     "memory": 45,
     "forms": 50,
+    "offload": 40,
 }
 LOOK = 2.0  # seconds after which a running part's figures are looked at again
 

@@ -316,7 +316,7 @@ class Snapshot:
             if not source.takes(name):
                 continue
             # The masters' own memory, where they are plain: the source has all of them.
-            own = shard.master.read(shard.local(fragment.start, fragment.stop))
+            own = shard.read(shard.local(fragment.start, fragment.stop))
             state = dict(source.state.get(name, {}))
             views.append(ShardView(model_path(name), region, start, own))
             for key, stored in state.items():

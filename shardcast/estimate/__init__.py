@@ -5,6 +5,7 @@ parallel    the same of one rank of a model that is cut by other kinds of parall
 peers       what other systems hold
 """
 
-from shardcast.estimate.memory import Estimate, estimate, peers, state_tensors
+from shardcast.estimate.memory import Estimate, estimate, peers
+from shardcast.step.update.held import state_tensors
 
 __all__ = ["Estimate", "estimate", "peers", "state_tensors"]

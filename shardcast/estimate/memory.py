@@ -14,21 +14,18 @@ from torch import Tensor, nn
 from shardcast.comm import Comm
 from shardcast.comm.process_groups import ranks_of_shards
 from shardcast.config import ConfigSource, ShardcastConfig
-from shardcast.memory.codecs import Encoded, master_codec, row_of
-from shardcast.memory.pack import Pack
-from shardcast.memory.shard import FILL, shard_of
+from shardcast.memory.codecs import master_codec
+from shardcast.memory.shard import FILL
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Topology
-from shardcast.plan.layout import GroupId, Layout, PackLayout, Slot, Span
-from shardcast.plan.originals import ELEMENTWISE, OptimizerList, ParamGroup
+from shardcast.plan.layout import Layout, PackLayout
+from shardcast.plan.originals import ELEMENTWISE, OptimizerList
 from shardcast.plan.packing import with_algorithms
 from shardcast.plan.partition import ELEMENT
 from shardcast.plan.precision import MASTER_DTYPE, exact_sums, grad_dtype, wire_dtype
 from shardcast.plan.publishing import publishing_of
 from shardcast.step.update import updates_of
-from shardcast.step.update.epilogues import epilogues_of
-from shardcast.step.update.rules import STATE_NAMES, NoRule, rule_of
-from shardcast.step.update.state import ShardState
+from shardcast.step.update.held import Held, held_of
 
 KNOWN = ELEMENTWISE | {torch.optim.Muon}  # optimizers whose state is known before they run
 
@@ -41,6 +38,7 @@ class Estimate:
         world_size: data-parallel ranks.
         layout: the packs that ``shard()`` would make, and how many of the ranks share them.
         averages: bytes of averages of weights, on the fullest rank.
+        offload: bytes of means and casts that cross the bus, on the host.
         outside: parameters that the optimizer does not hold, and buffers; not in the report.
         frozen: how much of ``outside`` is parameters in fp32, which ``convert_rest`` halves.
         setup_peak: bytes at the worst moment of ``shard()``, on the rank that needs most: all
@@ -64,6 +62,7 @@ class Estimate:
     masters: int
     state: int
     averages: int
+    offload: int
     outside: int
     frozen: int
     host: int
@@ -88,7 +87,7 @@ class Estimate:
     @property
     def total(self) -> int:
         """All kinds together; the peak of setting up aside."""
-        owned = self.masters + self.state + self.averages
+        owned = self.masters + self.state + self.averages + self.offload
         return self.parameters + self.gradients + owned + self.outside
 
 
@@ -138,7 +137,8 @@ def estimate(
     topology = Topology(backend, min(size, ranks_per_node))
     layout = with_algorithms(plan.layout, config, topology)
     plan = dataclasses.replace(plan, layout=layout)
-    copies, allocated = world_size // size, cache(partial(_allocated, originals, config))
+    allocated = cache(partial(held_of, originals, config.replace(offload=False)))
+    copies = world_size // size
     # Gradients of micro-batches are on each rank until the last one, beside the mean.
     accumulates = world_size > 1 and micro_batches > 1 and config.accumulate == "local"
     sums = exact_sums(micro_batches, config) if world_size == 1 else micro_batches > 1
@@ -164,10 +164,10 @@ def estimate(
             share = share_of(stop - start, trained[owner], values)
             shares[owner].append(share)
             peak = max(peak, live + masters[owner] + share.setup)
-            masters[owner] += share.masters
+            masters[owner] += share.masters + (share.offload and share.published)
         live += pack.nbytes - sum(plan.params[slot.name].nbytes for slot in pack.slots)
     ranks = [_Share(*map(sum, zip(*packs, strict=True))) for packs in shares]
-    owned = [rank.masters + rank.state + rank.averages + rank.gradients for rank in ranks]
+    owned = [_owned(rank) + rank.gradients for rank in ranks]
     most = owned.index(max(owned))
     fullest = ranks[most]
     parameters = sum(pack.nbytes for pack in layout.packs)
@@ -180,9 +180,10 @@ def estimate(
         masters=fullest.masters,
         state=fullest.state,
         averages=fullest.averages,
+        offload=fullest.offload,
         outside=live - parameters,
         frozen=plan.precision.frozen_bytes(plan.outside.values()),
-        host=fullest.masters + fullest.state + fullest.averages if config.offload else 0,
+        host=_owned(fullest) if config.offload else 0,
         parcels=parcels,
         setup_peak=peak,
         sent=max(sent),
@@ -193,79 +194,20 @@ def estimate(
     )
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, group: ParamGroup) -> int:
-    """Count the tensors that a :data:`KNOWN` optimizer keeps of a parameter, 0-dim ones aside.
-
-    Local.
-
-    Args:
-        optimizer: optimizer of one of these classes.
-        group: options of one of its groups.
-    """
-    single = nn.Parameter(torch.zeros(1, 1, dtype=MASTER_DTYPE))  # as the masters it will run on
-    single.grad = torch.zeros_like(single)
-    kind: Any = type(optimizer)
-    twin = kind([{**group, "params": [single], "capturable": False}])
-    twin.step()
-    state = [value for value in twin.state[single].values() if isinstance(value, Tensor)]
-    return sum(value.dim() > 0 for value in state)
-
-
-class _Allocated(NamedTuple):
-    """Bytes that a rank keeps of a span."""
-
-    masters: int
-    state: int = 0
-    averages: int = 0
-
-
-def _allocated(
-    originals: OptimizerList,
-    config: ShardcastConfig,
-    dtype: torch.dtype,
-    group: GroupId,
-    cast: str,
-    numel: int,
-    trained: int,
-) -> _Allocated:
-    """Allocate what a run does for a span, here on ``meta``.
-
-    Args:
-        dtype, cast: of its pack; ``group``: one of it, for all need the same state.
-        numel, trained: elements of the span, and those that are neither padding nor frozen.
-    """
-    config, row = config.replace(offload=False), row_of(config, dtype)  # the host keeps as many
-    slot, span = Slot("", (trained,), 0, trained, group), Span(0, 0, numel)
-    layout = PackLayout(0, "meta", dtype, True, "", numel, (slot,), (span,), cast=cast)
-    pack = Pack(layout, [nn.Parameter(torch.empty(trained, device="meta"))], Comm(None))
-    pack.fill(torch.empty(numel, dtype=dtype, device="meta"))
-    shard = shard_of(pack, config)
-    # Not Shard.fill: it encodes values piece by piece.
-    shard.master = Encoded(master_codec(config, dtype), numel, row, pack.data.device)
-    masters = shard.nbytes
-    if not trained:
-        return _Allocated(masters)
-    optimizer, options = originals.owner(group), originals.group(group)
-    is_fused, epilogues = type(optimizer) in STATE_NAMES, epilogues_of(config)
-    shard_state = ShardState(shard, config, epilogues, 0)
-    rule = rule_of(type(optimizer), options) if is_fused else NoRule()
-    shard_state.prepare(rule, epilogues)
-    state, averages = (shard_state.nbytes(averages=averages) for averages in (False, True))
-    if not is_fused:
-        state = state_tensors(optimizer, options) * trained * MASTER_DTYPE.itemsize
-    return _Allocated(masters, state, averages)
-
-
 class _Share(NamedTuple):
     """A rank's memory and messages for its span of a pack, or for all of them; bytes.
 
     Attributes:
+        offload: of the host's copies of mean and published span.
+        published: of the latter alone.
         setup: at the worst moment of making the pack, above all else that is there.
     """
 
     masters: int
     state: int
     averages: int
+    offload: int
+    published: int
     gradients: int
     sent: int
     setup: int
@@ -274,23 +216,24 @@ class _Share(NamedTuple):
 def _share(
     plan: Plan,
     copies: int,
-    allocated: Callable[..., _Allocated],
+    allocated: Callable[..., Held],
     pack: PackLayout,
     grad: torch.dtype,
     numel: int,
     trained: int,
     values: int,
 ) -> _Share:
-    """Return the share of a span of elements, see :func:`_allocated`, with gradients in ``grad``.
+    """Return the share of a span of elements, see :func:`.held_of`, with gradients in ``grad``.
 
     Args:
         values: bytes in which what is published of it travels.
     """
     config, size = plan.config, plan.layout.world_size
     share = allocated(pack.dtype, pack.groups[0], pack.cast, numel, trained)
-    setup = _staged(plan, pack, numel, share.masters)
+    published = numel * pack.dtype.itemsize if config.offload else 0
+    setup = _staged(plan, pack, numel, share.masters, published)
     if not pack.requires_grad:
-        return _Share(*share, gradients=0, sent=0, setup=setup)
+        return _Share(*share, published, published, 0, 0, setup)
     wire = wire_dtype(pack.dtype, config).itemsize
     if pack.algorithms.reduce == "two_level":  # sums are twice as long as what is summed
         near, nodes = pack.algorithms.node, size // pack.algorithms.node
@@ -300,28 +243,39 @@ def _share(
     sent += 2 * (copies - 1) * numel * MASTER_DTYPE.itemsize // copies
     if trained or pack.algorithms.sync == "all_gather":
         sent += (size - 1) * values
-    return _Share(*share, numel * grad.itemsize, sent, setup)
+    mean = numel * grad.itemsize
+    offload = published + mean if config.offload else 0
+    return _Share(*share, offload, published, mean, sent, setup)
 
 
-def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int) -> int:
+def _owned(share: _Share) -> int:
+    """Count what the update needs but the mean itself."""
+    return share.masters + share.state + share.averages + share.offload
+
+
+def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int, published: int) -> int:
     """Count bytes at the worst moment of making a pack, see :func:`.build_shard`.
 
     Either its originals and the fp32 staging of all of it are there, or, originals freed, the
     staging, the cast pack and what becomes the masters of the own span.
+
+    Args:
+        published: bytes of the host's copy of that span (``offload``).
     """
     config, codec = plan.config, master_codec(plan.config, pack.dtype)
     params = [plan.params[slot.name] for slot in pack.slots]
     alone = plan.layout.world_size == len(params) == 1 and pack.padding == 0
     in_place = pack.dtype == MASTER_DTYPE
     if in_place and alone and params[0].is_contiguous() and params[0].dtype == pack.dtype:
-        return 0  # its own storage is the pack's: see Pack.fill
+        return published  # its own storage is the pack's: see Pack.fill
     staged = pack.numel * MASTER_DTYPE.itemsize
+    freed = sum(param.nbytes for param in params)
     if in_place:  # what is staged becomes the pack
-        return staged
-    copied = 0  # where the staging becomes the masters
+        return staged + max(0, published - freed)
+    copied = published  # where the staging becomes the masters
     if numel < pack.numel or config.offload or not codec.plain:
-        copied = masters + min(numel, FILL) * codec.encoding_bytes
-    return staged + max(0, pack.nbytes + copied - sum(param.nbytes for param in params))
+        copied += masters + min(numel, FILL) * codec.encoding_bytes
+    return staged + max(0, pack.nbytes + copied - freed)
 
 
 def _sync_launches(
@@ -333,11 +287,12 @@ def _sync_launches(
     are broadcasts. See ``Comm.all_gather_all``, and ``Sync.begin``.
     """
     launches: dict[Any, tuple[str, list[PackLayout]]] = {}
+    alone = config.overlap_sync or config.offload  # beside the update of the next one
     for pack in packs:
         sync = pack.algorithms.sync
-        if config.overlap_sync and sync == "messages":
+        if alone and sync == "messages":
             sync = "broadcast"
-        together = not config.overlap_sync and (sync == "messages" or backend in GROUPED)
+        together = not alone and (sync == "messages" or backend in GROUPED)
         kind = sync, pack.dtype if sync == "all_gather" else None
         launches.setdefault(kind if together else pack.index, (sync, []))[1].append(pack)
     return list(launches.values())

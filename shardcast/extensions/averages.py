@@ -174,7 +174,7 @@ class Averages(StepHook):
                 for number, fragment in enumerate(shard.fragments):
                     part = shard.local(fragment.start, fragment.stop)
                     values = shard.rounded(fragment.slot, self.values(shard, number, name))
-                    shard.published[part].copy_(values)
+                    shard.pack.own_data[part].copy_(values)
             optimizer.sync()
             self._note(shards, name)
         try:
@@ -210,7 +210,7 @@ class Averages(StepHook):
     def _is_edited(self, shard: Shard, name: str) -> bool:
         """Return whether the own span publishes the average no more; waits for the device."""
         for number, fragment in enumerate(shard.fragments):
-            published = shard.published[shard.local(fragment.start, fragment.stop)]
+            published = shard.pack.own_data[shard.local(fragment.start, fragment.stop)]
             cast = shard.rounded(fragment.slot, self.values(shard, number, name))
             if not torch.equal(published.view(torch.uint8), cast.view(torch.uint8)):
                 return True

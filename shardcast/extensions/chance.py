@@ -34,7 +34,7 @@ def row_keys(shard: Shard, row: int) -> Tensor:
         begins = global_index(param, torch.arange(first, last, row, device="cpu"))
         keys[start : start + len(begins)] = name_hash(fragment.slot.name) + begins * INDEX
     half = 1 << 31
-    return ((keys + half) % (2 * half) - half).to(shard.published.device, torch.int32)
+    return ((keys + half) % (2 * half) - half).to(shard.home.device, torch.int32)
 
 
 def name_hash(name: str) -> int:

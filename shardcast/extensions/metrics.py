@@ -66,8 +66,8 @@ class Before:
     def __init__(self, shard: Shard) -> None:
         shard.absorb()  # what a script wrote is no change
         self._shard, self._published = shard, shard.published.clone()
-        device, numel = shard.published.device, shard.published.numel()
-        self._masters = Encoded(Codec(), numel, shard.master.row, device, on_host=shard.on_host)
+        numel = self._published.numel()
+        self._masters = Encoded(Codec(), numel, shard.master.row, shard.home.zeros)
         for part in slices(numel):
             self._masters.write(part, shard.master.read(part))
 
@@ -130,7 +130,8 @@ class Metrics(StepHook):
         self._before.clear()
         sums = [_of_fragments(optimizer.update_of(s).sums(s), len(s.fragments)) for s in owned]
         if sums:
-            own = torch.cat([torch.cat(sums, dim=1), self._numels]) * self._weights
+            own = torch.cat([torch.cat(sums, dim=1).to(self._numels.device), self._numels])
+            own *= self._weights
             totals.index_copy_(1, self._places, own)
         for comm in (
             process_groups.dp,

@@ -1,112 +1,376 @@
-"""``offload``: windows of host memory through an accelerator: one comes while another is updated.
+"""``offload``: masters and state in host memory, where they are updated.
 
-Three lanes work at the same time::
+Of a step, with one pack after the other::
 
-    fetch      n+1 ...              host to device
-    current        n ...            the update, in the order of everything else
-    send               n-1 ...      device to host
+    backward    mean of the own span   device -> host    as it lands; again if one is added
+    decide      on the device, where the means are; the host reads the decision
+    update      on the host, in the order in which the next forward needs packs
+    publish     cast of the own span   host -> device    beside the update of the next pack
+    sync        to all ranks                             beside it, too
 
-Hazards, and what orders them: a window is updated after its fetch and sent after its update. Its
-memory is given back when a later fetch has been told to wait for its send; it belongs to the fetch
-lane, so nothing before that can get it, and no more than three windows are on the device. The
-first fetch waits for what the current stream had to do before, and the current stream in the end
-for the last send. The host waits for nothing.
+4 bytes per owned bf16 parameter cross the bus. The host has a copy of the own span as the model has
+it. The device keeps a hash of it (:mod:`shardcast.memory.hashing`), so that a span comes down for
+the update only if a script has written to it since: 2 bytes more. No single word can change
+unnoticed, and several together do so with a chance of ``2**-63``.
 
-No ``record_stream``: a block freed that way comes back when the host polls its events, at some
-later time, so that more windows would be held. Host memory comes from torch's allocator of pinned
-memory, which rounds each tensor up to a power of two bytes: up to twice what it holds.
+What orders it. The mean goes down on a stream of its own, which waits for the stream that made it;
+the host waits for that copy before it reads it. A mean that is added to or edited while it goes
+down is torn, and goes down again behind that, before it is read. The cast goes up on the current
+stream, so that the collective and all that reads parameters come after it; the host waits for that
+copy before it writes there again.
+
+Only what crosses the bus is pinned: means and casts. Memory that torch pins is rounded up to a
+power of two bytes; here it is as long as it is, up to a page.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, Literal, TypeVar
+import functools
+import mmap
+import os
+import weakref
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
+from shardcast import _compat
+from shardcast.comm import warn_first
+from shardcast.extensions.any_optimizer import probe
+from shardcast.memory.gradients import Gradients
+from shardcast.memory.hashing import Hasher
+from shardcast.memory.home import ALL, Home
+from shardcast.memory.pack import Pack
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.optimizer.setup import Plan
 from shardcast.option_values import Option
+from shardcast.plan.originals import ELEMENTWISE
+from shardcast.plan.precision import MASTER_DTYPE, grad_dtype
+from shardcast.step.decide.decision import Decision
+from shardcast.step.step_hook import StepHook
+from shardcast.step.update.held import held_of
 
-Window = TypeVar("Window")
-Values = TypeVar("Values")
-Lane = Literal["fetch", "update", "send"]
-BEHIND = 2  # sends that may be under way when a fetch begins
+if TYPE_CHECKING:
+    from shardcast.plan.parallel_dims import ParallelDims
+
+HOST = torch.device("cpu")
 
 
-class StreamLanes:
-    """Queues of work: the current stream of a CUDA device, which updates, and two more.
+class Event(Protocol):
+    """Says when a copy is done."""
 
-    An event is reached when all work before it in its queue is done.
-    """
+    def synchronize(self) -> None:
+        """Return when it is."""
+
+
+class Done:
+    """The event of what was done at once."""
+
+    def synchronize(self) -> None:
+        """Return."""
+
+
+class Copies:
+    """Copies between the host and a device without streams, or between the host and itself."""
+
+    def down(self, host: Tensor, values: Tensor) -> Event:
+        """Copy to the host, behind what the current stream has to do, beside what follows."""
+        host.copy_(values)
+        return Done()
+
+    def up(self, values: Tensor, host: Tensor) -> Event:
+        """Copy to the device, in the order of the current stream."""
+        values.copy_(host)
+        return Done()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Allocate host memory for such copies, zeros, 1-d uint8."""
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+class StreamCopies(Copies):
+    """Copies of a CUDA device, which it makes beside its kernels."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._beside = {"fetch": torch.cuda.Stream(device), "send": torch.cuda.Stream(device)}
+        self._device, self._beside = device, torch.cuda.Stream(device)
 
-    @property
-    def _current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
-
-    def queue(
-        self, lane: Lane, work: Callable[[], Any], after: torch.cuda.Event
-    ) -> tuple[Any, torch.cuda.Event]:
-        stream = self._current if lane == "update" else self._beside[lane]
-        stream.wait_event(after)
-        with torch.cuda.stream(stream):
-            result = work()
-        return result, stream.record_event()
-
-    def mark(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = self._current.record_event()
+    def down(self, host: Tensor, values: Tensor) -> Event:
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beside):
+            host.copy_(values, non_blocking=True)
+        values.record_stream(self._beside)  # a script may drop it before it is down
+        event: Event = self._beside.record_event()
         return event
 
-    def join(self, event: torch.cuda.Event) -> None:
-        self._current.wait_event(event)
+    def up(self, values: Tensor, host: Tensor) -> Event:
+        values.copy_(host, non_blocking=True)
+        event: Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return pinned(nbytes)
 
 
-def through(
-    lanes: StreamLanes,
-    windows: Iterable[Window],
-    fetch: Callable[[Window], Values],
-    update: Callable[[Window, Values], None],
-    send: Callable[[Window, Values], None],
-) -> None:
-    """Fetch, update and send back each window, in order.
+class Pages(mmap.mmap):
+    """Memory of whole pages, zeros at first, that is unpinned when its last tensor goes."""
 
-    Args:
-        fetch: allocates and fills what ``update`` changes and ``send`` gives back.
+    address: int | None = None
+
+    def __del__(self) -> None:
+        if self.address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def pinned(nbytes: int) -> Tensor:
+    """Allocate host memory that a CUDA device reads and writes itself, zeros, 1-d uint8."""
+    if not nbytes:
+        return torch.zeros(0, dtype=torch.uint8)
+    pages = Pages(-1, nbytes)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    cudart: Any = torch.cuda.cudart()
+    if error := int(cudart.cudaHostRegister(memory.data_ptr(), nbytes, 0)):
+        raise RuntimeError(
+            f"offload: the device could not pin {nbytes} bytes of host memory "
+            f"({cudart.cudaGetErrorString(error)}); raise the limit of locked memory "
+            "(ulimit -l, or --ulimit memlock=-1 of a container), or leave offload off"
+        )
+    pages.address = memory.data_ptr()
+    return memory
+
+
+@functools.cache
+def copies_of(device: torch.device) -> Copies:
+    """Return the copies of a device, the same for all packs."""
+    return StreamCopies(device) if device.type == "cuda" else Copies()
+
+
+hasher_of = functools.cache(Hasher)
+
+
+class HostHome(Home):
+    """Host memory beside a pack.
+
+    Attributes:
+        is_current: nobody writes to the model, as within a step, so that :meth:`look` need not.
     """
-    begun = lanes.mark()
-    sends: deque[tuple[Any, Values]] = deque()  # keeps what they read alive
-    last = None
 
-    def fetched(window: Window) -> tuple[Window, Values, Any]:
-        event = begun
-        if len(sends) == BEHIND:
-            event = sends.popleft()[0]  # and let its memory go
-        return (window, *lanes.queue("fetch", lambda: fetch(window), event))
+    is_apart: ClassVar[bool] = True
+    is_current = False
 
-    coming = map(fetched, windows)
-    ahead = next(coming, None)
-    while ahead is not None:
-        window, values, fetched_event = ahead
-        ahead = next(coming, None)
-        _, done = lanes.queue("update", lambda w=window, v=values: update(w, v), fetched_event)  # type: ignore[misc]
-        _, last = lanes.queue("send", lambda w=window, v=values: send(w, v), done)  # type: ignore[misc]
-        sends.append((last, values))
-        del values
-    if last is not None:
-        lanes.join(last)
+    def __init__(self, pack: Pack) -> None:
+        super().__init__(pack)
+        device = super().device
+        self._copies, self._hash = copies_of(device), hasher_of(device)
+        self._published = torch.empty(0)
+        # The hash of what the pack had when the host had the same; not yet while it is set up.
+        self._sent: Tensor | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)  # of means
+        self._means: dict[torch.dtype, Tensor] = {}  # views of it
+        # The mean that went down last, and its version then.
+        self._came: tuple[weakref.ref[Tensor], int] | None = None
+        self._down: Event = Done()
+        self._up: Event = Done()
+
+    @property
+    def device(self) -> torch.device:
+        return HOST
+
+    @property
+    def published(self) -> Tensor:
+        return self._published
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of what crosses the bus, on the host."""
+        return self._published.nbytes + self._memory.nbytes
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def given(self, values: Tensor) -> Tensor:
+        return values.to(self.pack.data.device, copy=True)
+
+    # -- what is published ------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        own = self.pack.own_data
+        self._published = self._copies.allocate(own.nbytes).view(own.dtype)
+        self._copies.down(self._published, own).synchronize()
+
+    def hash(self) -> Tensor:
+        """Return the hash of the own span as the model has it, 0-dim, on the device."""
+        return self._hash(self.pack.own_data)
+
+    def differs(self) -> Tensor:
+        """Return whether a script may have written to it, 0-dim bool, on the device."""
+        hash = self.hash()
+        return torch.ones_like(hash).bool() if self._sent is None else hash != self._sent
+
+    def take(self) -> None:
+        """Have what the model has; waits for the device."""
+        self._up.synchronize()
+        self._copies.down(self._published, self.pack.own_data).synchronize()
+        self._sent = self.hash()
+
+    def look(self) -> None:
+        if self.is_current:
+            return
+        self._up.synchronize()
+        if self._published.numel() and bool(self.differs()):
+            self.take()
+
+    def send(self, part: slice = ALL) -> None:
+        if self._published.numel():
+            self._up = self._copies.up(self.pack.own_data[part], self._published[part])
+            self._sent = self.hash()
+
+    # -- the mean ---------------------------------------------------------------------------------
+
+    def follow(self, grads: Gradients) -> None:
+        grads.has_come = self.bring
+
+    def bring(self, grads: Gradients) -> None:
+        """Begin to copy the mean to the host."""
+        own = grads.own
+        nbytes = own.nbytes
+        if self._memory.nbytes < nbytes:
+            self._down.synchronize()
+            self._means.clear()
+            self._memory = self._copies.allocate(nbytes)
+        if own.dtype not in self._means:
+            self._means[own.dtype] = self._memory[:nbytes].view(own.dtype)
+        self._down = self._copies.down(self._means[own.dtype], own)
+        self._came = weakref.ref(own), own._version
+
+    def mean(self, grads: Gradients) -> Tensor:
+        own = grads.own
+        if self._came is None or self._came[0]() is not own or self._came[1] != own._version:
+            self.bring(grads)
+        return self._means[own.dtype]
+
+    def keeps_mean(self, grads: Gradients) -> bool:
+        return True
+
+    def arrive(self) -> None:
+        self._down.synchronize()
+        self._up.synchronize()
+
+    def used(self) -> None:
+        """Note that a step has used the mean."""
+        self._came, self.is_current = None, False
 
 
-def _transfers(device: torch.device) -> Callable[..., None] | None:
-    return partial(through, StreamLanes(device)) if device.type == "cuda" else None
+class Offload(StepHook):
+    """The homes of one optimizer, in a step."""
+
+    name = "offload"
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._optimizer = optimizer
+        device = optimizer.device
+        if device.type == "cuda" and torch.get_num_threads() == 1:
+            warn_first(
+                "offload: one thread of the host updates the masters of each rank; set "
+                "OMP_NUM_THREADS to the cores of the host over its ranks"
+            )
+
+    def before_update(self, decision: Decision) -> None:
+        """Have on the host what the update reads; waits for the device."""
+        if _compat.is_capturing(self._optimizer.device):
+            raise RuntimeError(
+                "offload: a step cannot be captured in a CUDA graph, since the host updates the "
+                "masters; capture forward and backward alone, or leave offload off"
+            )
+        trained = {}
+        for shard in self._optimizer.shards:
+            if isinstance(shard.home, HostHome) and shard.grads is not None:
+                trained[shard] = shard.home
+        for shard in trained:
+            _ = shard.mean  # goes down unless it has
+        differ = [home.differs() for home in trained.values()]
+        written = torch.stack(differ).tolist() if differ else []
+        for home, is_written in zip(trained.values(), written, strict=True):
+            if is_written:
+                home.take()
+            home.is_current = True
+
+    def after_update(self, decision: Decision) -> None:
+        for shard in self._optimizer.shards:
+            if isinstance(shard.home, HostHome):
+                shard.home.used()
+
+    def nbytes(self) -> int:
+        """Return the bytes of what crosses the bus, on the host."""
+        homes = (shard.home for shard in self._optimizer.shards)
+        return sum(home.nbytes for home in homes if isinstance(home, HostHome))
+
+
+def _fits(plan: Plan, _parallel_dims: ParallelDims) -> None:
+    """Refuse what the host would take too long to update, and a host that has too little memory."""
+    for optimizer in plan.originals.optimizers:
+        if not (plan.config.elementwise or probe.is_elementwise(optimizer)):
+            raise ValueError(
+                f"offload: expected optimizers whose update of an element needs that element "
+                f"alone, got {type(optimizer).__name__}: the host updates masters where they are, "
+                "and would take seconds for a matrix; use AdamW or another elementwise class, "
+                "declare elementwise=True if this one is, or leave offload off"
+            )
+    if any(param.is_meta for param in plan.params.values()):  # an estimate
+        return
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed, available = ranks * needed_bytes(plan), available_bytes()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"offload: expected {needed / 1e9:.2f} GB of host memory for masters, state and copies "
+            f"of {ranks} ranks of this host, got {available / 1e9:.2f} GB; use moments='bf16' or "
+            "'int8', master='split16', more hosts, or leave offload off"
+        )
+
+
+def needed_bytes(plan: Plan) -> int:
+    """Return the bytes of host memory that the fullest rank needs for new packs.
+
+    Of classes that torch does not have the state is not known before they run: none is counted.
+    """
+    config = plan.config.replace(offload=False)
+    sums = config.accumulate == "sharded"
+    owned: Counter[int] = Counter()
+    for pack in plan.new:
+        trained: Counter[int] = Counter()
+        for owner, _, count in pack.parts() if pack.requires_grad else ():
+            trained[owner] += count
+        group = pack.groups[0]
+        is_known = type(plan.originals.owner(group)) in ELEMENTWISE
+        mean = MASTER_DTYPE if sums else grad_dtype(pack.dtype, config)
+        for owner, start, stop in pack.spans:
+            of_state = trained[owner] if is_known else 0
+            numel = stop - start
+            held = held_of(plan.originals, config, pack.dtype, group, pack.cast, numel, of_state)
+            owned[owner] += sum(held) + numel * pack.dtype.itemsize
+            owned[owner] += numel * mean.itemsize * pack.requires_grad
+    return max(owned.values(), default=0)
+
+
+def available_bytes() -> int | None:
+    """Return the free bytes of this host, or of its container; ``None`` if it does not say."""
+    found = []
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        found.append(1024 * int(line.split()[1]))
+    with suppress(OSError, ValueError):  # "max" is no number
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        found.append(limit - int((group / "memory.current").read_text()))
+    return min(found, default=None)
 
 
 OPTION = Option(
-    help="keep masters and moments in host memory; the update fetches windows of them",
-    transfers=_transfers,
-    state_on_host=True,
-    fused=True,
+    help="keep masters and moments in host memory, where they are updated; for optimizers whose "
+    "update of an element needs that element alone",
+    hook=Offload,
+    fits=_fits,
 )

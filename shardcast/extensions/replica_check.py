@@ -220,8 +220,11 @@ class ReplicaCheck(StepHook):
 
     def _of_masters(self, shard: Shard) -> Tensor:
         """One hash of the masters, 0-dim, however they are kept."""
-        starts = range(0, shard.published.numel(), MASTERS)
-        read = (shard.master.read(slice(start, start + MASTERS)) for start in starts)
+        starts = range(0, shard.pack.own.numel, MASTERS)
+        shard.look()
+        read = (
+            shard.home.given(shard.master.read(slice(start, start + MASTERS))) for start in starts
+        )
         return self._hash.joined([self._hash(part.contiguous()) for part in read])
 
     def _digests(self, hashes: Sequence[Tensor], parts: int) -> Tensor:

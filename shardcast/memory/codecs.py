@@ -14,7 +14,7 @@ as :attr:`.Option.codec`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -156,8 +156,7 @@ class Encoded:
 
     Args:
         row: elements per row; see :func:`.codecs.row_of`.
-        device: where the update runs.
-        on_host: whether the memory is on the host, pinned.
+        zeros: allocates memory, of a number of elements and a dtype; see :meth:`.Home.zeros`.
         first: the first piece, if it is there already: the memory of plain values, or the owned
             span of the pack for a codec that has the published parameter.
     """
@@ -167,23 +166,16 @@ class Encoded:
         codec: Codec,
         numel: int,
         row: int,
-        device: torch.device,
+        zeros: Callable[[int, torch.dtype], Tensor],
         *,
-        on_host: bool = False,
         first: Tensor | None = None,
     ) -> None:
-        self.codec, self.row = codec, row
-        self._numel, self._device, self._on_host = numel, device, on_host
+        self.codec, self.row, self._numel = codec, row, numel
         self._counts = [count for _, count in codec.pieces(row)]
         self._pieces = [] if first is None else [first]
         rows = -(-numel // row)
         for dtype, count in codec.pieces(row)[len(self._pieces) :]:
-            self._pieces.append(self._zeros(numel if count == row else rows * count, dtype))
-
-    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if not self._on_host:
-            return torch.zeros(numel, dtype=dtype, device=self._device)
-        return torch.zeros(numel, dtype=dtype, pin_memory=self._device.type == "cuda")
+            self._pieces.append(zeros(numel if count == row else rows * count, dtype))
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +184,7 @@ class Encoded:
 
     @property
     def pieces(self) -> Sequence[Tensor]:
-        """The memory itself, wherever it is; the published parameter among it."""
+        """The memory itself; the published parameter among it."""
         return self._pieces
 
     @property
@@ -200,11 +192,6 @@ class Encoded:
         """The memory itself, 1-d fp32; only of a plain codec."""
         assert self.codec.plain
         return self._pieces[0]
-
-    @property
-    def is_memory(self) -> bool:
-        """Return whether :meth:`read` gives the memory itself, not a copy."""
-        return self.codec.plain and not self._on_host
 
     @property
     def first(self) -> Tensor:
@@ -215,35 +202,24 @@ class Encoded:
         """Have the first piece in other memory, which holds the same values."""
         self._pieces[0] = first
 
-    def _parts(self, part: slice) -> list[Tensor]:
+    def parts(self, part: slice) -> Pieces:
+        """Give the memory of the pieces of a part, 1-d."""
         start, stop, _ = part.indices(self._numel)
         rows = slice(start // self.row, -(-stop // self.row))
-        return [
+        return tuple(
             piece[start:stop] if count == self.row else piece[rows]
             for piece, count in zip(self._pieces, self._counts, strict=True)
-        ]
+        )
 
-    def fetch(self, part: slice) -> Pieces:
-        """Give the pieces of a part, 1-d, on the device: the memory, or copies to be sent back.
-
-        Copies are ordered by the device: a part is sent back before it is fetched anew (see
-        ``extensions.offload``), and the host reads this memory by a fetch only.
-        """
-        pieces = self._parts(part)
-        if self._on_host:
-            for number in range(self.codec.has_published, len(pieces)):
-                pieces[number] = pieces[number].to(self._device, copy=True, non_blocking=True)
-        return tuple(pieces)
-
-    def send(self, part: slice, pieces: Pieces) -> None:
-        """Take updated pieces back; nothing is done for those that are the memory itself."""
-        for memory, piece in zip(self._parts(part), pieces, strict=True):
+    def _put(self, part: slice, pieces: Pieces) -> None:
+        """Overwrite the pieces of a part; nothing is done for those that are the memory itself."""
+        for memory, piece in zip(self.parts(part), pieces, strict=True):
             if piece.data_ptr() != memory.data_ptr():
-                memory.copy_(piece, non_blocking=True)
+                memory.copy_(piece)
 
     def read(self, part: slice) -> Tensor:
-        """Give a part, 1-d fp32, on the device; the memory itself of plain values there."""
-        pieces = self.fetch(part)
+        """Give a part, 1-d fp32; the memory itself of plain values."""
+        pieces = self.parts(part)
         if self.codec.plain:
             return pieces[0]
         return self.codec.decode(self._rows_of(pieces)).view(-1)[: pieces[0].numel()]
@@ -269,27 +245,27 @@ class Encoded:
             bits: see :meth:`.Codec.encode`; 1-d.
         """
         if self.codec.plain:
-            self.send(part, (values,))
+            self._put(part, (values,))
             return
         pieces = self.codec.encode(
             in_rows(values, self.row), None if bits is None else in_rows(bits, self.row)
         )
-        self.send(part, self._flat(pieces, values.numel()))
+        self._put(part, self._flat(pieces, values.numel()))
 
     def edit(self, part: slice, changed: Tensor, values: Tensor) -> None:
         """Take those of 1-d fp32 values that have changed; all others keep their bits.
 
         Where a row has a number of its own, what is in one row is encoded anew together.
         """
-        kept = self.fetch(part)
+        kept = self.parts(part)
         if self.codec.plain:
-            self.send(part, (torch.where(changed, values, kept[0]),))
+            self._put(part, (torch.where(changed, values, kept[0]),))
             return
         old, numel = self._rows_of(kept), values.numel()
         rows = in_rows(changed, self.row)
         new = torch.where(rows, in_rows(values, self.row), self.codec.decode(old))
         pieces = self.codec.merged(old, self.codec.encode(new, None), rows)
-        self.send(part, self._flat(pieces, numel))
+        self._put(part, self._flat(pieces, numel))
 
 
 def in_rows(flat: Tensor, row: int) -> Tensor:

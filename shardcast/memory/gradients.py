@@ -24,7 +24,7 @@ from shardcast.plan.layout import GroupId, with_values
 from shardcast.plan.precision import MASTER_DTYPE, SHORT_SUM
 
 
-def nothing() -> None:
+def nothing(*_: object) -> None:
     """Stand for a weak reference to nothing, or a call that does nothing."""
 
 
@@ -67,6 +67,7 @@ class Gradients:
             coordinate each slot had one, fp32.
         culprits: ranks whose gradients made the mean non-finite, where that is known.
         mistake: the first error of this rank since gradients were cleared.
+        has_come: is called with it when the mean has come.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Gradients:
         self.holders: Tensor | None = None
         self.culprits: Collection[int] = ()
         self._before_edit = before_edit
+        self.has_come: Callable[[Gradients], None] = nothing
         self.mistake: Exception | None = None
 
     # -- the mean -------------------------------------------------------------------------------
@@ -215,6 +217,7 @@ class Gradients:
                     self.pack.params[position].grad = None  # of a DTensor a part of the sum
                     self.show(position)
         own = self.own
+        self.has_come(self)
         if not _compat.is_host(own.device) or len(pieces) == 1:
             return
         # Nobody can be asked later for the gradients that spoil the mean. Where the sum overflows

@@ -18,6 +18,7 @@ from shardcast.comm import ProcessGroups, warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Encoded, master_codec, row_of, shown, take_shown_
 from shardcast.memory.gradients import Gradients
+from shardcast.memory.home import home_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.slices import slices
 from shardcast.plan.layout import Fragment, PackLayout, Slot
@@ -33,7 +34,11 @@ class Shard:
     A class of an option may publish masters in another way: by :meth:`publish`, with what it casts
     (:meth:`rounded`), and with what it notes of it (:meth:`tell`).
 
+    All of it is at :attr:`home`, the device of the pack unless an option says otherwise; readers
+    get values on the device of the pack.
+
     Attributes:
+        home: where masters, state and update are.
         master: the own span in full precision; it is the pack's own memory if that is fp32.
         fragments: the parameters' parts in the own span, in pack order.
         given_dtypes: of the parameters, as they were given to ``shard``.
@@ -46,7 +51,7 @@ class Shard:
     master: Encoded
 
     def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
-        self.pack = pack
+        self.pack, self.home = pack, home_of(pack, config)
         # Masters before model.load_state_dict, and what was published of them.
         self._before_load: dict[Fragment, tuple[Tensor, Tensor]] = {}
         self._lent: Tensor | None = None  # the training's own span, while an average is in the pack
@@ -55,17 +60,11 @@ class Shard:
         self.fragments = pack.layout.fragments(pack.own.owner)
         self._codec = master_codec(config, pack.layout.dtype)
         self._row = row_of(config, pack.layout.dtype)
-        self._on_host = config.state_on_host and not self.in_place
 
     @property
     def in_place(self) -> bool:
         """Return whether the pack's own span *is* the master."""
         return self.pack.layout.dtype == MASTER_DTYPE
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether the masters are fp32 values on the device."""
-        return self._codec.plain and not self._on_host
 
     @property
     def data(self) -> Tensor:
@@ -74,8 +73,27 @@ class Shard:
 
     @property
     def published(self) -> Tensor:
-        """The own span of the pack, 1-d."""
-        return self.pack.own_data
+        """The own span of the pack, 1-d, at home; see :meth:`look`."""
+        return self.home.published
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of the own span, 1-d, at home; it comes until ``home.arrive()`` returns."""
+        assert self.grads is not None
+        return self.home.mean(self.grads)
+
+    def look(self) -> None:
+        """Have in :attr:`published` what a script wrote into the model. May wait for the device.
+
+        Before masters are read, or anything is written here.
+        """
+        if self._lent is None:
+            self.home.look()
+
+    def read(self, part: slice) -> Tensor:
+        """Return masters as they are, 1-d fp32; for readers, see :meth:`exact`."""
+        self.look()
+        return self.home.given(self.master.read(part))
 
     @property
     def casts(self) -> bool:
@@ -98,21 +116,17 @@ class Shard:
             of_masters += sum(tensor.nbytes for tensor in kept)
         return of_masters
 
-    @property
-    def on_host(self) -> bool:
-        """Return whether masters are in host memory while no update needs them."""
-        return self._on_host
-
     def memory(self) -> Iterator[Tensor]:
         """Give the very tensors that are kept here, that of the pack among them."""
         yield from (self.pack.data, self.pack.own_data, *self.master.pieces)
 
     def fill(self, source: Tensor) -> None:
         """Take the own span of ``source``: 1-d, the whole pack, fp32."""
+        self.home.fill()
         own = source[self.pack.own.start : self.pack.own.stop]
         if self.in_place:
             self.master = self._encoded(self.published)
-        elif self.is_plain:
+        elif self._codec.plain and not self.home.is_apart:
             # A clone, so that the source is freed; not where it has nothing else.
             self.master = self._encoded(own if own.numel() == source.numel() else own.clone())
         else:
@@ -121,14 +135,7 @@ class Shard:
                 self.master.write(slice(start, start + FILL), own[start : start + FILL])
 
     def _encoded(self, first: Tensor | None) -> Encoded:
-        return Encoded(
-            self._codec,
-            self.pack.own.numel,
-            self._row,
-            self.pack.params[0].device,
-            on_host=self._on_host,
-            first=first,
-        )
+        return Encoded(self._codec, self.pack.own.numel, self._row, self.home.zeros, first=first)
 
     def local(self, start: int, stop: int) -> slice:
         """Return pack elements ``[start, stop)`` as a slice of the own span."""
@@ -156,21 +163,22 @@ class Shard:
         Waits for the device. It may be the memory of the masters: do not write into it.
         """
         part = self.local(fragment.start, fragment.stop)
+        self.look()
         masters = self.master.read(part)
-        if not self._is_apart:
-            return masters
-        last = self._cast_of(part, masters)
-        if torch.equal(last.view(torch.int16), self._shown[part].view(torch.int16)):
-            return masters  # almost always
-        return shown(masters, self._shown[part], last)
+        if self._is_apart:
+            last = self._cast_of(part, masters)
+            if not torch.equal(last.view(torch.int16), self._shown[part].view(torch.int16)):
+                masters = shown(masters, self._shown[part], last)
+        return self.home.given(masters)
 
     @torch.no_grad()
     def shown(self, part: slice) -> Tensor:
-        """Return masters of a part as the model shows them, 1-d fp32; see :func:`.codecs.shown`.
+        """Return masters of a part as the model shows them, at home; see :func:`.codecs.shown`.
 
-        The masters stay as they are: weights that come back with the same bits have them back.
-        Waits for no device.
+        1-d fp32. The masters stay as they are: weights that come back with the same bits have them
+        back. Waits for no device unless masters are apart.
         """
+        self.look()
         masters = self.master.read(part)
         if not self._is_apart:
             return masters
@@ -192,12 +200,15 @@ class Shard:
 
     def set_exact(self, fragment: Fragment, values: Tensor) -> None:
         """Overwrite the masters of one fragment; 1-d, any floating dtype, any device."""
-        exact = values.to(self.published.device, MASTER_DTYPE)
+        self.look()
+        exact = values.to(self.home.device, MASTER_DTYPE)
         part = self.local(fragment.start, fragment.stop)
         if self.casts:
             self.tell(part, self.master.read(part), exact)
         self.master.write(part, exact)
         self._before_load.pop(fragment, None)
+        if not self._is_apart:
+            self.home.send(part)
 
     @torch.no_grad()
     def edit(self, fragment: Fragment, changed: Tensor, values: Tensor) -> None:
@@ -209,17 +220,21 @@ class Shard:
             changed: 1-d bool: which ones.
             values: 1-d fp32, the masters of the whole fragment.
         """
+        self.look()
         part = self.local(fragment.start, fragment.stop)
+        changed, values = changed.to(self.home.device), values.to(self.home.device)
         if self.casts:
             old, published = self.master.read(part), self.published[part]
             self.tell(part, old, torch.where(changed, values, old))
             published.copy_(torch.where(changed, values.to(published.dtype), published))
         self.master.edit(part, changed, values)
         self._before_load.pop(fragment, None)
+        self.home.send(part)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Cast the masters into the own span of the pack."""
+        """Cast the masters into :attr:`published`; ``home.send()`` has them in the pack."""
+        self.look()
         for piece in slices(self.published.numel()) if self.casts else ():
             masters = self.master.read(piece)
             self.tell(piece, self.published[piece], masters)
@@ -238,14 +253,17 @@ class Shard:
 
     def lend(self) -> None:
         """Free the own span of the pack for an average; readers see the training's weights."""
-        self._lent = self.published.clone()
+        self.look()
+        self._lent = self.published if self.home.is_apart else self.published.clone()
         self._move(self._lent)
 
     def take_back(self) -> None:
         """Undo :meth:`lend`, to the very same bits."""
         assert self._lent is not None
-        self._move(self.published.copy_(self._lent))
+        if self._lent is not self.published:
+            self._move(self.published.copy_(self._lent))
         self._lent = None
+        self.home.send()
 
     def _move(self, own: Tensor) -> None:
         """Re-point masters that the published span is a part of at other memory."""
@@ -257,11 +275,12 @@ class Shard:
         """Make what the model shows the masters, see :func:`.codecs.shown`.
 
         Only updates do so; readers call :meth:`exact`. Split masters are changed by changing what
-        is published, and keep their lower bits. Waits for no device.
+        is published, and keep their lower bits. Waits for no device unless masters are apart.
 
         Args:
             publishes: they are published next, so that what is published now need not be noted.
         """
+        self.look()
         self.forget_before_load()
         if not self.casts:
             return
@@ -280,6 +299,7 @@ class Shard:
 
         Returns whether there are any; waits for the device.
         """
+        self.look()
         found = False
         for part in slices(self.published.numel()) if self._is_apart else ():
             last, now = self._cast_of(part, self.master.read(part)), self.published[part]
@@ -298,6 +318,7 @@ class Shard:
         need neither, where the model itself shows that they are not the cast.
         """
         part = self.local(fragment.start, fragment.stop)
+        self.look()
         old = self._before_load.pop(fragment, None)
         if self.casts and values.dtype == self.published.dtype:
             if old is not None:
@@ -305,7 +326,7 @@ class Shard:
             return
         masters = self.master.read(part).clone() if old is None else old[0]
         last = self._cast_of(part, masters).clone() if old is None else old[1]
-        exact = values.to(self.published.device, MASTER_DTYPE)
+        exact = values.to(self.home.device, MASTER_DTYPE)
         stays = last.to(MASTER_DTYPE).view(torch.int32) == exact.view(torch.int32)
         self.set_exact(fragment, torch.where(stays, masters, exact))
         self._before_load[fragment] = masters, last

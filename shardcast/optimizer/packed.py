@@ -146,6 +146,7 @@ class PackedOptimizer:
     def activate(self, shard: Shard) -> None:
         """Reduce, update and sync this pack from now on."""
         shard.grads = self.reduce.add(shard.pack)
+        shard.home.follow(shard.grads)
         self.update_of(shard).add(shard)
         self.sync.add(shard.pack)
 
@@ -187,6 +188,7 @@ class PackedOptimizer:
         sync = Sync()  # of packs that are still frozen too
         for shard in self.shards:
             shard.publish()
+            shard.home.send()
             sync.add(shard.pack)
         sync()
 
@@ -265,8 +267,17 @@ class PackedOptimizer:
         self.sync.wait()  # last: it raises where another rank was lost
 
 
+APART = ("masters", "state", "averages", "offload")  # what is where masters are
+
+
 class MemoryReport(dict[str, int]):
-    """Bytes that this rank holds, by kind; ``print`` shows them in one line, with the total."""
+    """Bytes that this rank holds, by kind; ``print`` shows them in one line, with the total.
+
+    Attributes:
+        host: how much of the total is in host memory, by ``offload``.
+    """
+
+    host = 0
 
     @property
     def total(self) -> int:
@@ -276,6 +287,8 @@ class MemoryReport(dict[str, int]):
     def __str__(self) -> str:
         scale, unit = (1e9, "GB") if self.total >= 1e9 else (1e6, "MB")
         rows = [*self.items(), ("total", self.total)]
+        if self.host:
+            rows.append(("of it in host memory", self.host))
         return ", ".join(f"{kind} {nbytes / scale:.3f} {unit}" for kind, nbytes in rows)
 
 
@@ -292,6 +305,8 @@ def report_of(packed: PackedOptimizer) -> MemoryReport:
         report["parcels"] = under_way
     parts: list[StepHook | Signal] = [*packed.step_hooks, *packed.decider.signals]
     report.update({hook.name: nbytes for hook in parts if (nbytes := hook.nbytes()) is not None})
+    if any(shard.home.is_apart for shard in packed.shards):
+        report.host = sum(report.get(kind, 0) for kind in APART)
     return report
 
 
@@ -413,7 +428,7 @@ def _restore_shard(shard: Shard, dtypes: Sequence[torch.dtype]) -> None:
     full = pack.data
     if not shard.in_place:
         full = torch.zeros(pack.layout.numel, dtype=MASTER_DTYPE, device=pack.data.device)
-        full[pack.own.start : pack.own.stop] = shard.master.read(slice(None))
+        full[pack.own.start : pack.own.stop] = shard.read(slice(None))
         pieces = [(span.owner, full[span.start : span.stop]) for span in pack.layout.owned_spans]
         if pack.comm.size > 1 and pieces:
             pack.comm.broadcast_all(pieces, pack.layout)

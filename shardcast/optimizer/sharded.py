@@ -112,9 +112,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """Make one optimizer step: unscale, clip, update, cast and sync.
 
-        Does not wait for the device. A step with a non-finite gradient on any rank changes nothing.
-        On several accelerators ``clip_grad_norm_`` makes this decision: gradients that a script
-        writes after it are trained as they are, finite or not.
+        Does not wait for the device, unless masters are offloaded. A step with a non-finite
+        gradient on any rank changes nothing. On several accelerators ``clip_grad_norm_`` makes this
+        decision: gradients that a script writes after it are trained as they are, finite or not.
 
         Collective: every rank.
 
@@ -173,8 +173,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.forget_before_load()
         for hook in packed.step_hooks:
             hook.before_update(decision)
+        apart = any(shard.home.is_apart for shard in packed.shards[:1])
+        read = decision.on_host if apart else decision
         for update in packed.updates:  # unscale, clip, rule, cast into the packs: one fused pass
-            update(decision)
+            update(read)
         for hook in packed.step_hooks:
             hook.after_update(decision)
         (packed.sync.by or packed.sync)()  # owners -> everybody

@@ -173,9 +173,8 @@ class MarkedChanges(Changed):
     def __init__(self, shard: Shard, row: int, in_update: bool) -> None:
         super().__init__(shard)
         self._row, numel = row, shard.pack.own.numel
-        device = shard.pack.params[0].device
-        self._marks = Encoded(Marks(), numel, row, device, on_host=shard.on_host)
-        nothing = Encoded(Nothing(), numel, row, device)
+        self._marks = Encoded(Marks(), numel, row, shard.home.zeros)
+        nothing = Encoded(Nothing(), numel, row, shard.home.zeros)
         self.state = {MARKS: self._marks if in_update else nothing}
         self._told: Tensor | None = None  # all of it, where some of it was written
 
@@ -196,15 +195,15 @@ class MarkedChanges(Changed):
         missing = -changed.numel() % self._row
         if missing:
             changed = torch.nn.functional.pad(changed, (0, missing))
-        (marks,) = self._marks.fetch(part)
-        self._marks.send(part, (marks | words(changed.view(-1, self._row)),))
+        (marks,) = self._marks.parts(part)
+        marks.bitwise_or_(words(changed.view(-1, self._row)))
 
     def since(self, start: int, stop: int) -> Tensor:
         if self._told is not None:
             return _differing(self._told, self._shard.published, start, stop)
         places = []
         for part in slices(stop, start=start):
-            (marks,) = self._marks.fetch(part)
+            (marks,) = self._marks.parts(part)
             octets = marks.view(torch.uint8)
             count = min(self._row, BYTE)  # of elements in each
             lanes = torch.arange(count, dtype=torch.uint8, device=marks.device)
@@ -216,8 +215,7 @@ class MarkedChanges(Changed):
     def tell(self, is_written: bool) -> None:
         self.is_new = False
         self._told = self._shard.published.clone() if is_written else None
-        (marks,) = self._marks.fetch(slice(None))
-        self._marks.send(slice(None), (torch.zeros_like(marks),))
+        self._marks.parts(slice(None))[0].zero_()
 
 
 class ComparedChanges(Changed):
@@ -225,9 +223,9 @@ class ComparedChanges(Changed):
 
     def __init__(self, shard: Shard, row: int) -> None:
         super().__init__(shard)
-        dtype, device = shard.pack.layout.dtype, shard.pack.params[0].device
-        self._told = torch.zeros(shard.pack.own.numel, dtype=dtype, device=device)
-        self.state = {MARKS: Encoded(Nothing(), shard.pack.own.numel, row, device)}
+        numel = shard.pack.own.numel
+        self._told = shard.home.zeros(numel, shard.pack.layout.dtype)
+        self.state = {MARKS: Encoded(Nothing(), numel, row, shard.home.zeros)}
 
     @property
     def nbytes(self) -> int:

@@ -43,9 +43,7 @@ class BlockShard(Shard):
         self._kernels = Kernels(self._form, config)
         fragments = ((it.slot, it.start, it.stop) for it in self.fragments)
         self._runs = runs_of(self._form, None, fragments)
-        self._last = torch.empty(
-            pack.own.numel, dtype=pack.layout.dtype, device=pack.params[0].device
-        )
+        self._last = self.home.zeros(pack.own.numel, pack.layout.dtype)
 
     @property
     def casts(self) -> bool:
@@ -63,11 +61,12 @@ class BlockShard(Shard):
         for slot in self.pack.layout.slots:
             part = slice(slot.offset, slot.end)
             self.pack.data[part] = self.rounded(slot, source[part])
-        self._last.copy_(self.published)
+        self._last.copy_(self.pack.own_data)
         super().fill(source)
 
     @torch.no_grad()
     def publish(self) -> None:
+        self.look()
         for run in self._runs:
             part = self.local(run.start, run.stop)
             # A record sees both what was published last and what is now.
@@ -84,7 +83,9 @@ class BlockShard(Shard):
 
         What a script wrote in such a block becomes the master.
         """
+        self.look()
         part = self.local(fragment.start, fragment.stop)
+        changed, values = changed.to(self.home.device), values.to(self.home.device)
         last, published = self._last[part], self.published[part]
         before = shown(self.master.read(part), published, last)
         after = torch.where(changed, values, before)
@@ -95,11 +96,13 @@ class BlockShard(Shard):
             kept.copy_(torch.where(anew, new, kept))
         self.master.edit(part, anew, after)
         self._before_load.pop(fragment, None)
+        self.home.send(part)
 
     def settle(self) -> None:
         """Cast what a script wrote, before a sync without an update; see :class:`.Wire`."""
         self.absorb(publishes=True)
         self.publish()
+        self.home.send()
 
     def rounded(self, slot: Slot, values: Tensor) -> Tensor:
         published = torch.empty(values.shape, dtype=self.pack.layout.dtype, device=values.device)
@@ -120,6 +123,7 @@ class BlockShard(Shard):
 
     @torch.no_grad()
     def absorb(self, publishes: bool = False) -> None:
+        self.look()
         self.forget_before_load()
         written = False
         for part in slices(self.published.numel()):

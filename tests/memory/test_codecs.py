@@ -47,8 +47,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def zeros(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(numel, dtype=dtype)
+
+
 def encoded(codec: Codec, numel: int, row: int = 64, first: Tensor | None = None) -> Encoded:
-    return Encoded(codec, numel, row, torch.device("cpu"), first=first)
+    return Encoded(codec, numel, row, zeros, first=first)
 
 
 def draws(numel: int, step: int, name: int = 0, number: int = 0) -> Tensor:
@@ -144,7 +148,7 @@ def test_ties_come_and_go_with_the_windows_that_are_written():
     half = slice(128, 300)
     assert same_bits(store.read(half), expected[half])
     store.write(ALL, plain)
-    assert not store.fetch(ALL)[2].any()
+    assert not store.parts(ALL)[2].any()
 
 
 def test_masters_that_are_split_in_pieces_at_set_up_are_the_models_weights():
@@ -427,25 +431,3 @@ def test_state_dict_and_model_state_dict_come_back(kind: str):
     other.load_state_dict(weights)  # fp32: masters take all of it
     assert_same_bits(fresh.full_parameters(), weights)
     assert_same_bits(values(other), {name: value.to(BF16) for name, value in weights.items()})
-
-
-# -- bytes --------------------------------------------------------------------------------------
-
-
-def test_with_offload_nothing_but_windows_is_on_the_device():
-    asked: list[tuple[bool, int]] = []
-    zeros = Encoded._zeros
-
-    def counting(self: Encoded, numel: int, dtype: torch.dtype) -> Tensor:
-        asked.append((self._on_host, numel * dtype.itemsize))
-        return zeros(self, numel, dtype)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Encoded, "_zeros", counting)
-        model, optimizer = nn.Linear(512, 512), None
-        optimizer = sharded(model, param_dtype=BF16, offload=True)
-        install(model, 0)
-        optimizer.step()
-    assert all(host for host, _ in asked)
-    report = optimizer.memory_report()
-    assert sum(size for _, size in asked) == report["masters"] + report["state"]

@@ -174,8 +174,8 @@ AT_SHARD = {
         optimizer=rmsprop,
         fields={"moments": "int8"},
     ),
-    "own state, offload": Refusal(
-        "offload: .* got RMSprop", optimizer=rmsprop, fields={"offload": True}
+    "a matrix, offload": Refusal(
+        "offload: .* got Normalized: the host", optimizer=normalized, fields={"offload": True}
     ),
     "fp16, split masters": Refusal(
         "master: split16 needs param_dtype .*float16",

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from shardcast._compat import observer
 from shardcast.extensions.any_optimizer.muon import update_cost
-from shardcast.extensions.any_optimizer.twins import Samples, Twins, unnoticed
-from shardcast.plan.originals import OptimizerTraits, ParamGroup, is_known
+from shardcast.extensions.any_optimizer.twins import Samples, TwinParam, Twins, unnoticed
+from shardcast.plan.originals import ELEMENTWISE, OptimizerTraits, ParamGroup, is_known
 
 # Scales of the gradients of two parameters, step by step: a norm over both is that of the larger
 # one, which is above any bound in one step and below it in another. RAdam begins in its sixth step.
@@ -202,6 +202,43 @@ def takes_parameters_alone(
             return is_alone and not draws() and all(result is None for result in results)
     except Exception:  # it cannot run so, or calls collectives
         return False
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the update of an element needs that element alone.
+
+    Known of the classes of torch. Of any other a twin tells: the update of an element has the same
+    bits whatever every second element of its parameter is. One that draws random numbers, or that
+    cannot run here, is not. Local; the optimizer stays as it is.
+    """
+    if is_known(optimizer):
+        return type(optimizer) in ELEMENTWISE
+    try:
+        with unnoticed() as draws:
+            twins = Twins(optimizer)
+            samples = twins.samples(SMALL, SCALES)
+            others = [[_with_others(sample) for sample in of_group] for of_group in samples]
+            one, other = twins.stepped(samples), twins.stepped(others)
+            is_random = draws()
+    except Exception:  # such as a class that needs a closure
+        return False
+    pairs = [
+        (param.detach().reshape(-1)[::2], same.detach().reshape(-1)[::2])
+        for group, again in zip(one.param_groups, other.param_groups, strict=True)
+        for param, same in zip(group["params"], again["params"], strict=True)
+    ]
+    return not is_random and all(torch.equal(a, b) for a, b in pairs)
+
+
+def _with_others(sample: TwinParam) -> TwinParam:
+    """Return it with other values in every second element."""
+
+    def changed(values: Tensor) -> Tensor:
+        other = values.clone()
+        other.view(-1)[1::2].mul_(-3.0).add_(1.0)
+        return other
+
+    return TwinParam(changed(sample.value), tuple(map(changed, sample.grads)))
 
 
 def _dependence(

@@ -21,11 +21,10 @@ from shardcast.plan.layout import Fragment, GroupId, with_values
 from shardcast.plan.originals import ELEMENTWISE, is_known
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
-from shardcast.step.update import Ready
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import choose_executor
 from shardcast.step.update.rules import AssignRule, NoRule
-from shardcast.step.update.state import OwnMethod, ShardState, Update
+from shardcast.step.update.state import OwnMethod, Ready, ShardState, Update
 
 PROBATION = 10  # steps in which a class that torch does not have is watched
 
@@ -49,12 +48,10 @@ class AnyOptimizerUpdate(Update):
         config: ShardcastConfig,
         epilogues: tuple[Epilogue, ...] = (),
     ) -> None:
-        super().__init__(optimizer, config, epilogues)
+        super().__init__(optimizer, config, epilogues, ready)
         self._comm = comm
         self.elementwise = type(optimizer) in ELEMENTWISE
         self._watched = 0 if is_known(optimizer) else PROBATION  # steps
-        self._ready = ready
-        self._shards: list[Shard] = []  # on all ranks the same, own parts or not
         self._params: dict[Shard, list[nn.Parameter]] = {}
         self._inner = twins.bare_twin(optimizer)
         if isinstance(optimizer, torch.optim.Muon):
@@ -74,14 +71,19 @@ class AnyOptimizerUpdate(Update):
         flat = shard.data[shard.local(fragment.start, fragment.stop)]
         return nn.Parameter(flat.view(fragment.shape))
 
-    def _read_groups(self) -> None:
-        """Give the inner groups the outer ones' present options and no others, and masters."""
+    def _read_groups(self, shards: Sequence[Shard] = ()) -> None:
+        """Give the inner groups the outer ones' present options and no others, and masters.
+
+        Args:
+            shards: whose masters; by default those of all.
+        """
         groups = self._inner.param_groups
         groups += [{} for _ in self._optimizer.param_groups[len(groups) :]]
         for outer, inner in zip(self._optimizer.param_groups, groups, strict=True):
             inner.clear()
             inner.update({**outer, "params": []})
-        for shard, params in self._params.items():
+        for shard in shards or self._params:
+            params = self._params.get(shard, [])
             for fragment, param in zip(shard.fragments, params, strict=True):
                 groups[fragment.slot.group.position]["params"].append(param)
 
@@ -101,12 +103,16 @@ class AnyOptimizerUpdate(Update):
         *early, last = self._turns()
         for shards in early:
             self._update(shards, decision)
-            self._ready([shard.pack for shard in shards])
+            if not self._is_apart:
+                self._ready([shard.pack for shard in shards])
         self._update(last, decision)
+        self._read_groups()
         self._write_groups()
 
     def _turns(self) -> list[list[Shard]]:
         """The shards, those that are updated together in one list. Equal on all ranks."""
+        if self.elementwise and self._is_apart:
+            return [[shard] for shard in self._shards]  # one goes up beside the next
         if not isinstance(self._optimizer, torch.optim.Muon):
             return [self._shards]  # of one step() of the class, which may count them
         turns: list[list[Shard]] = [[]]
@@ -121,6 +127,8 @@ class AnyOptimizerUpdate(Update):
 
     def _update(self, shards: Sequence[Shard], decision: Decision) -> None:
         owned = [shard for shard in shards if shard in self._params]
+        if len(shards) < len(self._shards):
+            self._read_groups(shards)
         for shard in owned:
             shard.absorb(publishes=True)  # what a script wrote
         measured = any(epilogue.sums for epilogue in self._active)
@@ -130,7 +138,7 @@ class AnyOptimizerUpdate(Update):
         with torch.enable_grad():  # some optimizers compute with autograd
             if self._watched and self._comm.size > 1:
                 self._watched -= 1
-                self._step_watched(decision.skip.device)
+                self._step_watched(shards[0].pack.data.device)
             else:
                 self._step()
         for shard in owned:
@@ -139,13 +147,16 @@ class AnyOptimizerUpdate(Update):
                 self._run_epilogues(shard, old.get(shard), decision)
             else:
                 shard.publish()
+        for shard in shards:
+            self._finish(shard)
 
     def _set_gradients(
         self, shard: Shard, decision: Decision, factors: Mapping[GroupId, Tensor | None]
     ) -> None:
         """Give masters their gradients times ``factors``, until :meth:`_take_masters`."""
-        assert shard.grads is not None
-        own, grads = shard.grads.own, shard.grads.own.to(MASTER_DTYPE)
+        own = shard.mean
+        shard.home.arrive()
+        grads = own.to(MASTER_DTYPE)
         ranges = with_values(shard.pack.ranges, factors)
         if len(ranges) > 1 and grads is own:
             grads = own.clone()
@@ -178,6 +189,8 @@ class AnyOptimizerUpdate(Update):
     def _call_own(
         self, name: str, decision: Decision, args: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
+        if self._is_apart:
+            decision = decision.on_host
         if decision.skip.tolist():
             for shard in self._params:
                 shard.settle()
@@ -193,6 +206,7 @@ class AnyOptimizerUpdate(Update):
         for shard in self._params:
             self._take_masters(shard)
             shard.publish()
+            shard.home.send()
 
     def _write_groups(self) -> None:
         """Give the outer groups what the inner optimizer keeps in its own, such as counters."""
@@ -253,16 +267,16 @@ class AnyOptimizerUpdate(Update):
         if old is None or not shard.casts:
             shard.publish()  # else the pass takes published values for edits of a script
         state = self._states[shard]
-        row, device = row_of(self._config, shard.pack.layout.dtype), shard.published.device
+        home, row = shard.home, row_of(self._config, shard.pack.layout.dtype)
         old_masters = None
         if old is not None:  # a pack in fp32 is updated already
-            old_masters = Encoded(Codec(), old.numel(), row, device, first=old)
+            old_masters = Encoded(Codec(), old.numel(), row, home.zeros, first=old)
             state.stored["new"] = shard.master
         fusion = state.prepare(NoRule() if old is None else AssignRule(), self._active)
-        execute = choose_executor(self._config, device)
+        execute = choose_executor(self._config, home.device, home.is_apart)
         numbers = self._numbers_of(decision.skip.float(), (), execute.on_host)
         for part, factor in with_values(shard.pack.ranges, decision.factors):
-            execute(fusion, state.fetch(part, fusion, old_masters), numbers, factor, None)
+            execute(fusion, state.operands(part, fusion, old_masters), numbers, factor, None)
         state.stored.pop("new", None)
 
     def switch(self, mode: str) -> bool:
@@ -275,6 +289,7 @@ class AnyOptimizerUpdate(Update):
         for shard in self._params:
             self._take_masters(shard)
             shard.publish()
+            shard.home.send()
         return True
 
     def begin_state(self) -> None:
@@ -320,12 +335,16 @@ class AnyOptimizerUpdate(Update):
             return {}
         param = self._params[shard][number]
         shaped = {name: v.view(param.shape) if v.dim() else v for name, v in averages.items()}
-        return {**self._inner.state.get(param, {}), **shaped}
+        of_class = {
+            name: shard.home.given(v) if isinstance(v, Tensor) and v.dim() else v
+            for name, v in self._inner.state.get(param, {}).items()
+        }
+        return {**of_class, **shaped}
 
     def edit(self, shard: Shard, number: int, name: str, changed: Tensor, values: Tensor) -> None:
         state = self._inner.state[self._params[shard][number]][name]
-        new = values.view(state.shape).to(state.dtype)
-        state.copy_(torch.where(changed.view(state.shape), new, state))
+        new = values.view(state.shape).to(state)
+        state.copy_(torch.where(changed.view(state.shape).to(state.device), new, state))
 
     def _load_state(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         param = self._params[shard][number]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from shardcast.memory.pack import Pack
@@ -43,3 +45,20 @@ class Decision:
     taken: Tensor
     multiplier: Tensor
     increment: Tensor
+
+    @cached_property
+    def on_host(self) -> Decision:
+        """Return it with numbers of the host, all read at once: this waits for the device."""
+        read = [self.norm, self.skip, self.taken, self.unscale, *self.factors.values()]
+        kept = {number: None for number in read if number is not None}  # each once
+        values = torch.stack([number.double() for number in kept]).cpu()
+        here = {number: value.to(number.dtype) for number, value in zip(kept, values, strict=True)}
+        factors = {of: None if it is None else here[it] for of, it in self.factors.items()}
+        return replace(
+            self,
+            norm=here[self.norm],
+            skip=here[self.skip],
+            taken=here[self.taken],
+            unscale=None if self.unscale is None else here[self.unscale],
+            factors=factors,
+        )

@@ -116,15 +116,27 @@ class Bucket:
         if (position := self.grads.give_back()) is not None:
             self.arrived.discard(position)
 
-    def adopt(self) -> None:
-        """Take in what one rank has of a backward that sends nothing."""
+    def adopt(self, synchronizes: bool) -> None:
+        """Take in what one rank has of a backward that sends nothing.
+
+        Args:
+            synchronizes: it is not in ``no_sync()``, so that this may be the mean of the step.
+        """
         self.counts = False
         self.grads.adopt()
+        if synchronizes:
+            self.grads.has_come(self.grads)
 
-    def end_local(self, is_alone: bool) -> None:
-        """End a backward that has sent nothing."""
+    def end_local(self, is_alone: bool, synchronizes: bool) -> None:
+        """End a backward that has sent nothing.
+
+        Args:
+            synchronizes: see :meth:`adopt`; not of a pack that was adopted already.
+        """
         if self.arrived and is_alone:
             self.grads.adopt()
+            if synchronizes:
+                self.grads.has_come(self.grads)
         elif self.arrived:
             self.grads.keep(self.arrived)
         self.arrived = set()

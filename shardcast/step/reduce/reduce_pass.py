@@ -73,11 +73,14 @@ class ReducePass:
         self._buffers, self.alone = buffers, alone
         self._flying: list[Bucket] = []
 
-    def advance(self, device: torch.device) -> None:
+    def advance(self, device: torch.device, synchronizes: bool) -> None:
         """Launch packs that are complete, in order.
 
         Hooks run on one thread per device. What was counted on another one is perhaps not
         accumulated yet, and is launched later.
+
+        Args:
+            synchronizes: this is not in ``no_sync()``.
         """
         while self.left:
             bucket = next(iter(self.left))
@@ -85,7 +88,7 @@ class ReducePass:
                 return
             if self.alone:
                 del self.left[bucket]
-                bucket.adopt()
+                bucket.adopt(synchronizes)
             else:
                 with _compat.without_grad():  # a backward with create_graph runs hooks with it on
                     self._launch(bucket)

@@ -477,7 +477,7 @@ class Reducer:
                     grads.widen()
             reduce_pass = self._pass
             if reduce_pass is not None and not (backward.waits or self._meets):
-                reduce_pass.advance(bucket.grads.pack.data.device)
+                reduce_pass.advance(bucket.grads.pack.data.device, self._syncs)
             is_sent = backward.sends and reduce_pass is not None and bucket not in reduce_pass.left
             is_outer = running == backward.number
             bucket.arrive(position, backward.sends, self.alone, is_outer, is_sent)
@@ -503,9 +503,10 @@ class Reducer:
                 self._flush()
             self._has_ended = True
             return
+        left = {} if self._pass is None else self._pass.left
         self._pass = None
         for bucket in self.buckets.values():
-            bucket.end_local(self.alone)
+            bucket.end_local(self.alone, self._syncs and bucket in left)
         if any(grads.is_part for grads in self.grads):
             self.warn_of_part()
 

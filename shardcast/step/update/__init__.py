@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
-from shardcast.memory.pack import Pack
 from shardcast.option_values import load_extension
 from shardcast.plan.originals import OptimizerList
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import epilogues_of
 from shardcast.step.update.fused import FusedUpdate
-from shardcast.step.update.state import Update
+from shardcast.step.update.state import Ready, Update
 
 __all__ = ["Ready", "Update", "updates_of"]
-
-Ready = Callable[[Sequence[Pack]], object]  # is told which packs are updated before others
 
 
 def updates_of(
@@ -33,7 +28,7 @@ def updates_of(
         ready: called with packs that are updated before others, on all ranks alike.
 
     Raises:
-        ValueError: a form of masters or moments, or offload, for a class that keeps its own state.
+        ValueError: a form of masters or moments for a class that keeps its own state.
     """
     return [_update_of(optimizer, config, comm, ready) for optimizer in originals.optimizers]
 
@@ -42,7 +37,7 @@ def _update_of(
     optimizer: torch.optim.Optimizer, config: ShardcastConfig, comm: Comm, ready: Ready
 ) -> Update:
     if type(optimizer) in rules.STATE_NAMES:
-        return FusedUpdate(optimizer, config, epilogues_of(config))
+        return FusedUpdate(optimizer, config, epilogues_of(config), ready)
     for name, option in config.extensions().items():
         if option.fused:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,9 +23,7 @@ from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import Executor, UpdateScalars, choose_executor
 from shardcast.step.update.numbers_of_rules import RuleNumbers
 from shardcast.step.update.rules import NoRule, Rule
-from shardcast.step.update.state import Key, Range, ShardState, Update
-
-WINDOW = 1 << 22  # elements that are on the device at a time where masters and state are not
+from shardcast.step.update.state import Key, Range, Ready, ShardState, Update
 
 
 @dataclass
@@ -33,7 +31,7 @@ class _Plan:
     """The plan of every step until gradients, groups, memory or epilogues change.
 
     Attributes:
-        memory: what the operands of each shard are parts of, by identity: gradients, what is
+        memory: what the operands of each shard are parts of, by identity: the mean, what is
             published, the first piece of masters.
         counting: views of the counts of steps that grow.
         is_steady: after another step like this the same fragments have equal counts.
@@ -52,11 +50,6 @@ class _Plan:
     scalars: list[UpdateScalars] = field(default_factory=list)
     numbers: list[RuleNumbers] = field(default_factory=list)
 
-    @property
-    def every(self) -> list[Range]:
-        """The ranges of all shards."""
-        return [one for of_shard in self.ranges.values() for one in of_shard]
-
     def serves(
         self,
         present: Mapping[Pack, Sequence[bool]],
@@ -68,35 +61,27 @@ class _Plan:
             return False
         if present is not self.present and present != self.present:
             return False
-        for shard, (own, data, first) in self.memory.items():
-            assert shard.grads is not None
-            if shard.pack.data is not data or shard.master.first is not first:
+        for shard, (mean, published, first) in self.memory.items():
+            if shard.published is not published or shard.master.first is not first:
                 return False
-            if (now := shard.grads.own) is not own:
-                if now.dtype != own.dtype:
+            if (now := shard.mean) is not mean:
+                if now.dtype != mean.dtype:
                     return False
                 for one in self.ranges[shard]:
                     one.take_gradient(now)
-                self.memory[shard] = now, data, first
+                self.memory[shard] = now, published, first
         return True
 
     def forget_gradients(self) -> None:
         """Let go of gradients that have other memory in the next step."""
-        for shard, (own, data, first) in self.memory.items():
+        for shard, (mean, published, first) in self.memory.items():
             assert shard.grads is not None
-            if shard.grads.stays:
+            if shard.home.keeps_mean(shard.grads):
                 continue
-            nothing = own.new_empty(0)
-            self.memory[shard] = nothing, data, first
+            nothing = mean.new_empty(0)
+            self.memory[shard] = nothing, published, first
             for one in self.ranges[shard]:
                 one.forget_gradient(nothing)
-
-
-def _transfers(config: ShardcastConfig, device: torch.device) -> Callable[..., None] | None:
-    """Return how windows travel together, if an option has them do so on this device."""
-    options = config.extensions().values()
-    asked = (it.transfers(device) for it in options if it.transfers is not None)
-    return next(filter(None, asked), None)
 
 
 class FusedUpdate(Update):
@@ -113,8 +98,9 @@ class FusedUpdate(Update):
         optimizer: torch.optim.Optimizer,
         config: ShardcastConfig,
         epilogues: tuple[Epilogue, ...] = (),
+        ready: Ready = lambda _packs: None,
     ) -> None:
-        super().__init__(optimizer, config, epilogues)
+        super().__init__(optimizer, config, epilogues, ready)
         self._kind = type(optimizer)
         self._steps = torch.zeros(0, dtype=MASTER_DTYPE)  # per fragment of all shards
         self._histories: list[Hashable] = []  # parallel to the steps; None before the first one
@@ -122,8 +108,6 @@ class FusedUpdate(Update):
         self._group_of: list[GroupId] = []  # parallel to the steps
         self._groups: list[GroupId] = []  # the same, each once
         self._execute = Executor(on_host=True)
-        self._state_on_host = self._config.state_on_host
-        self._transfer: Callable[..., None] | None = None
         self._plan: _Plan | None = None
 
     @property
@@ -132,12 +116,12 @@ class FusedUpdate(Update):
         return names if self._kind is torch.optim.SGD else ("step", *names)
 
     def add(self, shard: Shard) -> None:
+        self._shards.append(shard)
         if shard.fragments:
-            device = shard.published.device
             if not self._states:
-                self._execute = choose_executor(self._config, device)
-                self._transfer = _transfers(self._config, device)
-                self._steps = self._steps.to(device)
+                home = shard.home
+                self._execute = choose_executor(self._config, home.device, home.is_apart)
+                self._steps = self._steps.to(home.device)
             state = ShardState(shard, self._config, self.epilogues, len(self._histories))
             self._states[shard] = state
             self._steps = torch.cat([self._steps, self._steps.new_zeros(len(shard.fragments))])
@@ -152,14 +136,17 @@ class FusedUpdate(Update):
         on_host = self._execute.on_host
         if not self._states:  # yet: this rank counts as the others do
             self._begin_epilogues(decision.taken)
+            if self._is_apart and not bool(decision.skip):
+                for shard in self._shards:
+                    self._finish(shard)
             return
-        if on_host and bool(decision.skip):
+        if (on_host or self._is_apart) and bool(decision.skip):
             for shard in self._states:
                 shard.settle()
             return
-        behind = [shard for shard in self._states if shard.in_blocks]
-        for shard in behind:
-            shard.absorb(publishes=True)
+        for shard in self._states:
+            if shard.in_blocks:
+                shard.absorb(publishes=True)
         taken = decision.taken
         self._begin_epilogues(taken)
         rules, plan = self._rules(), self._plan
@@ -167,46 +154,29 @@ class FusedUpdate(Update):
             plan = self._plan = self._arranged(decision.present, rules)
         for steps in plan.counting:
             steps.add_(taken)
-        skip = None if on_host else decision.skip
-        self._run(plan, decision, skip)
+        self._run(plan, decision, None if on_host else decision.skip)
         plan.forget_gradients()
-        for shard in behind:  # also in a skipped step: of masters as they were
-            shard.publish()
 
     def _run(self, plan: _Plan, decision: Decision, skip: Tensor | None) -> None:
         behind = self._behind_rules(self._execute.on_host)
         scalars = self._scalars(plan, behind)
         factors, execute = decision.factors, self._execute
-
-        def fetch(one: Range) -> list[Tensor]:
-            return one.state.fetch(one.part, one.fusion)
-
         tables = {numbers.rule: numbers for numbers in plan.numbers}
         of_tables: dict[Rule, Tensor | None] = {}
-
-        def update(one: Range, operands: list[Tensor]) -> None:
-            numbers, key = scalars[one.key], plan.keys[one.key]
-            factor = factors[key.group]
-            if one.places is not None:
-                table = tables[key.rule]
-                if key.rule not in of_tables:
-                    of_tables[key.rule] = _of_rows([factors[group] for group in table.groups])
-                numbers, factor = numbers._replace(rule=table.table), of_tables[key.rule]
-            execute(one.fusion, operands, numbers, factor, skip)
-
-        def send(one: Range, operands: list[Tensor]) -> None:
-            one.state.send(one.part, one.fusion, operands)
-
-        if self._transfer is not None:
-            self._transfer(plan.every, fetch, update, send)
-            return
-        for one in plan.every:
-            if self._state_on_host:
-                operands = fetch(one)
-                update(one, operands)
-                send(one, operands)
-            else:
-                update(one, one.operands or one.fetch())
+        for shard in self._shards:
+            shard.home.arrive()
+            for one in plan.ranges.get(shard, ()):
+                numbers, key = scalars[one.key], plan.keys[one.key]
+                factor = factors[key.group]
+                if one.places is not None:
+                    table = tables[key.rule]
+                    if key.rule not in of_tables:
+                        of_tables[key.rule] = _of_rows([factors[group] for group in table.groups])
+                    numbers, factor = numbers._replace(rule=table.table), of_tables[key.rule]
+                execute(one.fusion, one.operands or one.take_operands(), numbers, factor, skip)
+            if shard.in_blocks and shard in self._states:
+                shard.publish()  # also in a skipped step: of masters as they were
+            self._finish(shard)
 
     def _rules(self) -> list[Rule]:
         """Return the rule of each group that shards have."""
@@ -258,12 +228,10 @@ class FusedUpdate(Update):
                 key = keys.setdefault((group, self._histories[place], is_present), len(keys))
                 if key == len(known):
                     known.append(Key(rule, group, place, is_present))
-                parts = _windows(run) if self._state_on_host else (run,)
-                of_shard += [Range(state, part, fusion, key) for part in parts]
-        memory = {}
-        for shard in self._states:
-            assert shard.grads is not None
-            memory[shard] = shard.grads.own, shard.pack.data, shard.master.first
+                of_shard.append(Range(state, run, fusion, key))
+        memory = {
+            shard: (shard.mean, shard.published, shard.master.first) for shard in self._states
+        }
         plan = _Plan(present, rules, self._active, memory, counting, is_steady, known, ranges)
         if not self._execute.on_host:
             steps = self._steps
@@ -272,8 +240,7 @@ class FusedUpdate(Update):
                 plan.numbers.append(numbers)
             found = {n: it for numbers in plan.numbers for n, it in numbers.scalars.items()}
             plan.scalars = [found[number] for number in range(len(known))]
-            if not self._state_on_host:
-                plan.ranges = {shard: self._merged(each, plan) for shard, each in ranges.items()}
+            plan.ranges = {shard: self._merged(each, plan) for shard, each in ranges.items()}
         return plan
 
     def _merged(self, ranges: Sequence[Range], plan: _Plan) -> list[Range]:
@@ -423,11 +390,6 @@ def _of_rows(factors: Sequence[Tensor | None]) -> Tensor | None:
         return factors[0]
     some = next(factor for factor in factors if factor is not None)
     return torch.stack([torch.ones_like(some) if it is None else it for it in factors])
-
-
-def _windows(run: slice) -> Iterator[slice]:
-    for start in range(run.start, run.stop, WINDOW):
-        yield slice(start, min(start + WINDOW, run.stop))
 
 
 def _plain(value: Any) -> Any:

@@ -368,9 +368,14 @@ def _kernel(fusion: Fusion, dtypes: tuple[torch.dtype, ...], *_: bool) -> Callab
     return or_eager(inductor.compiled(update_), in_pieces, name)
 
 
-def choose_executor(config: ShardcastConfig, device: torch.device) -> Executor:
-    """Choose how to run the update on ``device``; raises as :func:`compiles` does."""
-    is_host = _compat.is_host(device)
+def choose_executor(
+    config: ShardcastConfig, device: torch.device, is_apart: bool = False
+) -> Executor:
+    """Choose how to run the update on ``device``; raises as :func:`compiles` does.
+
+    Args:
+        is_apart: the model is elsewhere, see :class:`.Home`.
+    """
     if compiles(config, device):
         return CompiledExecutor()
-    return Executor(on_host=is_host)
+    return Executor(on_host=is_apart or _compat.is_host(device))

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Encoded, moment_codec, row_of
+from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.memory.slices import slices
 from shardcast.plan.layout import GroupId
@@ -23,6 +24,8 @@ from shardcast.step.decide.signal import to_device
 from shardcast.step.update.epilogues import AVERAGE, STEPS, Epilogue
 from shardcast.step.update.fusion import Fusion, Operands, UpdateScalars, choose_executor
 from shardcast.step.update.rules import Rule, as_tensors
+
+Ready = Callable[[Sequence[Pack]], object]  # is told which packs are updated before others
 
 SUM_ROW = 512  # most elements of a row of fp32 sums: longer ones are less exact, and as fast
 
@@ -54,9 +57,9 @@ class ShardState:
     def __init__(
         self, shard: Shard, config: ShardcastConfig, epilogues: tuple[Epilogue, ...], first: int
     ) -> None:
-        self.shard, self.first = shard, first
+        self.shard, self.first, self._home = shard, first, shard.home
         self.stored: dict[str, Encoded] = {}
-        self._config, self._state_on_host = config, config.state_on_host
+        self._config = config
         self._row = row_of(config, shard.pack.layout.dtype)
         self._codecs = {name: e.codec for e in epilogues for name in e.state}
         self._kept = [name for e in epilogues for name in e.state if not e.follows]
@@ -73,10 +76,8 @@ class ShardState:
         if name not in self.stored:
             self._unbegun.setdefault(name, {*range(len(self.shard.fragments))})
             codec = self._codecs.get(name) or moment_codec(self._config, name)
-            pack = self.shard.pack
-            self.stored[name] = Encoded(
-                codec, pack.own.numel, self._row, pack.data.device, on_host=self._state_on_host
-            )
+            numel = self.shard.pack.own.numel
+            self.stored[name] = Encoded(codec, numel, self._row, self._home.zeros)
         return self.stored[name]
 
     def begin(self) -> None:
@@ -108,7 +109,7 @@ class ShardState:
             rounding = next(codec for codec in state if codec.by_chance)
             self._keys = rounding.row_keys(self.shard, self._row)
         if sums and not self.sums.values.numel():
-            rows, device = -(-self.shard.pack.own.numel // row), self.shard.published.device
+            rows, device = -(-self.shard.pack.own.numel // row), self._home.device
             values = torch.zeros(sums, rows, dtype=MASTER_DTYPE, device=device)
             begins = [self.part(n).start // row for n in range(len(self.shard.fragments))]
             segments = [number * rows + begin for number in range(sums) for begin in begins]
@@ -132,33 +133,31 @@ class ShardState:
         """
         names = ("", *self._codecs)
         codecs = [self._codecs.get(name) or moment_codec(self._config, name) for name in names]
-        device = self.shard.published.device
-        plain = all(codec.plain for codec in (self.shard.master.codec, *codecs))
-        if not (plain and choose_executor(self._config, device).on_host):
+        home, plain = self._home, all(codec.plain for codec in (self.shard.master.codec, *codecs))
+        if not (plain and choose_executor(self._config, home.device, home.is_apart).on_host):
             return self._row
         begins = [self.part(number).start for number in range(len(self.shard.fragments))]
         return math.gcd(SUM_ROW, *begins)
 
-    def fetch(
+    def operands(
         self,
         part: slice,
         fusion: Fusion,
         old: Encoded | None = None,
         places: Tensor | None = None,
     ) -> Operands:
-        """Fetch the operands of the update of ``part`` of the own span; see :class:`.Fusion`.
+        """Return the operands of the update of ``part`` of the own span; see :class:`.Fusion`.
 
         Args:
             old: in place of the masters.
             places: see :class:`.NamedOperands`.
         """
         shard = self.shard
-        assert shard.grads is not None
-        operands = Operands([shard.grads.own[part]])
+        operands = Operands([shard.mean[part]])
         if fusion.casts:
             operands.append(shard.published[part])
         for encoded in self._all(fusion, old):
-            operands += encoded.fetch(part)
+            operands += encoded.parts(part)
         rows = slice(part.start // fusion.row, -(-part.stop // fusion.row))
         if fusion.by_chance:
             assert self._keys is not None
@@ -169,14 +168,7 @@ class ShardState:
             operands += [sums[rows] for sums in self.sums.values]
         return operands
 
-    def send(self, part: slice, fusion: Fusion, operands: Sequence[Tensor]) -> None:
-        """Take updated operands back; nothing is done for those that are the memory itself."""
-        if not self._state_on_host:
-            return
-        for encoded, pieces in zip(self._all(fusion), fusion.parts(operands).stored, strict=True):
-            encoded.send(part, pieces)
-
-    def _all(self, fusion: Fusion, old: Encoded | None = None) -> Iterator[Encoded]:
+    def _all(self, fusion: Fusion, old: Encoded | None) -> Iterator[Encoded]:
         """Return masters and state in the order of operands."""
         yield old or self.shard.master
         for name in (*fusion.rule.state, *self._codecs):
@@ -197,8 +189,8 @@ class ShardState:
         for name in names:
             if name in self.stored and number not in self._unbegun.get(name, ()):
                 stored = self.stored[name]
-                with torch.inference_mode(not stored.is_memory):
-                    values[name] = stored.read(part) if decode else unread
+                with torch.inference_mode(self._home.is_apart or not stored.codec.plain):
+                    values[name] = self._home.given(stored.read(part)) if decode else unread
         return values
 
     def take(self, number: int, names: Sequence[str], state: Mapping[str, Any]) -> None:
@@ -206,7 +198,7 @@ class ShardState:
 
         Those that ``state`` has not become zeros, or begin anew.
         """
-        part, device = self.part(number), self.shard.published.device
+        part, device = self.part(number), self._home.device
         for name in names:
             value = state.get(name)
             if value is not None:
@@ -218,7 +210,8 @@ class ShardState:
 
     def edit(self, number: int, name: str, changed: Tensor, values: Tensor) -> None:
         """Overwrite some elements of a stored tensor of one fragment; see :meth:`.Encoded.edit`."""
-        self.stored[name].edit(self.part(number), changed, values)
+        device = self._home.device
+        self.stored[name].edit(self.part(number), changed.to(device), values.to(device))
 
     def memory(self) -> Iterator[Tensor]:
         """Give the very tensors that are kept for elements."""
@@ -262,7 +255,7 @@ class Range:
     Attributes:
         key: the place of its numbers among those of an update; of several groups that of the first.
         places: of several groups, see :class:`.NamedOperands`.
-        operands: of :func:`.fusion.update_`, 1-d, once they were fetched; kept as long as they are
+        operands: of :func:`.fusion.update_`, 1-d, once they were taken; kept as long as they are
             the same memory.
     """
 
@@ -273,9 +266,9 @@ class Range:
     places: Tensor | None = None
     operands: Operands | None = None
 
-    def fetch(self) -> Operands:
-        """Fetch the operands anew."""
-        self.operands = self.state.fetch(self.part, self.fusion, places=self.places)
+    def take_operands(self) -> Operands:
+        """Take the operands anew."""
+        self.operands = self.state.operands(self.part, self.fusion, places=self.places)
         return self.operands
 
     def take_gradient(self, own: Tensor) -> None:
@@ -308,6 +301,9 @@ class OwnMethod(NamedTuple):
 class Update(ABC):
     """The update of one optimizer, and of its epilogues.
 
+    Args:
+        ready: called with packs that are updated before others, on all ranks alike.
+
     Attributes:
         elementwise: whether state tensors have one element per element of the parameter.
         measured: whether epilogues with sums run too, in the next call.
@@ -321,8 +317,11 @@ class Update(ABC):
         optimizer: torch.optim.Optimizer,
         config: ShardcastConfig,
         epilogues: tuple[Epilogue, ...],
+        ready: Ready,
     ) -> None:
         self._optimizer, self._config, self.epilogues = optimizer, config, epilogues
+        self._ready = ready
+        self._shards: list[Shard] = []  # on all ranks the same, own parts or not
         self._states: dict[Shard, ShardState] = {}  # of shards with fragments
         self._places = {
             name: n for n, e in enumerate(epilogues) for name in e.state if not e.follows
@@ -347,6 +346,21 @@ class Update(ABC):
     def own_method(self, _name: str) -> OwnMethod | None:
         """Return the method of that name that the optimizer's class adds, if masters can do it."""
         return None
+
+    @property
+    def _is_apart(self) -> bool:
+        """Return whether masters are elsewhere than the model."""
+        return any(shard.home.is_apart for shard in self._shards[:1])
+
+    def _finish(self, shard: Shard) -> None:
+        """Have a shard that was updated in the model, if masters are apart, and sync it.
+
+        While others are updated; all ranks do it in the same order.
+        """
+        if shard.home.is_apart:
+            if shard.fragments:
+                shard.home.send()
+            self._ready([shard.pack])
 
     def switch(self, _mode: str) -> bool:
         """Switch to ``train`` or ``eval``; return whether masters changed and were published."""

@@ -1,0 +1,728 @@
+"""Masters that are updated on the host: the bits of an update on the device, and what orders it.
+
+Copies between the host and a pretended device are as late as their events permit. What is read
+before its event was waited for is NaN, and so is a mean that was changed while it went down; what
+is written while it goes up is an error. STORIES_SEED, a number, draws other stories.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairwise import seeds
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardcast
+from shardcast import _compat
+from shardcast.estimate import estimate
+from shardcast.extensions import offload
+from shardcast.extensions.any_optimizer import probe
+from shardcast.optimizer.sharded import packed_of
+from shardcast.step.sync.sync import Sync
+from shardcast.testing import threaded_world
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+STORIES = 16
+
+
+class Lion(torch.optim.Optimizer):
+    """As published (arXiv:2302.06675)."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    moment = state.setdefault("exp_avg", torch.zeros_like(param))
+                    update = torch.lerp(param.grad, moment, group["beta"]).sign_()
+                    param.sub_(update, alpha=group["lr"])
+                    moment.lerp_(param.grad, 0.01)
+
+
+class Lamb(Lion):
+    """Its step is as long as the parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * (group["lr"] * param.norm() / param.grad.norm()))
+
+
+class Noisy(Lion):
+    """Draws random numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(torch.randn_like(param) * group["lr"])
+
+
+Kind = Callable[[Any], torch.optim.Optimizer]
+KINDS: dict[str, Kind] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "Lion": lambda params: Lion(params, lr=0.01),
+}
+FUSED = ("AdamW", "SGD")
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"keep_fp32": "norms"},
+    {"max_grad_norm": 0.05},
+    {"overlap_sync": True},
+    {"averages": {"ema": 0.75}},
+    {"metrics": 2},
+    {"changes": True},
+    {"partition": "whole"},
+    {"accumulate": "sharded"},
+    {"replica_check": 1},
+    {"shard_ranks": 1},
+    {"param_dtype": "fp16"},
+    {"param_dtype": "fp32"},
+    {"published": {"mxfp8": "up.weight"}},
+    {"master": "split16"},
+    {"moments": "bf16"},
+    {"moments": "int8", "master": "split16"},
+]
+OF_RULES = ("master", "moments")
+ACTS = [
+    *["step"] * 3,
+    "edit",
+    "edit and undo",
+    "skip",
+    "clip",
+    "two backwards",
+    "no_sync",
+    "again",
+    "edit gradients",
+    "owned",
+    "whole",
+    "state_dict",
+    "load weights",
+    "averaged",
+    "sleep",
+    "freeze",
+]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 96)
+        self.norm = nn.LayerNorm(96)
+        self.down = nn.Linear(96, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x.to(self.up.weight.dtype)).float()).to(x.dtype))
+
+
+def built(group: Any, kind: Kind, several: bool = False, **fields: Any) -> tuple[Model, Any]:
+    torch.manual_seed(0)
+    model = Model()
+    params = [*model.parameters()]
+    given: Any = kind(params)
+    if several:
+        given = [kind(params[:3]), torch.optim.AdamW(params[3:], lr=0.02)]
+    fields = {"pack_params": 1, "fuse": "eager", "process_group": group, **fields}
+    return model, shardcast.shard(model, given, **fields)
+
+
+def backward(model: Model, optimizer: Any, rank: int, number: int) -> None:
+    drawn = torch.Generator().manual_seed(1000 * number + rank)
+    dtype = model.up.weight.dtype
+    x = torch.randn(4, 64, generator=drawn).to(dtype)
+    with torch.autocast("cpu", enabled=False):
+        loss = model(x).float().square().mean()
+    optimizer.scale_loss(loss).backward()
+
+
+# -- stories ------------------------------------------------------------------------------------
+
+
+def act(name: str, model: Model, optimizer: Any, rank: int, number: int) -> Any:
+    """One step of a story, and what can be seen of it."""
+    low = model.up.weight
+    seen = None
+    if name == "edit":
+        with torch.no_grad():
+            low[1:3] *= 1.5
+            model.norm.weight.add_(0.125)
+            model.down.bias[0] = -0.0
+    elif name == "edit and undo":
+        with torch.no_grad():
+            before = low.detach().clone()
+            low.zero_()
+            seen = optimizer.digest()
+            low.copy_(before)
+    elif name == "averaged" and optimizer.config.averages:
+        with optimizer.averaged("ema"):
+            seen = low.detach().clone(), optimizer.digest()
+    elif name == "sleep":
+        optimizer.sleep()
+        optimizer.wake()
+    elif name == "state_dict":
+        optimizer.load_state_dict(optimizer.state_dict())
+        seen = optimizer.state_dict()["state"][0]
+    elif name == "load weights":
+        weights = {key: value.float() * 1.25 for key, value in model.state_dict().items()}
+        model.load_state_dict(weights)
+    elif name == "freeze":
+        model.down.bias.requires_grad_(not model.down.bias.requires_grad)
+    if name == "no_sync":
+        with optimizer.no_sync():
+            backward(model, optimizer, rank, number + 500)
+    backward(model, optimizer, rank, number)
+    if name == "two backwards" and optimizer.config.accumulate == "local":
+        backward(model, optimizer, rank, number + 700)
+    elif name == "skip":
+        model.down.weight.grad = torch.full_like(model.down.weight, torch.inf)
+    elif name == "clip":
+        seen = optimizer.clip_grad_norm_(0.03)
+    elif name == "edit gradients":
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+    elif name == "owned":
+        with optimizer.owned() as parts:
+            for part in parts:
+                part.master.mul_(0.75)
+                if part.grad is not None:
+                    part.grad.add_(0.01)
+                for key in part.state:
+                    part.state[key].mul_(0.5)
+    elif name == "whole":
+        with optimizer.whole("up.*") as params:
+            for each in params.values():
+                each.master[0] = 0.5
+    if name in ("owned", "whole"):  # and what the model has of it, before the update
+        seen = seen, [param.detach().clone() for param in model.parameters()]
+    optimizer.step()
+    if name == "again":  # by the same gradients
+        optimizer.step()
+    if optimizer.config.metrics and number > 1:
+        seen = seen, optimizer.metrics()
+    if optimizer.config.changes and number % 2:
+        told = optimizer.changes()
+        seen = seen, [(patch.name, patch.values) for patch in told.patches]
+    optimizer.zero_grad()
+    return seen
+
+
+def told(
+    group: Any, kind: Kind, fields: dict[str, Any], acts: list[str], several: bool
+) -> list[Any]:
+    rank = 0 if group is None else group.rank()
+    model, optimizer = built(group, kind, several, **fields)
+    seen: list[Any] = []
+    for number, name in enumerate(acts):
+        seen.append(act(name, model, optimizer, rank, number))
+        optimizer.wait_sync()
+        seen.append([param.detach().clone() for param in model.parameters()])
+        seen.append((optimizer.digest(), optimizer.last_step_skipped, optimizer.grad_norm))
+    optimizer.close()
+    return [*seen, [param.detach().clone() for param in model.parameters()]]
+
+
+def drawn(seed: int) -> tuple[int, str, dict[str, Any], list[str], bool]:
+    chance = random.Random(seed)
+    kind = chance.choice([*KINDS])
+    fields = dict(chance.choice(OPTIONS))
+    for key, value in chance.choice(OPTIONS).items():
+        fields.setdefault(key, value)
+    if fields.get("param_dtype", "bf16") != "bf16":
+        for key in ("master", "published"):
+            fields.pop(key, None)
+    if kind not in FUSED:
+        for key in OF_RULES:
+            fields.pop(key, None)
+    if "changes" in fields and "published" in fields:
+        fields.pop("changes")
+    acts = [chance.choice(ACTS) for _ in range(8)]
+    return chance.choice((1, 2, 3)), kind, fields, acts, chance.random() < 0.3
+
+
+def world(size: int, run: Callable[..., Any], *args: Any) -> list[Any]:
+    if size == 1:
+        return [run(None, *args)]
+    return threaded_world(size, run, *args)
+
+
+def same(one: Any, other: Any, where: str) -> None:
+    assert type(one) is type(other), where
+    if isinstance(one, Tensor):
+        assert one.dtype == other.dtype and one.shape == other.shape, where
+        bits = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+        assert torch.equal(*bits), f"{where}: {one} != {other}"
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            same(one[key], other[key], f"{where}, {key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            same(*pair, f"{where}, {number}")
+    else:
+        assert one == other, where
+
+
+@pytest.mark.parametrize("seed", seeds(STORIES))
+def test_a_story_has_the_bits_that_it_has_without_offload(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    size, kind, fields, acts, several = drawn(seed)
+    several = several and kind in FUSED
+    expected = world(size, told, KINDS[kind], fields, acts, several)
+    bus = Late(random.Random(seed))
+    monkeypatch.setattr(offload, "copies_of", lambda _device: bus)
+    found = world(size, told, KINDS[kind], {**fields, "offload": True}, acts, several)
+    bus.finish()
+    same(found, expected, f"{size} ranks, {kind}, {fields}, {acts}")
+
+
+# -- order and lifetime -------------------------------------------------------------------------
+
+
+class Pending:
+    """A copy that is made when its event is waited for, or earlier."""
+
+    def __init__(self, bus: Late, make: Callable[[], None]) -> None:
+        self.bus, self.make, self.done = bus, make, False
+
+    def synchronize(self) -> None:
+        queue = self.bus.queue
+        while not self.done:  # copies of one stream are made in order
+            first = queue.pop(0)
+            first.make()
+            first.done = True
+
+
+class Late(offload.Copies):
+    """Copies of a pretended device: as late as permitted, or by chance at any time before."""
+
+    def __init__(self, chance: random.Random | None = None) -> None:
+        self.chance, self.own = chance, threading.local()
+        self.went_down = self.went_up = 0
+
+    @property
+    def queue(self) -> list[Pending]:
+        """Of a rank, which is a thread."""
+        if not hasattr(self.own, "queue"):
+            self.own.queue = []
+        return self.own.queue
+
+    def issue(self, make: Callable[[], None]) -> Pending:
+        self.queue.append(copy := Pending(self, make))
+        if self.chance is not None and self.chance.random() < 0.3:
+            copy.synchronize()
+        return copy
+
+    def down(self, host: Tensor, values: Tensor) -> Pending:
+        self.went_down += values.nbytes
+        before = values.detach().clone()
+        host.fill_(torch.nan)
+
+        def make() -> None:
+            torn = not torch.equal(before.view(torch.uint8), values.detach().view(torch.uint8))
+            host.fill_(torch.nan) if torn else host.copy_(before)
+
+        return self.issue(make)
+
+    def up(self, values: Tensor, host: Tensor) -> Pending:
+        self.went_up += host.nbytes
+        values.copy_(host)
+        before = host.clone()
+
+        def make() -> None:
+            now = host.view(torch.uint8)
+            assert torch.equal(before.view(torch.uint8), now), "written while it went up"
+
+        return self.issue(make)
+
+    def finish(self) -> None:
+        """Make what this thread has left."""
+        if self.queue:
+            self.queue[-1].synchronize()
+
+
+@pytest.fixture
+def bus(monkeypatch: pytest.MonkeyPatch) -> Late:
+    late = Late()
+    monkeypatch.setattr(offload, "copies_of", lambda _device: late)
+    return late
+
+
+def trained(group: Any, kind: str = "AdamW", steps: int = 3, **fields: Any) -> list[Tensor]:
+    model, optimizer = built(group, KINDS[kind], **fields)
+    for number in range(steps):
+        backward(model, optimizer, 0 if group is None else group.rank(), number)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+def test_copies_that_are_as_late_as_permitted_change_no_bit(bus: Late, kind: str):
+    found = threaded_world(2, lambda group: trained(group, kind, offload=True))
+    same(found, threaded_world(2, trained, kind), kind)
+
+
+def test_a_missing_wait_is_seen(bus: Late, monkeypatch: pytest.MonkeyPatch):
+    """A negative control of the one above."""
+    monkeypatch.setattr(offload.HostHome, "arrive", lambda _home: None)
+    weights = trained(None, steps=2, offload=True)
+    assert any(weight.isnan().any() for weight in weights)
+
+
+def test_each_own_element_goes_down_once_and_up_once_in_a_step(bus: Late):
+    model, optimizer = built(None, KINDS["AdamW"], offload=True)
+    weights = sum(param.nbytes for param in model.parameters())
+
+    def moved(*edits: Callable[[], Any]) -> tuple[int, int]:
+        bus.went_down = bus.went_up = 0
+        backward(model, optimizer, 0, 0)
+        before = bus.went_down
+        for edit in edits:
+            edit()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert before >= weights, "beside the backward, not in the step"
+        return bus.went_down, bus.went_up
+
+    whole = sum(shard.pack.data.nbytes for shard in packed_of(optimizer).shards)
+    moved()  # what the model has when it is sharded comes down once more
+    assert moved() == (whole, whole)
+    edited = model.up.weight.nbytes
+    with torch.no_grad():
+        model.up.weight[0, 0] += 1.0
+    assert moved() == (whole + edited, whole)
+    assert moved() == (whole, whole)
+    assert moved(lambda: model.up.weight.grad.mul_(2.0)) == (whole + edited, whole)
+    infinite = torch.full_like(model.down.weight, torch.inf)
+    down, up = moved(lambda: setattr(model.down.weight, "grad", infinite))
+    assert down > whole and up == 0, "a skipped step publishes nothing"
+
+
+def test_a_mean_that_another_reduction_adds_to_goes_down_again(bus: Late):
+    def run(group: Any) -> tuple[int, int]:
+        model, optimizer = built(group, KINDS["AdamW"], offload=True, accumulate="sharded")
+        own = sum(shard.pack.own.numel for shard in packed_of(optimizer).shards)
+        backward(model, optimizer, group.rank(), 0)
+        first = bus.went_down
+        backward(model, optimizer, group.rank(), 1)
+        return bus.went_down - first, own
+
+    ((down, own),) = threaded_world(2, run)[:1]
+    assert down >= 4 * own, "in fp32, of this rank and perhaps of both"
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+def test_a_pack_is_sent_and_synced_before_the_next_one_is_updated(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[tuple[str, str]] = []
+
+    def noted(name: str, owner: Any, packs: Callable[..., Any]) -> None:
+        before = getattr(owner, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            seen.extend((name, pack.layout.slots[0].name) for pack in packs(self, *args))
+            return before(self, *args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted("arrive", offload.HostHome, lambda home: [home.pack])
+    noted("send", offload.HostHome, lambda home, *_: [home.pack])
+    noted("begin", Sync, lambda _sync, packs: [*packs])
+    trained(None, kind, steps=1, offload=True)
+    names = [name for name, _ in Model().named_parameters()]
+    assert seen == [(call, name) for name in names for call in ("arrive", "send", "begin")]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+def test_a_rank_that_owns_nothing_syncs_as_the_others_do(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    begun: list[str] = []
+    before = Sync.begin
+
+    def begin(self: Sync, packs: Any) -> None:
+        begun.extend(pack.layout.slots[0].name for pack in packs)
+        before(self, packs)
+
+    monkeypatch.setattr(Sync, "begin", begin)
+
+    def run(group: Any, offload: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 8, bias=False)
+        optimizer = shardcast.shard(
+            model,
+            KINDS[kind](model.parameters()),
+            process_group=group,
+            partition="whole",
+            offload=offload,
+        )
+        for scale in (1.0, torch.inf, 2.0):  # the second step is skipped
+            model.weight.grad = torch.full_like(model.weight, scale)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [model.weight.detach().clone()]
+
+    found = threaded_world(2, run, True)
+    assert begun == ["weight"] * 4, "in each step that is made, on both ranks"
+    same(found, threaded_world(2, run, False), kind)
+
+
+class Sides(TorchDispatchMode):
+    """Raises where an operation has values of the pretended device and of the host."""
+
+    def __init__(self, device: list[Tensor], host: list[Tensor]) -> None:
+        super().__init__()
+        self.sides: dict[int, tuple[str, Any]] = {}
+        for side, tensors in (("device", device), ("host", host)):
+            for tensor in tensors:
+                self.put(tensor, side)
+
+    def put(self, tensor: Tensor, side: str) -> None:
+        storage = tensor.untyped_storage()  # kept, so that no other one gets its address
+        if storage.nbytes():
+            self.sides.setdefault(storage.data_ptr(), (side, storage))
+
+    def side(self, tensor: Tensor) -> str | None:
+        known = self.sides.get(tensor.untyped_storage().data_ptr())
+        return known[0] if known and tensor.dim() else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [
+            tensor
+            for arg in (*args, *(kwargs or {}).values())
+            for tensor in (arg if isinstance(arg, (list, tuple)) else (arg,))
+            if isinstance(tensor, Tensor)
+        ]
+        sides = {side for tensor in given if (side := self.side(tensor))}
+        assert len(sides) < 2, f"{func} of values of both sides: {[t.shape for t in given]}"
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(made, Tensor) and sides:
+                self.put(made, next(iter(sides)))
+        return result
+
+
+class Across(offload.Copies):
+    """Copies that may have both sides."""
+
+    def down(self, host: Tensor, values: Tensor) -> Any:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return super().down(host, values)
+
+    def up(self, values: Tensor, host: Tensor) -> Any:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return super().up(values, host)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("AdamW", {}),
+        ("AdamW", {"param_dtype": "fp32"}),
+        ("AdamW", {"master": "split16", "moments": "int8"}),
+        ("AdamW", {"averages": {"ema": 0.5}, "max_grad_norm": 0.1, "changes": True}),
+        ("AdamW", {"published": {"mxfp8": "up.weight"}}),
+        ("RMSprop", {"averages": {"ema": 0.5}}),
+        ("Lion", {}),
+    ],
+)
+def test_a_step_mixes_no_values_of_host_and_device_but_in_copies(
+    kind: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    across = Across()
+    monkeypatch.setattr(offload, "copies_of", lambda _device: across)
+    monkeypatch.setattr(_compat, "is_host", lambda _device: False)
+    model, optimizer = built(None, KINDS[kind], offload=True, **fields)
+    for number in range(3):
+        backward(model, optimizer, 0, number)
+        packed = packed_of(optimizer)
+        device = [shard.pack.data for shard in packed.shards]
+        device += [shard.grads.own for shard in packed.shards if shard.grads is not None]
+        host = [piece for shard in packed.shards for piece in shard.master.pieces]
+        host += [shard.published for shard in packed.shards]
+        host += [shard.mean for shard in packed.shards]
+        for update in packed.updates:
+            host += [*update.memory()]
+        with Sides(device, host) as sides:
+            optimizer.step()
+        optimizer.zero_grad()
+    values, own = packed.shards[0].mean, packed.shards[0].grads
+    assert own is not None
+    with sides, pytest.raises(AssertionError, match="both sides"):  # a negative control
+        values + own.own
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, Lamb, Noisy])
+def test_an_update_that_needs_more_than_its_element_is_refused_by_name_on_all_ranks(kind: Any):
+    def run(group: Any) -> str:
+        model = nn.Linear(8, 8, bias=False)
+        before = model.weight.detach().clone()
+        with pytest.raises(ValueError, match=f"offload: .* got {kind.__name__}: the host") as error:
+            shardcast.shard(
+                model, kind(model.parameters(), lr=0.1), process_group=group, offload=True
+            )
+        assert torch.equal(model.weight, before)
+        return str(error.value)
+
+    assert len({*threaded_world(2, run)}) == 1
+
+
+def test_a_class_is_found_to_be_elementwise_by_a_twin_or_declared():
+    params = [nn.Parameter(torch.ones(4, 4))]
+    found = {kind: probe.is_elementwise(kind(params, lr=0.1)) for kind in (Lion, Lamb, Noisy)}
+    assert found == {Lion: True, Lamb: False, Noisy: False}
+    assert probe.is_elementwise(torch.optim.RMSprop(params))
+    model = nn.Linear(8, 8)
+    shardcast.shard(model, Noisy(model.parameters()), offload=True, elementwise=True)
+
+
+def test_a_host_with_too_little_memory_is_named_with_both_figures(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def run(group: Any) -> str:
+        with pytest.raises(ValueError, match="offload: expected") as error:
+            model = nn.Linear(1000, 1000, bias=False)
+            shardcast.shard(
+                model, torch.optim.AdamW(model.parameters()), process_group=group, offload=True
+            )
+        return str(error.value)
+
+    monkeypatch.setattr(offload, "available_bytes", lambda: 10_000_000)
+    messages = threaded_world(2, run)
+    # Masters and two moments, mean and cast: 16 bytes for each of a million on two ranks.
+    assert all("expected 0.02 GB" in m and "of 2 ranks" in m for m in messages)
+    assert all("got 0.01 GB" in m for m in messages)
+
+
+def test_the_free_memory_is_that_of_host_and_container():
+    free = offload.available_bytes()
+    total = Path("/proc/meminfo").read_text().split()[1]
+    assert free is not None and 0 < free <= 1024 * int(total)
+
+
+def test_a_step_cannot_be_captured(monkeypatch: pytest.MonkeyPatch):
+    model, optimizer = built(None, KINDS["AdamW"], offload=True)
+    backward(model, optimizer, 0, 0)
+    monkeypatch.setattr(_compat, "is_capturing", lambda _device: True)
+    with pytest.raises(RuntimeError, match="offload: a step cannot be captured"):
+        optimizer.step()
+
+
+# -- bytes --------------------------------------------------------------------------------------
+
+HELD: list[dict[str, Any]] = [
+    {},
+    {"param_dtype": "fp32"},
+    {"keep_fp32": "norms", "averages": {"ema": 0.5}},
+    {"master": "split16", "moments": "int8"},
+    {"accumulate": "sharded"},
+]
+
+
+@pytest.mark.parametrize("fields", HELD)
+@pytest.mark.parametrize("size", [1, 2])
+def test_report_estimate_and_check_tell_host_and_device_apart_to_the_byte(
+    fields: dict[str, Any], size: int
+):
+    micro_batches = 1 + ("accumulate" in fields)
+
+    def run(group: Any) -> tuple[Any, int]:
+        model, optimizer = built(group, KINDS["AdamW"], offload=True, **fields)
+        packed = packed_of(optimizer)
+        for number in range(2):
+            for micro_batch in range(micro_batches):
+                backward(model, optimizer, 0 if group is None else group.rank(), micro_batch)
+            optimizer.step()
+            report = optimizer.memory_report()
+            if number == 0:
+                optimizer.zero_grad()
+        host = {}
+        for shard in packed.shards:
+            home = shard.home
+            assert isinstance(home, offload.HostHome)
+            for tensor in (*shard.master.pieces, shard.published, shard.mean):
+                host[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        for update in packed.updates:
+            for tensor in update.memory():
+                host[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return report, sum(host.values())
+
+    with torch.device("meta"):
+        shape = Model()
+    config = {"pack_params": 1, "offload": True, **fields}
+    promised = estimate(
+        shape, KINDS["AdamW"](shape.parameters()), size, config, "gloo", micro_batches=micro_batches
+    )
+    reports = world(size, run)
+    for report, host in reports:
+        assert report.host == host
+        assert str(report).endswith(f"of it in host memory {host / 1e6:.3f} MB")
+    assert promised.host == max(report.host for report, _ in reports)
+    assert promised.total == max(report.total for report, _ in reports)
+
+
+class Cudart:
+    """CUDA's functions for host memory that a device can read itself."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.registered = error, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if not self.error:
+            self.registered[address] = nbytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.registered[address]
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
+        return f"error {error}"
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
+    made = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    yield made
+    assert made.registered == {}, "memory that is freed is unpinned"
+
+
+def test_pinned_memory_is_as_long_as_it_is_and_unpinned_when_its_last_view_goes(cudart: Cudart):
+    memory = offload.pinned(1_000_003)
+    assert [*cudart.registered.values()] == [1_000_003] and not memory.any()
+    assert memory.data_ptr() in cudart.registered
+    view = memory[10:20].view(torch.int8)
+    del memory
+    assert cudart.registered
+    del view
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_with_its_remedy(cudart: Cudart):
+    cudart.error = 2
+    with pytest.raises(RuntimeError, match=r"could not pin 4096 bytes .*error 2.*ulimit -l"):
+        offload.pinned(4096)
