@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, run_world, sharded, values
+from models import CASES, assert_same_bits, run_world, sharded, train, values
 from torch import Tensor
 
 from shardcast.comm import REDUCTIONS, Comm, objects
@@ -139,11 +139,7 @@ def test_ranks_of_a_node_are_found_where_they_are_numbered_node_by_node(
 def trained(process_group: Any, case: str, fields: dict[str, Any]) -> Any:
     model = CASES[case].build()
     optimizer = sharded(model, process_group, param_dtype=BF16, **fields)
-    for step in range(3):
-        batch = CASES[case].batch(10 * step + process_group.rank())
-        CASES[case].loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, (10 * step + process_group.rank() for step in range(3)), case)
     return values(model), {pack.algorithms.reduce for pack in optimizer.layout.packs}
 
 

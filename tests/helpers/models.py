@@ -215,6 +215,15 @@ def advance(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
         optimizer.zero_grad()
 
 
+def train(model: nn.Module, optimizer: Any, seeds: Iterable[int], case: str = "mlp") -> None:
+    """A step for each seed, of which the batch is made."""
+    for seed in seeds:
+        loss = CASES[case].loss(model, CASES[case].batch(seed))
+        optimizer.scale_loss(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def job(group: Any = None, steps: int = 1, case: str = "mlp", seed: int = 0, **fields: Any) -> Any:
     """A bf16 model of :data:`CASES` and its sharded optimizer after some steps."""
     model = CASES[case].build(seed)

@@ -14,6 +14,7 @@ from models import (
     everything,
     run_world,
     sharded,
+    train,
     values,
 )
 from torch import nn
@@ -91,10 +92,8 @@ def test_the_scale_leaves_no_trace_in_what_is_learned():
     model, twin = CASES["mlp"].build(), CASES["mlp"].build()
     with_scale, without = sharded(model, loss_scale=1024.0), sharded(twin)
     for step in range(5):
-        for m, optimizer in ((model, with_scale), (twin, without)):
-            optimizer.scale_loss(CASES["mlp"].loss(m, CASES["mlp"].batch(step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, with_scale, [step])
+        train(twin, without, [step])
         assert torch.equal(with_scale.grad_norm, without.grad_norm)
     assert_same_bits(values(model), values(twin))
 
@@ -203,9 +202,7 @@ def test_a_step_that_the_guard_skips_says_nothing_of_the_scale():
     )
     seen = []
     for step in range(len(spikes)):
-        optimizer.scale_loss(CASES["mlp"].loss(model, CASES["mlp"].batch(step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, [step])
         seen.append(
             (float(optimizer.loss_scale), packed_of(optimizer).decider.state_dict()["growth"])
         )
@@ -221,9 +218,6 @@ def test_the_scale_grows_after_a_resume_with_a_shorter_interval():
         )
         if state:
             packed_of(optimizer).decider.load_state_dict(state)
-        for step in range(6 if interval == 100 else 1):
-            optimizer.scale_loss(CASES["mlp"].loss(model, CASES["mlp"].batch(step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, range(6 if interval == 100 else 1))
         state = packed_of(optimizer).decider.state_dict()
     assert state["loss_scale"] == 8.0

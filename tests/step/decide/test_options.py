@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, adamw, assert_same_bits, run_world, sharded, values
+from models import CASES, adamw, assert_same_bits, run_world, sharded, train, values
 from torch import nn
 
 from shardcast import _compat
@@ -40,16 +40,11 @@ def outcomes(size: int, drift: Callable[[Any, nn.Module, int], Any], **fields: A
         optimizer = sharded(model, group, two_groups, **fields)
         rank = group.rank()
 
-        def step() -> None:
-            optimizer.zero_grad()
-            CASES["mlp"].loss(model, CASES["mlp"].batch(rank)).backward()
-            optimizer.step()
-
-        step()
+        train(model, optimizer, [rank])
         before = values(model)
         drift(optimizer, model, rank)
         try:
-            step()
+            train(model, optimizer, [rank])
         except RuntimeError as error:
             assert_same_bits(values(model), before)
             return str(error)

@@ -94,10 +94,6 @@ def test_by_itself_sync_goes_the_way_that_the_layout_shows_for_each_pack(partiti
     layout: Any = ranks[0]["layout"]
     ways = [pack.algorithms.sync for pack in layout.packs]
     assert set(ways) == {"all_gather" if partition == "even" else "broadcast"}
-    shown = [line for line in layout.lines() if line.startswith("  pack ")]
-    for pack, line in zip(layout.packs, shown, strict=True):
-        assert f"reduce all_to_all (rounded once), sync {pack.algorithms.sync} (" in line
-        assert pack.algorithms.sync_why in line
     _, *sync = ranks[0]["step"]
     assert len({call.launch for call in sync}) == 1 < len(layout.packs)
     assert {call.op.removesuffix("_single") for call in sync} == set(ways)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import foreign
+import oracle
 import pytest
 import torch
 from oracle import BATCH, Optimizers, difference, mlp, pair, set_grads
@@ -54,17 +55,14 @@ def check(
     script: Any = train, build: Build = pair, like: Any = None, tol: float = TOL, **fields: Any
 ) -> None:
     """The script trains handles as two plain optimizers (by ``like``), in worlds of 1 to 3."""
-    expected = plain(like or script, build)
 
-    def run(group: Any) -> float:
-        model = mlp()
-        script(model, shard(model, build(model), group, **fields).optimizers)
-        return difference(model, expected)
+    def both(model: nn.Module, optimizers: Any, _batch: Tensor, sharded: bool) -> None:
+        if sharded:
+            script(model, optimizers.optimizers)
+        else:
+            (like or script)(model, optimizers)
 
-    for size in (1, 2, 3):
-        world = ThreadedWorld(size)
-        assert max(world.run(run)) <= tol
-        assert_same_sequence(world.logs)
+    oracle.check(build, both, tol=tol, **fields)
 
 
 # -- parity ---------------------------------------------------------------------------------------
