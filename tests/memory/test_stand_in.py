@@ -373,6 +373,20 @@ def test_in_a_world_of_one_gradients_are_plain_tensors():
     on_ranks(script, 1, accumulate="sharded")
 
 
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+def test_gradients_that_are_not_reduced_yet_are_this_ranks_own(accumulate: str):
+    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
+        loss = model(batch).square().mean()
+        own = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+        with optimizer.no_sync():
+            loss.backward()
+        for param, grad in zip(model.parameters(), own, strict=True):
+            is_own = type(param.grad) is Tensor and torch.equal(param.grad, grad)
+            assert is_own == (accumulate == "local")
+
+    on_ranks(script, accumulate=accumulate)
+
+
 def test_a_model_is_converted_with_gradients_that_are_at_their_owners():
     def script(model: Any, optimizer: Any, batch: Tensor) -> None:
         model(batch).float().square().mean().backward()
