@@ -153,7 +153,7 @@ def test_reads_raise_by_name_and_edits_questions_and_views_do_not(partition: str
     on_ranks(script, 3, partition=partition)
 
 
-def edited(group: Any, partition: str, codes: list[str]) -> None:
+def edited(group: Any, partition: str, codes: list[str], name: str = "2.weight") -> None:
     model = mlp()
     optimizer = shardcast.shard(
         model,
@@ -166,7 +166,7 @@ def edited(group: Any, partition: str, codes: list[str]) -> None:
         alignment=8,
     )
     batch = BATCH.chunk(group.size())[group.rank()]
-    p = model[2].weight
+    p: Any = model.get_parameter(name)
     other = torch.arange(p.numel()).view(p.shape) / 8 - 1
 
     def gathered(code: str) -> Tensor:
@@ -192,6 +192,16 @@ def edited(group: Any, partition: str, codes: list[str]) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_what_a_script_edits_at_the_owners_is_what_it_edits_under_ddp(size: int, partition: str):
     ThreadedWorld(size, timeout=60).run(edited, partition, cases(EDITS))
+
+
+def test_a_vector_is_edited_with_vectors():
+    codes = [
+        "g.add_(a)",
+        "g.mul_((p > 0).float())",
+        "g.lerp_(a, .1)",
+        "torch._foreach_add_([g], [a])",
+    ]
+    ThreadedWorld(3, timeout=60).run(edited, "even", codes, "2.bias")
 
 
 def test_an_edit_is_missed_where_it_does_not_reach_the_mean(monkeypatch: pytest.MonkeyPatch):
@@ -371,6 +381,25 @@ def test_in_a_world_of_one_gradients_are_plain_tensors():
 
     on_ranks(script, 1)
     on_ranks(script, 1, accumulate="sharded")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_a_script_keeps_over_a_backward_do_not_change(size: int):
+    """As PCGrad does, which compares those of two losses."""
+
+    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
+        kept: list[list[Tensor]] = []
+        for power in (1, 2):
+            optimizer.zero_grad()
+            model(batch).abs().pow(power).mean().backward()
+            optimizer.gather_gradients()
+            kept.append([param.grad for param in model.parameters()])
+            if power == 1:
+                before = [grad.clone() for grad in kept[0]]
+        assert all(map(torch.equal, kept[0], before))
+        assert not any(map(torch.equal, *kept))
+
+    on_ranks(script, size)
 
 
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])

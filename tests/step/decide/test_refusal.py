@@ -212,14 +212,21 @@ def test_two_rare_calls_are_named_too():
     ThreadedWorld(2).run(run)
 
 
-def test_calls_are_compared_over_ranks_of_a_mesh_too():
+@pytest.mark.parametrize(
+    ("apart", "told"),
+    [
+        ({3}, "ranks 0, 1, 2: step; rank 3: gather_gradients"),
+        ({1, 3}, "ranks 0, 2: step; ranks 1, 3: gather_gradients"),  # data-parallel ranks agree
+    ],
+    ids=str,
+)
+def test_calls_are_compared_over_ranks_of_a_mesh_too(apart: set[int], told: str):
     def run(mesh: Any) -> None:
         model = CASES["mlp"].build()
         optimizer = sharded(model, None, mesh=mesh)
-        rank = mesh.get_rank()
         backward(model)
-        with pytest.raises(RuntimeError, match=r"ranks 0, 1, 2: step; rank 3: gather_gradients"):
-            optimizer.gather_gradients() if rank == 3 else optimizer.step()
+        with pytest.raises(RuntimeError, match=told):
+            optimizer.gather_gradients() if mesh.get_rank() in apart else optimizer.step()
 
     threaded_world({"dp": 2, "tp": 2}, run)
 

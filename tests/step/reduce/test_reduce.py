@@ -406,6 +406,18 @@ def test_clearing_one_gradient_between_two_backwards_of_a_step_drops_its_mean_al
     compare(actions, accumulate=accumulate)
 
 
+def test_a_group_that_is_added_after_the_backward_has_its_gradients_averaged():
+    def run(group: Any) -> list[float]:
+        model = nn.ParameterList(torch.ones(4) for _ in range(2))
+        optimizer = sharded(model, group, lambda m: torch.optim.SGD([m[0]], lr=1.0))
+        (model[0].sum() + (1.0 + 2 * group.rank()) * model[1].sum()).backward()
+        optimizer.add_param_group({"params": [model[1]]})
+        optimizer.step()
+        return [float(param.detach().unique()) for param in model]
+
+    assert ThreadedWorld(2).run(run) == [[0.0, -1.0]] * 2
+
+
 @pytest.mark.parametrize("is_host", [True, False])
 def test_a_gradient_that_is_cleared_after_a_clip_is_absent_in_the_step(
     is_host: bool, monkeypatch: pytest.MonkeyPatch
