@@ -21,7 +21,7 @@ from shardcast.extensions.offload import Copies
 from shardcast.memory.codecs import ROW, master_codec, moment_codec
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Epilogue
-from shardcast.step.update.fusion import CompiledExecutor, Executor, Fusion, UpdateScalars
+from shardcast.step.update.fusion import CompiledExecutor, Executor, Fusion, UpdateNumbers
 from shardcast.step.update.state import SUM_ROW
 
 BYTES = 30  # per element: gradient 2; master, moments and parameter 14 read and 14 written
@@ -130,7 +130,7 @@ def runner(executor: Executor, fusion: Fusion, operands: list[Tensor]) -> Callab
             behind = tuple(rules.as_tensors(each, skip) for each in behind)
         decided = None if executor.on_host else skip
         counts = torch.full((len(behind),), 3.0)
-        executor(fusion, operands, UpdateScalars(step, numbers, behind, counts), factor, decided)
+        executor(fusion, operands, UpdateNumbers(step, numbers, behind, counts), factor, decided)
 
     return run
 

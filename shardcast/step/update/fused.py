@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,13 +19,15 @@ from shardcast.memory.shard import Shard
 from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
+from shardcast.step.decide.options import is_constant
 from shardcast.step.decide.signal import to_device
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Epilogue
-from shardcast.step.update.fusion import Executor, UpdateScalars, choose_executor
-from shardcast.step.update.numbers_of_rules import RuleNumbers
+from shardcast.step.update.fusion import Executor, UpdateNumbers, choose_executor
 from shardcast.step.update.rules import NoRule, Rule
 from shardcast.step.update.state import Key, Range, Ready, ShardState, Update
+
+ALIGNED = 4  # fp32 numbers in 16 bytes: a graph for a GPU would copy what begins elsewhere
 
 
 @dataclass
@@ -36,7 +40,8 @@ class _Plan:
         counting: views of the counts of steps that grow.
         is_steady: after another step like this the same fragments have equal counts.
         ranges: of each shard.
-        scalars: of each key, where numbers are on the device.
+        numbers: of each key, where they are on the device.
+        tables: of each rule, there.
     """
 
     present: Mapping[Pack, Sequence[bool]]
@@ -47,8 +52,8 @@ class _Plan:
     is_steady: bool
     keys: list[Key]
     ranges: dict[Shard, list[Range]]
-    scalars: list[UpdateScalars] = field(default_factory=list)
-    numbers: list[RuleNumbers] = field(default_factory=list)
+    numbers: list[UpdateNumbers] = field(default_factory=list)
+    tables: list[RuleTable] = field(default_factory=list)
 
     def serves(
         self,
@@ -159,14 +164,14 @@ class FusedUpdate(Update):
 
     def _run(self, plan: _Plan, decision: Decision, skip: Tensor | None) -> None:
         behind = self._behind_rules(self._execute.on_host)
-        scalars = self._scalars(plan, behind)
+        all_numbers = self._numbers(plan, behind)
         factors, execute = decision.factors, self._execute
-        tables = {numbers.rule: numbers for numbers in plan.numbers}
+        tables = {numbers.rule: numbers for numbers in plan.tables}
         of_tables: dict[Rule, Tensor | None] = {}
         for shard in self._shards:
             shard.home.arrive()
             for one in plan.ranges.get(shard, ()):
-                numbers, key = scalars[one.key], plan.keys[one.key]
+                numbers, key = all_numbers[one.key], plan.keys[one.key]
                 factor = factors[key.group]
                 if one.places is not None:
                     table = tables[key.rule]
@@ -190,20 +195,20 @@ class FusedUpdate(Update):
             return [rules.decaying(rule) for rule in found]
         return [*found]
 
-    def _scalars(self, plan: _Plan, behind: Any) -> list[UpdateScalars]:
+    def _numbers(self, plan: _Plan, behind: Any) -> list[UpdateNumbers]:
         """Return this step's numbers of each key."""
         groups = self._optimizer.param_groups
-        for numbers in plan.numbers:
-            numbers.compute(groups)
+        for table in plan.tables:
+            table.compute(groups)
         if not self._execute.on_host:
             if not self._active:
-                return plan.scalars
-            return [UpdateScalars(step, of_rule, *behind) for step, of_rule, *_ in plan.scalars]
+                return plan.numbers
+            return [UpdateNumbers(step, of_rule, *behind) for step, of_rule, *_ in plan.numbers]
         found = []
         for rule, of, place, _ in plan.keys:
             step, group = self._steps[place], groups[of.position]
             numeric = {key: _plain(value) for key, value in group.items() if key != "params"}
-            found.append(UpdateScalars(step, rule.numbers(numeric, float(step)), *behind))
+            found.append(UpdateNumbers(step, rule.numbers(numeric, float(step)), *behind))
         return found
 
     def _arranged(self, present: Mapping[Pack, Sequence[bool]], rules: Sequence[Rule]) -> _Plan:
@@ -236,16 +241,16 @@ class FusedUpdate(Update):
         if not self._execute.on_host:
             steps = self._steps
             for rule in dict.fromkeys(key.rule for key in known):
-                numbers = RuleNumbers(rule, known, steps, self._uniform, self._execute.keep)
-                plan.numbers.append(numbers)
-            found = {n: it for numbers in plan.numbers for n, it in numbers.scalars.items()}
-            plan.scalars = [found[number] for number in range(len(known))]
+                table = RuleTable(rule, known, steps, self._uniform, self._execute.keep)
+                plan.tables.append(table)
+            found = {n: it for table in plan.tables for n, it in table.numbers.items()}
+            plan.numbers = [found[number] for number in range(len(known))]
             plan.ranges = {shard: self._merged(each, plan) for shard, each in ranges.items()}
         return plan
 
     def _merged(self, ranges: Sequence[Range], plan: _Plan) -> list[Range]:
         """Return ranges with neighbors of several groups as one, where one kernel updates them."""
-        row_of = {number: row for it in plan.numbers for number, row in it.row_of.items()}
+        row_of = {number: row for it in plan.tables for number, row in it.row_of.items()}
         runs = list[list[Range]]()
         for one in ranges:
             if runs and self._are_alike(runs[-1][-1], one, plan):
@@ -397,3 +402,85 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_plain(item) for item in value)
     return value.item() if isinstance(value, Tensor) else value
+
+
+class RuleTable:
+    """The numbers of one rule: a table with a row for each key that has the rule.
+
+    Args:
+        keys: of the whole update.
+        steps: the counts of all fragments.
+        uniform: whether these are equal.
+        keep: :meth:`.Executor.keep`.
+
+    Attributes:
+        rule: the rule.
+        numbers: of each key of this rule, by its place among all; the same memory in every step.
+        table: the same for all of these keys, and ``groups`` of its rows.
+        row_of: the row of each of these keys.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        keys: Sequence[Key],
+        steps: Tensor,
+        uniform: bool,
+        keep: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.rule, self._steps, device = rule, steps, steps.device
+        own = {number: key for number, key in enumerate(keys) if key.rule == rule}
+        self._groups = [*dict.fromkeys(key.group for key in own.values())]
+        count = rule.count
+        places = [key.place for key in own.values()]
+        self._places = None if uniform else to_device(places, torch.int64, device)
+        of_rows = [self._groups.index(key.group) for key in own.values()]
+        several = len(self._groups) > 1
+        self._of_rows = to_device(of_rows, torch.int64, device) if several else None
+        self._of_groups = torch.zeros(
+            len(self._groups), count, 3, dtype=torch.float64, device=device
+        )
+        self._known = [[math.nan] * (3 * count) for _ in self._groups]  # there; NaN: of tensors
+        self._terms = self._of_groups  # of each row, or one for all
+        rows = torch.zeros(len(own), -(-count // ALIGNED) * ALIGNED, device=device)
+        self._table = rows[:, :count]
+        self.table = keep(rows) if len(own) > 1 else rows
+        self.groups = [key.group for key in own.values()]
+        self.row_of = {number: row for row, number in enumerate(own)}
+        self._options: list[Any] = []  # of all groups, in the last step
+        self._are_constants = False
+        self.numbers: dict[int, UpdateNumbers] = {}
+        for number, place, row in zip(own, places, self._table.unbind(), strict=True):
+            of_rule = keep(row) if count else ()
+            self.numbers[number] = UpdateNumbers(keep(steps[place]), of_rule)
+
+    def compute(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Compute the numbers of this step."""
+        if not self._table.numel():
+            return
+        groups = [param_groups[of.position] for of in self._groups]
+        options = [group[name] for group in groups for name in self.rule.options]
+        # By identity: to compare a tensor with a number would wait for its device.
+        if not (self._are_constants and all(map(operator.is_, options, self._options))):
+            self._options, self._are_constants = options, all(map(is_constant, options))
+            self._upload(groups)
+        scales, bases, exponents = self._terms.unbind(2)
+        steps = self._steps[0] if self._places is None else self._steps[self._places][:, None]
+        powers = (1.0 - bases**steps) ** exponents
+        torch.mul(scales.expand_as(self._table), powers, out=self._table)
+
+    def _upload(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Have the terms of rows on the device as they are in ``groups``."""
+        changed = False
+        for known, there, group in zip(self._known, self._of_groups, groups, strict=True):
+            for number, value in enumerate(itertools.chain.from_iterable(self.rule.terms(group))):
+                # By kernels, as a rule one or two for another learning rate: a copy from the host
+                # would wait, or be read again when a captured graph is replayed.
+                if isinstance(value, Tensor):
+                    there.view(-1)[number].fill_(0).add_(value)
+                    changed, known[number] = True, math.nan
+                elif value != known[number]:
+                    there.view(-1)[number].fill_(value)
+                    changed, known[number] = True, value
+        if changed and self._of_rows is not None:
+            self._terms = self._of_groups.index_select(0, self._of_rows)

@@ -35,7 +35,7 @@ RULE_STATES = 4  # chances that are the rule's; those of epilogues come after th
 VECTOR = 16  # fp32 elements of the longest vector of a CPU
 
 
-class UpdateScalars(NamedTuple):
+class UpdateNumbers(NamedTuple):
     """The numbers of one step: of the host, or fp32 tensors.
 
     Attributes:
@@ -129,7 +129,7 @@ class Fusion:
 def update_(
     fusion: Fusion,
     operands: Sequence[Tensor],
-    numbers: UpdateScalars,
+    numbers: UpdateNumbers,
     factor: Tensor | None,
     skip: Tensor | None,
 ) -> None:
@@ -265,7 +265,7 @@ class Executor:
         self,
         fusion: Fusion,
         operands: Sequence[Tensor],
-        numbers: UpdateScalars,
+        numbers: UpdateNumbers,
         factor: Tensor | None,
         skip: Tensor | None,
     ) -> None:
@@ -352,7 +352,7 @@ class CompiledExecutor(Executor):
 def _compiled(
     fusion: Fusion,
     operands: Sequence[Tensor],
-    numbers: UpdateScalars,
+    numbers: UpdateNumbers,
     factor: Tensor | None,
     skip: Tensor | None,
 ) -> None:

@@ -7,7 +7,7 @@ A rule holds the flags of a parameter group; :func:`.fusion.update_` applies it.
   ``_single_tensor_sgd``, so that fp32 results equal theirs to the bit. A group with ``fused=True``
   gets torch's own fused kernel.
 * 0-dim tensors for ``torch.compile``, which no other number makes compile again, and for
-  accelerators, where the step count is on the device (:mod:`.numbers_of_rules`).
+  accelerators, where the step count is on the device (:class:`.RuleTable`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import to_device
 from shardcast.step.update.epilogues import AVERAGE, STEPS, Epilogue
-from shardcast.step.update.fusion import Fusion, Operands, UpdateScalars, choose_executor
+from shardcast.step.update.fusion import Fusion, Operands, UpdateNumbers, choose_executor
 from shardcast.step.update.rules import Rule, as_tensors
 
 Ready = Callable[[Sequence[Pack]], object]  # is told which packs are updated before others
@@ -458,9 +458,9 @@ class Update(ABC):
             # In place, so that a captured step goes on where the last one ended.
             self._epilogue_steps = self._epilogue_steps.to(taken.device).add_(taken)
 
-    def _numbers_of(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> UpdateScalars:
+    def _numbers_of(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> UpdateNumbers:
         """Return a rule's numbers of this step with those of epilogues."""
-        return UpdateScalars(step, rule, *self._behind_rules(on_host))
+        return UpdateNumbers(step, rule, *self._behind_rules(on_host))
 
     def _behind_rules(self, on_host: bool) -> tuple[tuple[tuple[Any, ...], ...], Tensor | None]:
         """Return the epilogues' numbers in this step, and the steps that each took part in."""

@@ -28,7 +28,7 @@ import shardcast
 from shardcast.extensions.split_masters import Split16
 from shardcast.memory.codecs import Codec, moment_codec
 from shardcast.step.update import fusion, rules
-from shardcast.step.update.fusion import CompiledExecutor, Executor, Fusion, UpdateScalars
+from shardcast.step.update.fusion import CompiledExecutor, Executor, Fusion, UpdateNumbers
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(120)
@@ -93,7 +93,7 @@ class Range:
             pairs = zip(operands, self.fusion.counts, strict=True)
             operands = [t[part] if count > 1 else t[first:last] for t, count in pairs]
         decided = None if executor.on_host else decision
-        executor(self.fusion, operands, UpdateScalars(count, numbers), torch.tensor(0.37), decided)
+        executor(self.fusion, operands, UpdateNumbers(count, numbers), torch.tensor(0.37), decided)
 
     def bits(self) -> dict[int, Tensor]:
         return {n: operand.clone() for n, operand in enumerate(self.operands)}

@@ -22,7 +22,7 @@ from shardcast.step.update.fusion import (
     CompiledExecutor,
     Executor,
     Fusion,
-    UpdateScalars,
+    UpdateNumbers,
     choose_executor,
 )
 
@@ -198,7 +198,7 @@ def execute(
     else:
         numbers = rules.as_tensors(fusion.rule.numbers(group, count.double()), skip)
     executor(
-        fusion, operands, UpdateScalars(count, numbers), None, None if executor.on_host else skip
+        fusion, operands, UpdateNumbers(count, numbers), None, None if executor.on_host else skip
     )
 
 
