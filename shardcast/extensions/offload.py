@@ -41,7 +41,7 @@ from shardcast import _compat
 from shardcast.comm import warn_first
 from shardcast.extensions.any_optimizer import probe
 from shardcast.memory.gradients import Gradients
-from shardcast.memory.hashing import Hasher
+from shardcast.memory.hashing import hasher_of
 from shardcast.memory.home import ALL, Home
 from shardcast.memory.pack import Pack
 from shardcast.optimizer.packed import PackedOptimizer
@@ -145,9 +145,6 @@ def pinned(nbytes: int) -> Tensor:
 def copies_of(device: torch.device) -> Copies:
     """Return the copies of a device, the same for all packs."""
     return StreamCopies(device) if device.type == "cuda" else Copies()
-
-
-hasher_of = functools.cache(Hasher)
 
 
 class HostHome(Home):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import Comm
-from shardcast.memory.hashing import Hasher
+from shardcast.memory.hashing import hasher_of
 from shardcast.memory.shard import Shard
 from shardcast.messages import SHOWN
 from shardcast.optimizer.packed import PackedOptimizer
@@ -70,7 +70,7 @@ class ReplicaCheck(StepHook):
     def __init__(self, optimizer: PackedOptimizer) -> None:
         self._optimizer, self._period = optimizer, optimizer.config.replica_check
         self._groups = optimizer.process_groups
-        self._hash = Hasher(optimizer.device)
+        self._hash = hasher_of(optimizer.device)
         ranks = self._ranks = optimizer.comm.size
         bits = min(BITS, (53 - 2 * (ranks - 1).bit_length()) // 2)
         self._mask = (1 << bits) - 1  # (ranks * digest)**2 is an exact double

@@ -7,6 +7,7 @@ change unnoticed. It finds errors, not attacks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 
 class Hasher:
-    """Hashes of tensors on one device."""
+    """Hashes of tensors on one device; see :func:`hasher_of`."""
 
     def __init__(self, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)  # alike on all ranks
@@ -54,6 +55,12 @@ class Hasher:
     def joined(self, hashes: Sequence[Tensor]) -> Tensor:
         """One hash of several."""
         return self(torch.stack([*hashes])) if hashes else self._zero
+
+
+@functools.cache
+def hasher_of(device: torch.device) -> Hasher:
+    """Return the one hasher of a device, whose tables take 40 KiB."""
+    return Hasher(device)
 
 
 def bits_of(values: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast._compat import dtensor
 from shardcast.comm import Comm
-from shardcast.memory.hashing import Hasher, bits_of
+from shardcast.memory.hashing import bits_of, hasher_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.packed import PackedOptimizer
@@ -473,7 +473,7 @@ def _refuse_differences(packed: PackedOptimizer, of_slots: Mapping[Place, list[E
         for edit in of_slot
         if (name := shard.pack.layout.slots[position].name)
     ]
-    hasher = Hasher(packed.device)
+    hasher = hasher_of(packed.device)
     hashes = torch.stack([hasher(values) for *_, values in edits]).tolist() if edits else []
     kinds: dict[PackGroups, dict[str, int]] = {}
     for shard, _ in of_slots:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.comm import warn_first
-from shardcast.memory.hashing import Hasher
+from shardcast.memory.hashing import hasher_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.groups import activate_packs
@@ -817,6 +817,6 @@ def _joined(parts: list[tuple[Fragment, dict[str, Any]]], elementwise: bool) -> 
 
 def _hashes(pack: Pack) -> list[int]:
     """Hash each slot of a pack; waits for the device."""
-    hasher, slots = Hasher(pack.data.device), pack.layout.slots
+    hasher, slots = hasher_of(pack.data.device), pack.layout.slots
     parts = (pack.data[slot.offset : slot.offset + slot.numel] for slot in slots)
     return torch.stack([hasher(part.clone()) for part in parts]).tolist()  # words need alignment

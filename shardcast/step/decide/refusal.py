@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.comm.objects import failure_of, raised_elsewhere
-from shardcast.memory.hashing import Hasher
+from shardcast.memory.hashing import hasher_of
 from shardcast.messages import by_rank
 from shardcast.step.decide.options import BITS, listed
 from shardcast.step.decide.signal import Signal, known, to_device
@@ -129,7 +129,7 @@ class Loads:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._hasher = Hasher(device)
+        self._device = device
         self._before: dict[nn.Parameter, tuple[str, int]] = {}
         self._own: set[nn.Parameter] = set()  # whose values are no other rank's
         self._told: list[nn.Parameter] = []
@@ -168,4 +168,4 @@ class Loads:
         self._told.clear()
 
     def _hash(self, param: Tensor) -> int:
-        return int(self._hasher(_compat.local_tensor(param)))
+        return int(hasher_of(self._device)(_compat.local_tensor(param)))

@@ -101,14 +101,14 @@ def test_a_training_with_numbers_of_the_device_is_that_with_numbers_of_the_host(
 
 @pytest.mark.usefixtures("accelerator")
 def test_a_step_like_the_last_one_prepares_nothing(monkeypatch: pytest.MonkeyPatch):
-    fetched: list[slice] = []
-    fetch = ShardState.fetch
+    asked: list[slice] = []
+    operands = ShardState.operands
 
     def counted(self: ShardState, part: slice, *others: Any, **named: Any) -> Any:
-        fetched.append(part)
-        return fetch(self, part, *others, **named)
+        asked.append(part)
+        return operands(self, part, *others, **named)
 
-    monkeypatch.setattr(ShardState, "fetch", counted)
+    monkeypatch.setattr(ShardState, "operands", counted)
 
     def run(group: Any) -> list[int]:
         model, optimizer = optimizer_of(group)
@@ -119,9 +119,9 @@ def test_a_step_like_the_last_one_prepares_nothing(monkeypatch: pytest.MonkeyPat
             if step in (3, 4):
                 model[1].grad = None
             optimizer.param_groups[0]["lr"] *= 0.5
-            before = len(fetched)
+            before = len(asked)
             optimizer.step()
-            counts.append(len(fetched) - before)
+            counts.append(len(asked) - before)
             optimizer.zero_grad()
         return counts
 
