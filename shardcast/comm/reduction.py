@@ -61,12 +61,10 @@ class Buffer:
 
 
 class Buffers:
-    """The free buffers of a reducer, for what its packs send and receive.
+    """The free buffers of a pass, for what its packs send and receive.
 
-    A host keeps them from step to step, at most as many as are in flight at once. Its allocator
-    would give memory of this size back to the system, so that each page of it is a fault in every
-    step. An accelerator keeps none: torch's allocator reuses memory there, and knows which streams
-    still use it.
+    An accelerator keeps none: torch's allocator reuses memory there, and knows which streams still
+    use it.
     """
 
     def __init__(self) -> None:

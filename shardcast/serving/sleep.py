@@ -229,7 +229,6 @@ class Sleep(StepHook):
         for shard in optimizer.shards:
             for param in shard.pack.in_model:
                 param.grad = None
-        reduce.buffers.free()
         for bucket in reduce.buckets.values():
             bucket.grads.free()
         if reduce.backwards:

@@ -19,12 +19,12 @@ from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.reduce.mean import Divisor, Mean, mean_in_chunks_
 
 
-def land_all(buckets: Iterable[Bucket], buffers: Buffers) -> None:
+def land_all(buckets: Iterable[Bucket]) -> None:
     """Finish what a failed backward, or no backward, left in flight."""
     for bucket in buckets:
         if bucket.grads.in_flight:
             with torch.no_grad():
-                bucket.land(buffers)
+                bucket.land(Buffers())
 
 
 @dataclass(eq=False)

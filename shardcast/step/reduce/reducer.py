@@ -64,7 +64,6 @@ class Reducer:
             further pack is complete.
         history: the acts on means since the last step, which all ranks must do alike.
         buckets: the bucket of each pack, in the order of :meth:`add`.
-        buffers: that are free.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class Reducer:
         self.counting: int | None = None
         self.history: dict[str, Any] = {**NOTHING}
         self.buckets: dict[Pack, Bucket] = {}
-        self.buffers = Buffers()
         self._syncs = True
         self._gathered = False  # since the last backward: all edits are right
         self._told: set[str] = set()
@@ -161,8 +159,8 @@ class Reducer:
         if self.alone:
             bucket.grads.adopt_all()
         else:
-            bucket.send(self.buffers)
-            land_all([bucket], self.buffers)
+            bucket.send(Buffers())
+            land_all([bucket])
 
     def nbytes(self, pack: Pack) -> int:
         """Return the bytes of the gradients of ``pack``."""
@@ -189,8 +187,7 @@ class Reducer:
         self._handles.clear()
         if (group := self.process_groups.shard.group) is not None:
             _REDUCERS[group].discard(self)
-        land_all(self.buckets.values(), self.buffers)  # last: it raises where a rank was lost
-        self.buffers.free()
+        land_all(self.buckets.values())  # last: it raises where a rank was lost
         for grads in self.grads:
             grads.close()
 
@@ -449,7 +446,7 @@ class Reducer:
             bucket.begin()
         self.counting = None
         if sends or self.alone:
-            self._pass = ReducePass(self.buckets.values(), self.buffers, self.alone)
+            self._pass = ReducePass(self.buckets.values(), self.alone)
 
     def arrive(self, bucket: Bucket, position: int, running: int) -> None:
         """Called for a gradient that the hook cannot simply count.
