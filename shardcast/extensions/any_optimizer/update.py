@@ -106,8 +106,9 @@ class AnyOptimizerUpdate(Update):
             if not self._is_apart:
                 self._ready([shard.pack for shard in shards])
         self._update(last, decision)
-        self._read_groups()
         self._write_groups()
+        if early:
+            self._read_groups()  # with all masters again
 
     def _turns(self) -> list[list[Shard]]:
         """The shards, those that are updated together in one list. Equal on all ranks."""

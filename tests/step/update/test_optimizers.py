@@ -98,8 +98,12 @@ def test_a_third_party_lion_equals_itself_unsharded(elementwise: bool | None):
     )
 
 
-@pytest.mark.parametrize("elementwise", [None, True])
-def test_a_schedule_free_optimizer_equals_itself_in_both_modes(elementwise: bool | None):
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"elementwise": True}, {"elementwise": True, "offload": True, "param_dtype": "fp32"}],
+    ids=["whole", "elementwise", "offload"],
+)
+def test_a_schedule_free_optimizer_equals_itself_in_both_modes(fields: dict[str, Any]):
     def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
         for _ in range(2):
             optimizer.train()
@@ -109,7 +113,7 @@ def test_a_schedule_free_optimizer_equals_itself_in_both_modes(elementwise: bool
     check(
         lambda model: schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2, warmup_steps=3),
         script,
-        elementwise=elementwise,
+        **fields,
     )
 
 
