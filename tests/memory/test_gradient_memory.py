@@ -172,7 +172,8 @@ def test_gradients_in_memory_that_comes_again_are_added_up(size: int, pack_param
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_a_failed_backward_left_in_such_memory_is_added_up_too(size: int):
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_what_a_failed_backward_left_in_such_memory_is_added_up_too(size: int, comes_first: bool):
     def run(group: Any) -> list[float]:
         model = nn.ParameterList(torch.zeros(8) for _ in range(2))
         optimizer = sharded(model, group, lambda m: sgd(m, lr=1.0), pack_params=1)
@@ -180,8 +181,8 @@ def test_what_a_failed_backward_left_in_such_memory_is_added_up_too(size: int):
         before = Fail.apply(Static.apply(model[0], memory[0], 1.0))
         with pytest.raises(BoomError):  # once the second one has its gradient
             (before + Static.apply(model[1], memory[1], 1.0)).backward()
-        second = Static.apply(model[1], memory[1], 2.0)  # whose gradient comes after the other's
-        (second + Static.apply(model[0], memory[0], 2.0)).backward()
+        again = [Static.apply(p, m, 2.0) for p, m in zip(model, memory, strict=True)]
+        sum(again[::-1] if comes_first else again).backward()
         optimizer.step()
         return [float(param.unique()) for param in model]
 

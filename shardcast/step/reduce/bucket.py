@@ -115,6 +115,7 @@ class Bucket:
         """Called when the backward failed, maybe before the last gradient was accumulated."""
         if (position := self.grads.give_back()) is not None:
             self.arrived.discard(position)
+        self.grads.keep(self.arrived)  # now: the next backward may write before its first hook runs
 
     def adopt(self, synchronizes: bool) -> None:
         """Take in what one rank has of a backward that sends nothing.
