@@ -1125,7 +1125,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Do as :class:`ShardedOptimizer` for this optimizer alone. Every rank must call it."""
+        """Return the full state of this optimizer alone. Collective: every rank."""
         return self._sharded.full_state_dict(self._place)
 
     @property
