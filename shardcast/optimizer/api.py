@@ -1,4 +1,4 @@
-"""The verb: :func:`shard`, from a model and an optimizer to a :class:`ShardedOptimizer`."""
+"""The entry point :func:`shard`: from a model and an optimizer to a :class:`ShardedOptimizer`."""
 
 from __future__ import annotations
 
@@ -56,52 +56,55 @@ def shard(
 ) -> ShardedOptimizer:
     """Shard the fp32 masters and the state of ``optimizer`` over the data-parallel ranks.
 
-    Converts ``model`` in place: its parameters become views of packs in ``param_dtype``, equal on
-    all ranks (rank 0's values), and this rank keeps fp32 masters of its spans. Use neither DDP
-    nor autocast with it. Peak memory: the fp32 model, one pack and this rank's shard.
+    Converts ``model`` in place. Its parameters become views of packs in ``param_dtype``, equal on
+    all ranks (rank 0's values). This rank keeps the fp32 masters of its spans. Do not wrap the
+    model in DDP. By default its modules compute under autocast (option ``autocast``). Peak memory
+    is the fp32 model, one pack and this rank's shard.
 
     Collective: every rank of the group, with the same model and options.
 
     Args:
-        model: on its device, materialized; usually fp32. Several models that one optimizer trains
-            are one, ``nn.ModuleDict({"unet": unet, "text": text})``, and are called as before. In a
-            pipeline it is the list of the stages on this rank, whose parameters have the names that
-            they have in the whole model; then backwards send nothing, and the one reduction
-            of a step runs in ``step()``.
-        optimizer: a torch optimizer over parameters of ``model``, or a sequence of them, such as
-            ``[muon, adamw]``, that hold every trained parameter once. Elementwise ones are cut
-            evenly, parameters of the others have one owner each; one reduction, one norm, one
-            decision and one sync serve all. Their own ``step`` is disabled; see
+        model: on its device, materialized, usually in fp32. If one optimizer trains several models,
+            pass ``nn.ModuleDict({"unet": unet, "text": text})`` and call the models as before. In a
+            pipeline, pass the list of stages on this rank. Their parameters must have the names of
+            the whole model. Backwards then send nothing, and the one reduction of a step runs in
+            ``step()``.
+        optimizer: a torch optimizer over parameters of ``model``, or a sequence such as
+            ``[muon, adamw]`` that holds every trained parameter exactly once. Elementwise
+            optimizers are split evenly; for all others each parameter has one owner. They share one
+            reduction, norm, decision and sync. Their own ``step`` is disabled; see
             :attr:`ShardedOptimizer.optimizers`.
-        config: a config, a mapping, a YAML file, or the name of a preset, ``"lean"``; ``None``
+        config: a config, a mapping, a YAML file or the name of a preset (``"lean"``). ``None``
             reads the environment, see :meth:`ShardcastConfig.load`.
-        process_group: the ranks to shard over; default: the default group, or this process alone
-            where ``torch.distributed`` is not initialized.
-        mesh: of a job that is more than data-parallel, instead of ``process_group``. Dimensions
-            other than ``dp`` are model-parallel; along them norms, skips and clips are agreed on,
-            and parameters are DTensors (``Shard`` or ``Replicate``), or plain copies.
-        dp: the data-parallel dimension of ``mesh``; two of them, (replicas, shards); or several
-            flattened to one mesh, with context parallelism ``mesh["dp", "cp"]._flatten("dp_cp")``.
-        pp: the dimension along which each rank has other parameters, if ``mesh`` has it.
-        tied: weights that two pipeline stages hold, ``(name on one, name on the other)``: they
-            begin equal and stay so, their gradients are added up.
-        grad_sum_over: per model-parallel dimension, patterns of names of plain parameters whose
-            gradient on each rank is a part of the sum, as of norms on parts of a sequence.
-        experts: per data-parallel dimension, patterns of names of parameters that only its ranks
-            share: ``{"edp": ["*.experts.*"]}``. Like all they are divided by ``divisor``.
-        divisor: what sums over ranks are divided by, see :attr:`ShardedOptimizer.divisor`.
-        materialize: gives a model built on ``meta`` its storage and values, for example
-            ``lambda model: model.to_empty(device="cuda").apply(initialize)``; parameters keep
-            their identity. Only rank 0's values count.
-        fields: single options, which win over ``config``.
+        process_group: ranks to shard over. By default the default group, or this process alone if
+            ``torch.distributed`` is not initialized.
+        mesh: device mesh of a job that is more than data-parallel, instead of ``process_group``.
+            Dimensions other than ``dp`` are model-parallel: ranks along them agree on norms, skips
+            and clips, and parameters are DTensors (``Shard`` or ``Replicate``) or plain copies.
+        dp: the data-parallel dimension of ``mesh``; or two, ``(replicas, shards)``; or several,
+            flattened into one mesh. With context parallelism
+            ``mesh["dp", "cp"]._flatten("dp_cp")``.
+        pp: the pipeline dimension, along which each rank has other parameters, if ``mesh`` has it.
+        tied: weights that two pipeline stages hold, ``(name on one, name on the other)``. They
+            start equal and stay equal, and their gradients are summed.
+        grad_sum_over: by model-parallel dimension, name patterns of plain parameters with a partial
+            gradient on each rank, such as norms that see part of the sequence.
+        experts: by data-parallel dimension, name patterns of parameters that only the ranks along
+            it share: ``{"edp": ["*.experts.*"]}``. Their gradients are divided by ``divisor`` like
+            all others.
+        divisor: divisor of sums over ranks, see :attr:`ShardedOptimizer.divisor`.
+        materialize: function that allocates and initializes a model built on ``meta``, such as
+            ``lambda model: model.to_empty(device="cuda").apply(initialize)``. Parameters keep their
+            identity. Only rank 0's values count.
+        fields: single options; they take precedence over ``config``.
 
     Returns:
         The optimizer to use from now on.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be used; says which and what to do.
-        RuntimeError: ``shard`` was called before on this model, the process group is missing, or
-            the ranks hold different models or options.
+        TypeError, ValueError: an argument cannot be used; the error says which and what to do.
+        RuntimeError: the model is already sharded, the process group is missing, or the ranks have
+            different models or options.
     """
     beside_mesh = {"tied": tied, "grad_sum_over": grad_sum_over, "experts": experts}
 
@@ -117,7 +120,7 @@ def shard(
         restores = waiting_restores(root for stage in stages for root in called_by_script(stage))
         return _Given(options, stages, originals, restores)
 
-    given = _attempted(prepare)  # what fails here is raised on all ranks, where they meet first
+    given = _attempted(prepare)  # errors are raised on all ranks, at their first meeting
     roots = [stage for stage in _listed(model) if isinstance(stage, nn.Module)]
     device = _device(roots)
     if mesh is None:
@@ -151,9 +154,7 @@ def shard(
         plan = setup.plan_for(root, originals, config, process_groups.parallel_dims, stages)
         closed = f"after {len(restores)} closed without restore"
         plan = dataclasses.replace(plan, options=(*plan.options, closed))
-        updates_of(
-            originals, config, process_groups.dp
-        )  # what it refuses, before the model is converted
+        updates_of(originals, config, process_groups.dp)  # raises before the model is converted
         compiles(config, device)
         aliases[:] = find_aliases(stages)
         return plan
@@ -193,7 +194,7 @@ def shard(
 
 
 class _Given(NamedTuple):
-    """The arguments that a rank was given, checked."""
+    """The checked arguments of one rank."""
 
     config: ShardcastConfig
     stages: list[nn.Module]
@@ -202,11 +203,11 @@ class _Given(NamedTuple):
 
 
 def _attempted(prepare: Callable[[], _Given]) -> Callable[[], _Given]:
-    """Gives what ``prepare`` returned, or raises what it raised, as often as it is called."""
+    """Return a function that repeats the result, or the error, of one call of ``prepare``."""
     try:
         options = prepare()
     except Exception as error:
-        failure = error  # the other name ends with the block
+        failure = error  # `error` is unbound after the block
 
         def fail() -> _Given:
             raise failure
@@ -260,9 +261,9 @@ def _check_mesh(
 
 
 def _device(stages: Sequence[nn.Module]) -> torch.device:
-    """Return the device by which ranks tell each other how planning went.
+    """Return the device on which ranks exchange the outcome of planning.
 
-    Of what has no memory yet the host, unless the default group does not serve it (NCCL alone).
+    For a model on ``meta`` it is the CPU, unless the default group does not support it (NCCL only).
     """
     first = next((param for stage in stages for param in stage.parameters()), None)
     if first is not None and not first.is_meta:

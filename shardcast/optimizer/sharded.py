@@ -1,6 +1,6 @@
-"""The sharded optimizer; one step is reduce, decide, update and cast, sync.
+"""The sharded optimizer. One step is reduce, decide, update and cast, sync.
 
-Behind it stand the clip that a script has called, and the handles of several optimizers.
+This module also has the pending clip and the handles of several optimizers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.update.state import OwnMethod
 
 Parameters = Iterable[Tensor] | Tensor
-# The call that a step is then, for ranks to compare.
+# Name of such a step when ranks compare their calls.
 STEP_AFTER_EDIT = "step (gradients were edited, replaced or cleared after the clip)"
 
 REASON = "it no longer owns gradients and state"
@@ -62,21 +62,21 @@ KEEP_PARTS = ("shardcast", "accelerate.optimizer")
 class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose fp32 masters and state are sharded over data-parallel ranks.
 
-    Made by :func:`shardcast.shard`. ``param_groups`` hold the *model* parameters and are shared
-    with the optimizer it was made from, so schedulers built on either work; a group may have a
-    ``max_grad_norm`` of its own.
+    :func:`shardcast.shard` creates it. ``param_groups`` hold the *model* parameters and are shared
+    with the original optimizer, so schedulers built on either one work. A group may have its own
+    ``max_grad_norm``.
 
     Attributes:
-        optimizers: a handle for each optimizer that was given, for schedulers and for loops over
-            them: ``step()`` of the last handle makes the one step of all. With one optimizer it is
-            this object itself.
+        optimizers: a handle for each optimizer that was passed to ``shard()``, for schedulers and
+            for loops over optimizers. ``step()`` of the last handle steps all of them. With one
+            optimizer it is this object itself.
     """
 
-    # torch.amp.GradScaler then always calls step(), on every rank, where we refuse; otherwise it
-    # would skip the step on the ranks that saw an infinity and leave the others waiting.
+    # Makes torch.amp.GradScaler call step() on every rank, which raises. Otherwise it would skip
+    # the step on ranks that saw an infinity, and the other ranks would wait.
     _step_supports_amp_scaling = True
     _warned_of_schedules = False
-    _ready = False  # torch's own set-up fills in groups and state, which ours are already
+    _ready = False  # torch's __init__ must not fill in groups and state; ours exist already
 
     def __init__(self, packed: PackedOptimizer) -> None:
         self._packed, self._clip = packed, Clip(packed.reduce)
@@ -112,27 +112,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """Make one optimizer step: unscale, clip, update, cast and sync.
 
-        Does not wait for the device, unless masters are offloaded. A step with a non-finite
-        gradient on any rank changes nothing. On several accelerators ``clip_grad_norm_`` makes this
-        decision: gradients that a script writes after it are trained as they are, finite or not.
+        Does not wait for the device, except with ``offload``. If any rank has a non-finite
+        gradient, the step changes nothing. On several accelerators ``clip_grad_norm_`` makes this
+        decision; gradients that a script writes after it are used even if they are not finite.
 
         Collective: every rank.
 
         Args:
-            closure: reevaluates the model, runs backward and returns the loss.
-            loss: unscaled loss of this rank, for a ``guard`` that uses it; a number, or 0-dim on
-                the device. Every rank must give one. By default that of the closure.
+            closure: evaluates the model, runs the backward and returns the loss.
+            loss: unscaled loss of this rank, for a ``guard`` on losses: a number or a 0-dim tensor
+                on the device. Every rank must pass one. By default the closure's result.
 
         Returns:
-            What ``closure`` returned, else ``None``.
+            The result of ``closure``, or ``None``.
 
         Raises:
-            TypeError: on all ranks, if one gave ``options``, or a loss that no guard takes.
-            RuntimeError: inside :meth:`no_sync`; after ``max_skipped_steps`` skips in a row. On all
-                ranks, if one did not scale its loss though a scale is in use, edited gradients
-                after a clip, loaded other weights, or has other options in its groups. On an
-                accelerator these come a step or two later; until then such steps are skipped,
-                except one that was already decided by ``clip_grad_norm_``.
+            TypeError: on all ranks, if any rank passed ``options``, or a loss that no guard uses.
+            RuntimeError: inside :meth:`no_sync`, or after ``max_skipped_steps`` skips in a row. On
+                all ranks, if any rank did not scale its loss although there is a loss scale, edited
+                gradients after a clip, loaded other weights, or has other group options. On an
+                accelerator these errors come one or two steps later. Until then such steps are
+                skipped, unless ``clip_grad_norm_`` already decided them.
         """
         packed = self._packed
         if self._handles:
@@ -150,7 +150,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with packed.decider.refusal.held():
             self._refuse_scaler()
         is_edited = False
-        decision = self._clip.pending()  # which has reduced and decided already
+        decision = self._clip.pending()  # a clip has reduced and decided already
         if decision is None:
             self._reduce("step")
             is_loss = isinstance(result, (float, Tensor))  # a closure may return other things
@@ -164,11 +164,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if is_edited:
                     packed.reduce.refuse_edits()
             packed.decider.meet(STEP_AFTER_EDIT if is_edited else "step")
-            take_moved(packed.shards)  # what was assigned after the clip
+            take_moved(packed.shards)  # gradients assigned after the clip
             if is_edited:
                 self._clip.apply()
                 decision = self._decided_again()
-        packed.sync.wait()  # what an overlapped one still sends is what the update writes
+        packed.sync.wait()  # the update overwrites what an overlapped sync still sends
         for shard in packed.shards:
             shard.forget_before_load()
         for hook in packed.step_hooks:
@@ -179,17 +179,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             update(read)
         for hook in packed.step_hooks:
             hook.after_update(decision)
-        (packed.sync.by or packed.sync)()  # owners -> everybody
+        (packed.sync.by or packed.sync)()  # owners -> all ranks
         for hook in packed.step_hooks:
             hook.after_sync()
         self._conclude(decision, is_edited)
         return result
 
     def _decided_again(self) -> Decision:
-        """The decision on gradients that a script has edited after the clip.
+        """Return the decision on gradients that a script has edited after the clip.
 
-        On accelerators ranks do not meet, so that one which has edited does not know whether the
-        others have: it sends nothing. The next decision compares them.
+        On accelerators the ranks do not meet here. A rank with edits does not know whether the
+        others have edits, so it sends nothing. The next decision compares them.
         """
         packed, clip = self._packed, self._clip.decision
         assert clip is not None
@@ -200,10 +200,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return dataclasses.replace(clip, present=packed.reduce.still_present(clip.present))
         self._reduce("step")
         decision = packed.decider.decide(None, clip)
-        return dataclasses.replace(decision, norm=clip.norm)  # that of before the clip
+        return dataclasses.replace(decision, norm=clip.norm)  # the norm before the clip
 
     def _reduce(self, call: str) -> None:
-        """Have the mean of all gradients in the own spans, for a ``call`` of all ranks."""
+        """Finish the reduction, so that each span has its mean. Collective."""
         packed = self._packed
         for hook in packed.step_hooks:
             hook.before_reduce()
@@ -220,9 +220,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scale.look(packed.reduce.grads, touched)
         packed.reduce.finish()
         if frozen:
-            # Behind the reduction, which other ranks have begun in their backward; packs that are
-            # activated are reduced then. Ranks of another call would bring another all-reduce. With
-            # model parallelism some ranks have none that are frozen, and do not come here.
+            # After the reduction, which other ranks started in their backward. This reduces newly
+            # trained packs. Ranks in another call would issue another all-reduce, so ranks first
+            # compare calls. With model parallelism, ranks without frozen packs do not get here.
             if packed.process_groups.model.size == 1:
                 packed.decider.meet(call)
             activated = activate_trained(packed, frozen)
@@ -230,14 +230,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 scale.look([s.grads for s in activated if s.grads is not None], touched, more=True)
 
     def _conclude(self, decision: Decision, is_edited: bool) -> None:
-        """Tally, loss scale, what ``.grad`` shows, what schedulers look at.
+        """Count the step, update the loss scale, and set what ``.grad`` and schedulers see.
 
         Args:
             is_edited: gradients were edited after the clip that made the decision.
         """
-        # Autograd is to refuse a backward through a graph that was made before this step: it would
-        # use the new weights with the old activations. Packs have storages of their own, so torch
-        # does not see that the parameters are written.
+        # Makes autograd refuse a backward through a graph from before this step, which would
+        # combine new weights with old activations. torch itself does not see that the parameters
+        # changed, because the update writes to the packs' storage.
         torch.autograd.graph.increment_version(
             [
                 param
@@ -275,14 +275,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._packed.in_no_sync = False
         self._packed.decider.cleared()
         self._packed.reduce.cleared(set_to_none)
-        super().zero_grad(set_to_none)  # of a stand-in zeroes the mean, and not its own element
+        super().zero_grad(set_to_none)  # zeroes the mean behind a stand-in, not its own element
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank, for all micro-batches of a step except the last.
 
         ``with optimizer.no_sync(): loss.backward()``. With ``accumulate="sharded"`` gradients are
-        reduced all the same. ``step()`` averages over all ranks even if no backward was
-        synchronized, which DDP would not do; it warns of that once.
+        reduced nevertheless. ``step()`` averages over all ranks even if no backward was
+        synchronized, unlike DDP; it warns about that once.
 
         Collective: every rank must enter it.
         """
@@ -300,25 +300,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @_compat.uncompiled
     def count(self, tokens: float | Tensor) -> None:
-        """Count the tokens of a micro-batch: the step then trains the mean over all tokens.
+        """Count the tokens of a micro-batch, so that the step uses the mean over all tokens.
 
-        Call it before the backward of every micro-batch, with 0 on a rank without one; the loss is
-        then a sum over tokens. The total travels with the norm, without a further collective except
-        in ``clip_grad_value_``. ``gather_gradients`` shows the sum divided by :attr:`divisor`.
+        Call it before the backward of every micro-batch, with 0 on a rank without one. The loss
+        must then be a sum over tokens. The total travels with the norm and needs no extra
+        collective, except in ``clip_grad_value_``. ``gather_gradients`` shows the sum divided by
+        :attr:`divisor`.
 
         Local, but every rank must call it. Does not wait for the device.
 
         Args:
-            tokens: number of tokens (or of whatever the loss is a sum of) of this micro-batch on
-                this rank; a number, or a 0-dim tensor (on the device, in a CUDA graph).
-                Tensor-parallel ranks and pipeline stages give the same number; context-parallel
-                ranks are data-parallel here, and each gives its own.
+            tokens: number of tokens (or other summands of the loss) in this micro-batch on this
+                rank: a number, or a 0-dim tensor (on the device if captured in a CUDA graph).
+                Tensor-parallel ranks and pipeline stages pass the same number. Context-parallel
+                ranks count as data-parallel, and each passes its own.
 
         Raises:
-            ValueError: in :meth:`step`, on all ranks: a negative number, or no number.
-            RuntimeError: in :meth:`step`, on all ranks: called after a backward of this step that
-                was not counted, or after ``clip_grad_norm_``; some ranks did not call it; or there
-                are no tokens at all.
+            ValueError: in :meth:`step`, on all ranks: a number is negative, or not a number.
+            RuntimeError: in :meth:`step`, on all ranks: an earlier backward of this step was not
+                counted, the call came after ``clip_grad_norm_``, some ranks did not call it, or the
+                total is 0.
 
         Example::
 
@@ -332,7 +333,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reduce = self._packed.reduce
         if reduce.backwards and not reduce.has_gradients:
             self._clip.note(None)
-            self._drop_tokens()  # cleared by the model's zero_grad, or one by one
+            self._drop_tokens()  # gradients were cleared by the model's zero_grad, or one by one
         if self._clip.decision is not None:
             raise RuntimeError(
                 "count: called after clip_grad_norm_, which has divided by the tokens of this "
@@ -347,7 +348,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._packed.decider.tokens.add(tokens, reduce.backwards)
 
     def _drop_tokens(self) -> None:
-        """Forget the tokens whose gradients are dropped; not those of a batch that is to come."""
+        """Forget tokens whose gradients were dropped, but not those of a coming batch."""
         packed = self._packed
         if packed.reduce.backwards:
             packed.decider.tokens.clear()
@@ -355,7 +356,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @_compat.uncompiled
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, if there is one; for ``backward()``. Local."""
+        """Return ``loss`` times the loss scale, if there is one, for ``backward()``. Local."""
         scale = self._packed.decider.loss_scale
         return loss if scale is None else scale.apply(loss)
 
@@ -364,10 +365,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def gather_gradients(self) -> None:
         """Gather the mean gradient over all ranks into every ``.grad``.
 
-        Without it a rank holds only its own elements of the mean: ``.grad`` can be edited element
-        by element, and reading it raises. Call it after the last backward of a step, before you
-        read gradients (SAM, PCGrad, a norm by hand). Edits count as under DDP if all ranks make the
-        same. In fp16 ``.grad`` includes :attr:`loss_scale`. With model parallelism it is the
+        Without it a rank holds only the elements of the mean that it owns: ``.grad`` can be edited
+        elementwise, and reading it raises. Call it after the last backward of a step, before you
+        read gradients (SAM, PCGrad, your own norm). As under DDP, all ranks must make the same
+        edits. In fp16 ``.grad`` includes :attr:`loss_scale`. With model parallelism it is the
         data-parallel mean of this rank's part.
 
         Collective: every rank.
@@ -382,7 +383,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._clip.note(self._clip.decision)
 
     def _land(self, call: str) -> None:
-        """Have the means in the own spans, for a script that looks at them. Collective."""
+        """Finish the reduction before a script reads the means. Collective: every rank."""
         self._clip.pending()
         self._reduce(call)
         self._packed.together(self._packed.reduce.check, call)
@@ -391,20 +392,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def owned(self) -> AbstractContextManager[list[doors.Part]]:
         """Edit the elements that this rank owns: ``with optimizer.owned() as parts:``.
 
-        Every rank must enter and leave it, whatever it owns. Each part has the ``name`` of a
-        parameter, ``start`` and ``stop`` in the flattened parameter, and 1-d fp32 tensors:
-        ``master``, ``grad`` (as :meth:`gather_gradients` has it, or ``None``) and ``state``, by
-        torch's names (``part.state["exp_avg"]``). What has changed when the block ends is written,
-        cast and sent to all ranks; no other element changes a bit. Where several ranks hold an
-        element (replicas, copies) the first one's edit counts.
+        Each part has the ``name`` of a parameter, ``start`` and ``stop`` in the flattened
+        parameter, and 1-d fp32 tensors: ``master``, ``grad`` (the values of
+        :meth:`gather_gradients`, or ``None``) and ``state`` with torch's names
+        (``part.state["exp_avg"]``). When the block ends, changed elements are written, cast and
+        sent to all ranks. All other elements keep their bits. If several ranks hold an element
+        (replicas, copies), the first one's edit counts.
 
-        A tensor is decoded when it is first asked for, and held twice. After a backward, and before
-        a step, the reduction is finished at the beginning. An exception writes nothing, and is
-        raised on all ranks.
+        A tensor is decoded at its first use, and held twice. Between a backward and its step, the
+        block first finishes the reduction. If any rank raises inside, nothing is written and all
+        ranks raise.
+
+        Collective: every rank must enter and leave it, even if it owns nothing.
 
         Raises:
-            RuntimeError: on every rank, asleep, inside :meth:`averaged`, :meth:`as_plain` or
-                another such block; of :meth:`step` inside it.
+            RuntimeError: on every rank: the optimizer is asleep, or inside :meth:`averaged`,
+                :meth:`as_plain` or another such block. :meth:`step` raises inside it.
         """
         return doors.owned(self._packed, self._land)
 
@@ -414,22 +417,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> AbstractContextManager[dict[str, doors.Values]]:
         """Edit whole parameters: ``with optimizer.whole("*.attn.weight") as params:``.
 
-        Every rank must enter and leave it, and make the same edits. By name there are ``master``,
-        ``grad`` and ``state`` of each parameter as in :meth:`owned`, in its shape, and a DTensor
-        for a DTensor; state of another shape is left out. What has changed when the block ends is
-        written at its owners, cast and sent to all ranks; no other element changes a bit.
+        Maps names to ``master``, ``grad`` and ``state`` as in :meth:`owned`, but in the parameter's
+        shape (a DTensor for a DTensor). State of another shape is left out. When the block ends,
+        owners write the changed elements, cast them and send them to all ranks. All other elements
+        keep their bits.
 
-        Each rank holds master, gradient and state of these parameters in fp32 meanwhile, and once
-        more what it asks for. The rest is as in :meth:`owned`.
+        Each rank holds master, gradient and state of these parameters in fp32, plus the tensors
+        that the script reads. Otherwise it works like :meth:`owned`.
+
+        Collective: every rank must enter and leave it, with the same edits.
 
         Args:
-            wanted: patterns of names, as in a shell, or parameters of the model.
+            wanted: glob patterns of names, or parameters of the model.
 
         Raises:
-            TypeError, ValueError: on every rank: something else; a pattern that matches nothing;
-                other parameters on some ranks.
-            RuntimeError: on every rank, as of :meth:`owned`; at the end if ranks have made
-                different edits, of which nothing is written.
+            TypeError, ValueError: on every rank: an argument is neither of these, a pattern matches
+                nothing, or ranks want different parameters.
+            RuntimeError: on every rank, as in :meth:`owned`. Also at the end of the block, if ranks
+                made different edits; nothing is written then.
         """
         return doors.whole(self._packed, wanted, self._land)
 
@@ -444,25 +449,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> Tensor:
         """Clip the global gradient norm in the coming step.
 
-        Finishes the reduction now; the clipping itself is part of the update. It replaces
-        ``max_grad_norm`` for this step. A second call clips gradients that are clipped already.
+        Finishes the reduction now; the update does the clipping. This bound replaces
+        ``max_grad_norm`` for one step. A second call clips the gradients again.
 
         Collective: every rank.
 
         Args:
-            parameters: all trained parameters, as for ``torch.nn.utils.clip_grad_norm_``, or
-                ``max_norm`` alone: ``clip_grad_norm_(1.0)``.
+            parameters: all trained parameters, as for ``torch.nn.utils.clip_grad_norm_``. Or pass
+                only ``max_norm``: ``clip_grad_norm_(1.0)``.
             max_norm: bound of the norm, above 0.
-            norm_type: must be that of the configuration if given.
-            error_if_nonfinite: must be ``False``; steps with such gradients are skipped.
+            norm_type: must equal the configuration's, if given.
+            error_if_nonfinite: must be ``False``; steps with non-finite gradients are skipped.
             foreach: has no effect.
 
         Returns:
-            The global norm before clipping, 0-dim, without the loss scale; equal on all ranks.
+            The global norm before clipping, without the loss scale: 0-dim, equal on all ranks.
 
         Raises:
             TypeError, ValueError: on all ranks: ``max_norm``, or a group's ``max_grad_norm``, is
-                not a number above 0; other parameters or another norm; ``error_if_nonfinite=True``.
+                not a number above 0; ``parameters`` or ``norm_type`` differ; or
+                ``error_if_nonfinite=True``.
         """
         call, packed, bound = "clip_grad_norm_", self._packed, None
         with packed.decider.refusal.held():
@@ -485,17 +491,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Clamp every element of the averaged gradients.
 
-        Non-finite gradients still skip the step. :meth:`step` raises errors of several ranks.
+        Non-finite gradients still skip the step. If ranks disagree, :meth:`step` raises the error.
 
         Collective: every rank.
 
         Args:
-            parameters: as for :meth:`clip_grad_norm_`, or ``clip_value`` alone.
+            parameters: as for :meth:`clip_grad_norm_`. Or pass only ``clip_value``.
             clip_value: bound of the absolute value, above 0.
             foreach: has no effect.
 
         Raises:
-            TypeError, ValueError: as of :meth:`clip_grad_norm_`.
+            TypeError, ValueError: as in :meth:`clip_grad_norm_`.
         """
         call, packed, bound = "clip_grad_value_", self._packed, math.inf
         with packed.decider.refusal.held():
@@ -510,8 +516,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def divisor(self) -> float | Tensor:
         """Divisor of the sum of gradients over data-parallel ranks; by default their number.
 
-        Assign a number, or a 0-dim tensor on the device (the tokens of all ranks), before the first
-        synchronized backward of a step, on every rank; ``None`` restores the default.
+        Assign a number, or a 0-dim tensor on the device (the tokens of all ranks), on every rank
+        before the first synchronized backward of a step. ``None`` restores the default.
         """
         return self._packed.reduce.divisor.value
 
@@ -528,12 +534,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Global gradient norm of the last step before clipping, 0-dim; ``None`` before it."""
+        """Global gradient norm of the last step before clipping, 0-dim; ``None`` at first."""
         return None if self._last_norm is None else self._last_norm.float()
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """Present loss scale, 0-dim; ``None`` if there is none."""
+        """Current loss scale, 0-dim; ``None`` if there is none."""
         scale = self._packed.decider.loss_scale
         return None if scale is None else scale.value
 
@@ -544,7 +550,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def last_step_skipped(self) -> Tensor | None:
-        """Flag of the last step: 0-dim bool, equal on all ranks; ``None`` before any step."""
+        """Whether the last step was skipped: 0-dim bool, equal on all ranks; ``None`` at first."""
         return self._last_skip
 
     # -- groups and state --------------------------------------------------------------------
@@ -569,10 +575,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:
-        """Groups of the original optimizers, whose own lists hold them.
+        """Groups of the original optimizers, which share them.
 
-        Assign to change options of the same parameters, or to add groups; every rank must then
-        assign the same. Removing a group or its parameters is an error of the next step.
+        Assign to it to change options, or to add groups; every rank must make the same assignment.
+        If you remove a group or some of its parameters, the next step raises.
         """
         return self._packed.originals.groups
 
@@ -591,9 +597,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             param_group: as for ``torch.optim.Optimizer.add_param_group``.
 
         Raises:
-            TypeError, ValueError, RuntimeError: on every rank, as of ``shard()``; nothing is added.
+            TypeError, ValueError, RuntimeError: on every rank, as in ``shard()``; nothing is added.
         """
-        if not self._ready:  # the original optimizers' own have been checked
+        if not self._ready:  # the original optimizers' groups are already checked
             return
         originals = self._packed.originals
         if len(originals.optimizers) > 1:
@@ -604,33 +610,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
         add_group(self._packed, 0, param_group)
 
     def memory_report(self) -> MemoryReport:
-        """Count the bytes of this rank by kind: parameters, gradients, masters, state, averages.
+        """Return bytes on this rank by kind: parameters, gradients, masters, state, averages.
 
-        Local. Returns a dictionary; ``print`` shows one line, ``.total`` is the sum.
+        Local. The result is a dictionary: ``print`` shows one line, ``.total`` is the sum.
         """
         return report_of(self._packed)
 
     def close(self, restore: bool = True) -> None:
-        """End the training: return the model as it was given, in fp32 from the masters.
+        """End the training: restore the model's own dtype, with the fp32 masters as values.
 
-        Do not use this optimizer afterwards; the model can be trained without it, or sharded again.
-        Parameters that no optimizer held, and buffers, keep their rounding.
+        Do not use this optimizer afterwards. You can train the model without it, or shard it again.
+        Parameters outside the optimizer, and buffers, keep their rounded values.
 
         Collective: every rank, unless ``restore=False``.
 
         Args:
-            restore: ``False`` gathers nothing and waits for no other rank: the model stays in
-                low precision, and a later ``shard()`` of it continues from the fp32 masters,
-                which this rank keeps until then. This also happens while an exception is
-                handled, as in a ``finally:``, whatever the argument says.
+            restore: ``False`` gathers nothing and waits for no other rank. The model then stays in
+                low precision, and this rank keeps the fp32 masters, from which a later ``shard()``
+                of the model continues. While an exception is handled, as in ``finally:``,
+                ``close()`` always does this.
         """
         close(self._packed, restore)
 
     def check_copies(self) -> None:
-        """Compare all replicas bit by bit, for debugging.
+        """Compare all replicas by 64-bit hashes, for debugging.
 
-        Compares 64-bit hashes. Replicas over tensor-parallel ranks and of tied weights are compared
-        too.
+        It includes replicas over tensor-parallel ranks, and tied weights.
 
         Collective: every rank.
 
@@ -641,11 +646,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """torch's state by model parameter, read-only: its numbers, such as ``step``.
+        """torch's state by model parameter, read-only: only its numbers, such as ``step``.
 
-        Tensors are spread over the ranks, and raise by name: read and edit them in ``whole()``, or
-        each rank its part in ``owned()``. A number is known where this rank owns a part of the
-        parameter. :meth:`load_state_dict` replaces the state.
+        Tensors are sharded, so reading one raises an error: use :meth:`whole`, or :meth:`owned` for
+        this rank's part. A number is known if this rank owns a part of the parameter.
+        :meth:`load_state_dict` replaces the state.
         """
         if self._packed.plain_names is not None:
             return self._packed.plain_names
@@ -663,35 +668,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def as_plain(self) -> Iterator[None]:
         """Present all ranks' state as a plain optimizer's to ``torch.distributed.checkpoint``.
 
-        ``with optimizer.as_plain(): state = get_optimizer_state_dict(model, optimizer)``, likewise
-        around ``set_optimizer_state_dict``, ``dcp.save`` and ``dcp.load``. Inside,
-        :meth:`state_dict` returns the full state on every rank, in host memory, with masters for
-        parameters of lower precision. Before the first step it is the state after a step with zero
-        gradients, which is how DCP initializes a plain optimizer; it is discarded at the end unless
+        Use it as ``with optimizer.as_plain(): state = get_optimizer_state_dict(model, optimizer)``,
+        and likewise for ``set_optimizer_state_dict``, ``dcp.save`` and ``dcp.load``. Inside,
+        :meth:`state_dict` returns the full state on every rank, in host memory. It includes masters
+        of low-precision parameters. Before the first step the state is that of a step with zero
+        gradients, which is how DCP initializes a plain optimizer. It is discarded at the end unless
         a state was loaded.
 
         Collective: every rank must enter and leave it.
 
         Raises:
-            RuntimeError: on every rank, with model parallelism, or inside :meth:`averaged`; of
-                :meth:`step` inside it.
+            RuntimeError: on every rank, with model parallelism or inside :meth:`averaged`.
+                :meth:`step` raises inside it.
         """
         self._packed.refuse_inside("as_plain")
         with self._full.as_plain():
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard: tensors and plain scalars, without collectives.
+        """Return this rank's shard: tensors and plain numbers.
 
-        For each parameter of which this rank owns a part: torch's state of that part, and its
-        ``master`` (1-d, fp32). Load it on the same rank of an equal layout; use
-        :mod:`shardcast.checkpoint` for anything else. On several ranks a script that saves it is
-        warned once, since the file lacks the other ranks' parts.
+        For each parameter of which this rank owns a part, it has torch's state of that part and its
+        ``master`` (1-d, fp32). It loads only on the same rank of an equal layout; use
+        :mod:`shardcast.checkpoint` for anything else. If a script saves it on several ranks, it
+        warns once, because the file lacks the other ranks' parts.
 
-        Local; inside :meth:`as_plain` it is collective, and returns the full state.
+        Local. Inside :meth:`as_plain` it is collective and returns the full state.
 
         Raises:
-            RuntimeError: ``torch.distributed.checkpoint`` calls it outside of :meth:`as_plain`.
+            RuntimeError: ``torch.distributed.checkpoint`` called it outside :meth:`as_plain`.
         """
         if self._packed.plain_names is None and called_by_dcp("state_dict"):
             raise outside_as_plain("state_dict")
@@ -712,16 +717,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's :meth:`state_dict`, or a plain state of the unsharded optimizer.
 
-        Without masters in the state the present ones stay.
+        If the state has no masters, the current ones stay.
 
         Collective: every rank.
 
         Args:
-            state_dict: this rank's own part, or the same plain state on all ranks; for several
+            state_dict: this rank's own part, or the same plain state on all ranks. For several
                 optimizers a list, as :meth:`full_state_dicts` returns.
 
         Raises:
-            ValueError: on every rank, if one cannot load its state; nothing is changed.
+            ValueError: on every rank, if any rank cannot load its state; nothing changes.
         """
         self._packed.refuse_inside("load_state_dict")
         self.wait_sync()
@@ -739,14 +744,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def full_parameters(self, average: str | None = None) -> dict[str, Tensor]:
-        """Return the fp32 parameters by name on rank 0, on the host; elsewhere an empty dict.
+        """Return the fp32 parameters by name, on rank 0's host; other ranks get an empty dict.
 
         Tied parameters are listed under each of their names.
 
         Collective: every rank.
 
         Args:
-            average: name of an average to return in place of the parameters.
+            average: name of an average to return instead of the parameters.
 
         Raises:
             ValueError: on every rank, if there is no average of this name.
@@ -754,20 +759,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._full.masters(average)
 
     def full_state_dict(self, place: int | None = None) -> dict[str, Any]:
-        """Return the unsharded optimizer's ``state_dict`` on rank 0; elsewhere an empty dict.
+        """Return the unsharded optimizer's ``state_dict`` on rank 0; other ranks get an empty dict.
 
         Averages of weights are part of the state.
 
         Collective: every rank.
 
         Args:
-            place: index of one optimizer, in the order given to ``shard()``; by default the groups
+            place: index of one optimizer, in the order given to ``shard()``. By default the groups
                 of all optimizers are numbered consecutively.
         """
         return self._full.gather(place)
 
     def full_state_dicts(self) -> list[dict[str, Any]]:
-        """Return :meth:`full_state_dict` of each optimizer on rank 0; elsewhere empty dicts.
+        """Return :meth:`full_state_dict` of each optimizer on rank 0; other ranks get empty dicts.
 
         Collective: every rank.
         """
@@ -775,34 +780,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [state for state in map(self._full.gather, places) if state]
 
     def wait_sync(self) -> None:
-        """Wait for the updated parameters, if ``overlap_sync`` still sends them. Local.
+        """Wait for updated parameters that ``overlap_sync`` is still sending. Local.
 
-        Call it before you read or write parameters outside of a forward (an EMA, weight norms).
-        Forwards, state dicts, ``copy.deepcopy`` and all methods of this optimizer wait by
-        themselves. On a GPU the current stream waits: call it before other streams branch off.
+        Call it before you read or write parameters outside a forward (an EMA, weight norms).
+        Forwards, state dicts, ``copy.deepcopy`` and this optimizer's methods wait by themselves. On
+        a GPU the current stream waits, so call it before other streams branch off.
         """
         self._packed.sync.wait()
 
     # -- the rest ---------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> None:
-        """Switch optimizers that have modes (schedule-free ones).
+        """Switch optimizers that have modes (schedule-free ones) to training.
 
         Collective: every rank.
 
         Args:
-            mode: ``True`` for training.
+            mode: ``False`` switches to evaluation.
         """
         to = "train" if mode else "eval"
         self._packed.need_masters(to)
         self.wait_sync()
         switched = [update.switch(to) for update in self._packed.updates]
-        if any(switched):  # masters may have changed and were published
+        if any(switched):  # the switch may have changed masters
             self._packed.decider.meet(to)
             self._packed.sync()
 
     def eval(self) -> None:
-        """Switch schedule-free optimizers to evaluation, as :meth:`train` with ``False``.
+        """Switch schedule-free optimizers to evaluation, like :meth:`train` with ``False``.
 
         Collective: every rank.
         """
@@ -817,7 +822,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return _own_method(packed, name, self._decision)
 
     def _decision(self) -> Decision:
-        """A decision on the present gradients that no signal judges. Every rank must call it."""
+        """Return a decision on the current gradients without signals. Collective: every rank."""
         decision = self._clip.pending()
         if decision is None:
             self._reduce("step")
@@ -853,13 +858,13 @@ def _refuse_loss(loss: object) -> None:
 def _own_method(
     packed: PackedOptimizer, name: str, decide: Callable[[], Decision]
 ) -> Callable[..., None]:
-    """Return the method of that name which one of the optimizers has, as all ranks may call it.
+    """Return a method of that name which one of the optimizers has, made callable on all ranks.
 
     Args:
-        decide: gives the decision on the present gradients, on all ranks.
+        decide: returns the decision on the current gradients, on all ranks.
 
     Raises:
-        AttributeError: none has it, or it cannot be called on masters of one rank alone.
+        AttributeError: no optimizer has it, or it cannot run on one rank's masters alone.
     """
     offered = (update.own_method(name) for update in packed.updates)
     methods = [method for method in offered if method is not None]
@@ -880,10 +885,10 @@ def _call(
 ) -> None:
     """Call a method that the optimizer's class adds, on masters with the mean in ``.grad``.
 
-    Every rank must call it, with the same arguments.
+    Collective: every rank, with the same arguments.
 
     Raises:
-        AttributeError: on all ranks: the method lets parameters meet, or returns something.
+        AttributeError: on all ranks: the method combines parameters, or returns something.
     """
 
     def check() -> None:
@@ -898,7 +903,7 @@ def _call(
 
 
 def _without(name: str, originals: Sequence[torch.optim.Optimizer]) -> AttributeError:
-    """The error of a method that only the class of an original optimizer has."""
+    """Return the error for a method that only an original optimizer's class has."""
     owners = [type(original).__name__ for original in originals if hasattr(type(original), name)]
     if not owners:
         return AttributeError(f"'ShardedOptimizer' object has no attribute {name!r}")
@@ -911,33 +916,33 @@ def _without(name: str, originals: Sequence[torch.optim.Optimizer]) -> Attribute
 
 
 class Clip:
-    """The clip of the present gradients, if a script has called one: the coming step uses it.
+    """A clip that the script called on the current gradients; the coming step uses it.
 
     Attributes:
-        decision: the one that it made; ``None`` if there is no clip.
+        decision: the clip's decision; ``None`` if there is no clip.
     """
 
     def __init__(self, reduce: Reducer) -> None:
         self._reduce = reduce
-        self._seen: list[int] = []  # versions of the means that it saw
+        self._seen: list[int] = []  # versions of the means at the clip
         self.decision: Decision | None = None
         me = weakref.ref(self)
         reduce.before_edit = lambda: None if (it := me()) is None else it.apply()
 
     def note(self, decision: Decision | None) -> None:
-        """Keep a decision on the present gradients; ``None`` forgets the last one."""
+        """Keep a decision on the current gradients; ``None`` forgets it."""
         self.decision = decision
         self._seen = self._reduce.versions() if decision else []
 
     def is_edited(self) -> bool:
-        """Return whether a script has edited, assigned or cleared gradients after the clip."""
+        """Return whether a script edited, assigned or cleared gradients after the clip."""
         return self._reduce.versions() != self._seen or self._reduce.replaced()
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Multiply the means by the factor of a clip, before a script sees or edits one.
+        """Multiply the means by the clip's factor, before a script reads or edits one.
 
-        Without it the factor is folded into the update.
+        Otherwise the update applies the factor.
         """
         clip = self.decision
         if clip is None or all(factor is clip.unscale for factor in clip.factors.values()):
@@ -947,8 +952,8 @@ class Clip:
         for factor in clip.factors.values():
             if factor is not None and factor not in known:
                 scaled = factor if clip.unscale is None else factor / clip.unscale
-                # Without a finite norm there is no factor, and the step is skipped. NaN would
-                # reach the padding, which nobody clears.
+                # If the norm is not finite there is no factor, and the step is skipped. A NaN
+                # factor would also reach the padding, which is never cleared.
                 known[factor] = scaled.nan_to_num(1.0, 1.0, 1.0)
         factors = {group: known[factor] for group, factor in clip.factors.items()}
         for grads in self._reduce.grads:
@@ -957,7 +962,7 @@ class Clip:
         self._seen = self._reduce.versions()
 
     def pending(self) -> Decision | None:
-        """The last clip, unless a backward came after it."""
+        """Return the last clip, unless a backward came after it."""
         if self.decision is not None and self._reduce.touched:
             self.decision = None
             warn_first(
@@ -974,13 +979,13 @@ def clip_bound(
     name: str,
     bound: Any,
 ) -> float:
-    """The bound of a clip of all trained parameters, which may be called with a bound alone.
+    """Return the bound of a clip of all trained parameters; the call may pass the bound alone.
 
     Args:
-        name: of the bound, for errors.
+        name: name of the bound, for errors.
 
     Raises:
-        TypeError, ValueError: a bound, or one of a group, is not a number above 0.
+        TypeError, ValueError: the bound, or that of a group, is not a number above 0.
         ValueError: ``parameters`` are not all trained ones.
     """
     is_value = isinstance(parameters, Tensor) and not isinstance(parameters, nn.Parameter)
@@ -995,7 +1000,7 @@ def clip_bound(
 
 
 def check_norm(call: str, asked: float | None, norm_type: float, error_if_nonfinite: bool) -> None:
-    """Raise ValueError for a clip by another norm, or one that is to raise for NaN."""
+    """Raise ValueError for another norm, or for a clip that should raise on NaN."""
     if asked not in (None, norm_type):
         raise ValueError(
             f"{call}: expected norm_type {norm_type}, got {asked}; set norm_type: {asked} in the "
@@ -1009,7 +1014,7 @@ def check_norm(call: str, asked: float | None, norm_type: float, error_if_nonfin
 
 
 def _check_clipped(call: str, groups: Iterable[ParamGroup], given: Iterable[Tensor]) -> None:
-    """Raise ValueError unless ``given`` are the trained parameters of ``groups``, all and alone."""
+    """Raise ValueError unless ``given`` are exactly the trained parameters of ``groups``."""
     own, params = {param for group in groups for param in group["params"]}, set(given)
     left_out = sum(param.requires_grad for param in own - params)
     if left_out:
@@ -1030,13 +1035,13 @@ def _check_clipped(call: str, groups: Iterable[ParamGroup], given: Iterable[Tens
 class OptimizerHandle(torch.optim.Optimizer):
     """Stands for one of several optimizers that were sharded together.
 
-    Schedulers take it, and a loop over handles steps as one over the optimizers did: ``step()`` of
-    the last handle makes the one step of all. ``zero_grad()`` between, which would clear gradients
-    before they are used, waits until then. ``state_dict`` and ``load_state_dict`` are
-    refused: there is one state, that of the sharded optimizer.
+    Schedulers accept it. A loop that steps every handle works as it did with plain optimizers:
+    ``step()`` of the last handle steps all of them, and ``zero_grad()`` in between is deferred
+    until then. ``state_dict`` and ``load_state_dict`` raise, because only the sharded optimizer has
+    the state.
 
     Attributes:
-        name: the class of the optimizer.
+        name: class of the optimizer.
     """
 
     _ready = False  # the base class fills in the groups
@@ -1049,8 +1054,8 @@ class OptimizerHandle(torch.optim.Optimizer):
         place: int,
     ) -> None:
         self._sharded, self._packed, self._handles, self._place = sharded, packed, handles, place
-        self._stepped_with: Any = None  # state of the gradients, until all have stepped
-        self._zero_grad_after: bool | None = None  # set_to_none of what is put off until then
+        self._stepped_with: Any = None  # gradients at the first step, until all have stepped
+        self._zero_grad_after: bool | None = None  # set_to_none of a deferred zero_grad
         original = packed.originals.optimizers[place]
         self.name = type(original).__name__
         super().__init__(original.param_groups, original.defaults)
@@ -1077,7 +1082,7 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     @_compat.uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Count as stepped; the last handle makes the step. Every rank must call all of them."""
+        """Note this step; the last handle steps all. Every rank must call all of them."""
         if closure is not None:
             raise TypeError(
                 f"step: the handle of {_named(self)} takes no closure, which each handle would run "
@@ -1111,9 +1116,9 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     @_compat.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of its own parameters, once they are used. Local."""
+        """Clear the gradients of its own parameters, after they are used. Local."""
         stepped = [handle for handle in self._handles if handle._stepped_with is not None]
-        if self in stepped:  # and other handles have not stepped
+        if self in stepped:  # other handles have not stepped yet
             self._zero_grad_after = set_to_none
             return
         if stepped:
@@ -1125,12 +1130,12 @@ class OptimizerHandle(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the full state of this optimizer alone. Collective: every rank."""
+        """Return this optimizer's full state on rank 0. Collective: every rank."""
         return self._sharded.full_state_dict(self._place)
 
     @property
     def state(self) -> Any:
-        """The state of its own parameters; see :attr:`ShardedOptimizer.state`."""
+        """State of its own parameters; see :attr:`ShardedOptimizer.state`."""
         if called_by_dcp("state"):
             raise outside_as_plain("state")
         self._packed.need_masters("state")
@@ -1157,37 +1162,35 @@ def _names(handles: Sequence[OptimizerHandle]) -> str:
 
 
 def _named(handle: OptimizerHandle) -> str:
-    """Return its class, and its place among several of the same class."""
+    """Return its class, with its number if several have the same class."""
     names = [each.name for each in handle._handles]
     place = f" (optimizers[{handle._place}])" if names.count(handle.name) > 1 else ""
     return f"{handle.name}{place}"
 
 
 def take_hooks(optimizer: torch.optim.Optimizer, original: torch.optim.Optimizer) -> None:
-    """Give ``optimizer`` the hooks that were registered on ``original``."""
+    """Move the hooks that were registered on ``original`` to ``optimizer``."""
     for name, hooks in vars(original).items():
         if name.startswith("_optimizer_") and name.endswith("_hooks"):
             getattr(optimizer, name).update(hooks)
 
 
 def retire(original: torch.optim.Optimizer) -> None:
-    """Free its state, and have it refuse every method, those that its class adds as well.
+    """Free its state, and make every method raise, including those that its class adds.
 
-    Its groups and defaults stay: schedulers read them, and the groups are those of the sharded
-    optimizer.
+    Groups and defaults stay. Schedulers read them, and the sharded optimizer shares the groups.
     """
     original.state = GoneState()  # type: ignore[assignment]
     for name in dir(type(original)):
         if not name.startswith("_") and callable(getattr(type(original), name)):
             refuse = refused(name, "the original optimizer", REASON)
-            # A scheduler that watches the original looks for its own wrapper's mark, and would
-            # warn.
+            # A scheduler on the original looks for the mark of its own wrapper, and would warn.
             refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
             setattr(original, name, refuse)
 
 
 class GoneState:
-    """The state of an optimizer that was given to ``shard``: whatever is done with it raises."""
+    """State of an optimizer that was passed to ``shard()``; any use of it raises."""
 
     def _refuse(self, *_args: object, **_named: object) -> NoReturn:
         raise RuntimeError(
@@ -1199,13 +1202,13 @@ class GoneState:
     __reduce__ = _refuse  # copies and pickles of the optimizer
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # asked for by Python
+        if name.startswith("__"):  # looked up by Python itself
             raise AttributeError(name)
         self._refuse()
 
 
 def refused(call: str, owner: str, reason: str) -> Callable[..., NoReturn]:
-    """Return what stands for the method ``call`` of an ``owner``, and raises RuntimeError."""
+    """Return a replacement for ``owner``'s method ``call`` that raises RuntimeError."""
 
     def refuse(*_args: object, **_kwargs: object) -> NoReturn:
         raise RuntimeError(
@@ -1217,5 +1220,5 @@ def refused(call: str, owner: str, reason: str) -> Callable[..., NoReturn]:
 
 
 def packed_of(optimizer: ShardedOptimizer) -> PackedOptimizer:
-    """Return what ``optimizer`` works with, for adapters and checkpoints of this library."""
+    """Return the internals of ``optimizer``, for this library's adapters and checkpoints."""
     return optimizer._packed
