@@ -1,8 +1,8 @@
 """shardcast: optimizer-state sharding for data-parallel training in plain PyTorch.
 
-Each rank keeps fp32 masters and moments only for the spans it owns, casts once per step in the
-optimizer, and broadcasts the low-precision parameters on the compute stream. Start at
-:func:`shard`; every option is a field of :class:`ShardcastConfig`.
+Each rank keeps the fp32 masters and moments of the spans that it owns. The optimizer casts them
+once per step and sends the low-precision parameters to all ranks. Start at :func:`shard`; every
+option is a field of :class:`ShardcastConfig`.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardcast.launched import is_first_process
 from shardcast.messages import namesake
 
-if TYPE_CHECKING:  # imported when they are used first: torch takes seconds
+if TYPE_CHECKING:  # imported at first use, because torch takes seconds
     from shardcast.config import ShardcastConfig
     from shardcast.memory.convert import convert_
     from shardcast.memory.pack_only import PackedParameters, pack_parameters
@@ -57,7 +57,7 @@ if is_first_process() and (_namesake := namesake()):
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is used for the first time."""
+    """Import a public name at its first use."""
     if name in _MODULES:
         return importlib.import_module(f"shardcast.{name}")
     if name in _MODULE_OF:

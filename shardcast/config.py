@@ -1,11 +1,11 @@
-"""Every option of shardcast, named, documented and checked in one place.
+"""Every option of shardcast: its name, documentation and checks.
 
-Where an option comes from, in order of precedence::
+An option is taken from the first of these that sets it::
 
     keyword  >  SHARDCAST_<FIELD>  >  file named by SHARDCAST_CONFIG  >  default
 
-A key that is not a field is an error that names the nearest field, in every one of these places,
-and a :class:`ShardcastConfig` knows which options were named, and which are there by default.
+In all of these places an unknown key is an error that names the nearest field. A
+:class:`ShardcastConfig` knows which options were given and which are defaults.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shardcast.option_values import (
 class ShardcastConfig(ValidatedOptions):
     """Options of :func:`shardcast.shard`. Every field has a default that suits bf16 training.
 
-    All ranks must use equal options; a difference is an error on all ranks.
+    All ranks must use equal options; if they differ, all ranks raise.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -112,7 +112,7 @@ class ShardcastConfig(ValidatedOptions):
         None,
         "upper bound of a pack's size in MiB (a larger parameter has its own pack); null: packs of "
         "at least 16 MiB and at least 256 KiB per rank",
-        ("a number of MiB above 0, not inf,", lambda mb: 0 < mb * 2**20 < float("inf")),
+        ("a finite number of MiB above 0", lambda mb: 0 < mb * 2**20 < float("inf")),
     )
     pack_params: int | None = option(
         None, "upper bound of the number of parameters per pack", COUNT
@@ -217,18 +217,18 @@ class ShardcastConfig(ValidatedOptions):
         source: ConfigSource = None,
         **keywords: Any,
     ) -> ShardcastConfig:
-        """Resolve the configuration of this process.
+        """Return the configuration of this process. Local.
 
         Args:
-            source: path of a YAML file, the name of a preset (:data:`.PRESETS`), or a mapping;
-                ``None`` takes what the variable ``SHARDCAST_CONFIG`` names, if anything. A config
-                is taken without the environment.
-            keywords: fields given in code; they win over everything else.
+            source: path of a YAML file, name of a preset (:data:`.PRESETS`), or a mapping. ``None``
+                reads the file that ``SHARDCAST_CONFIG`` names, if it is set. A
+                :class:`ShardcastConfig` ignores the environment.
+            keywords: options given in code; they take precedence over everything else.
 
         Raises:
             TypeError: ``source`` is something else.
-            ValueError: an unknown field, naming the nearest known one, an invalid value, or
-                something that is not YAML, naming the line of the file, or the variable.
+            ValueError: a field is unknown (the error names the nearest one), a value is invalid, or
+                something is not YAML (the error names the line of the file, or the variable).
             FileNotFoundError: the file does not exist.
         """
         if isinstance(source, ShardcastConfig):
@@ -256,7 +256,7 @@ class ShardcastConfig(ValidatedOptions):
         return cls(**{**values, **keywords})
 
     def replace(self, **changes: Any) -> ShardcastConfig:
-        """A copy with some fields changed, checked as a new one is."""
+        """Return a copy with some fields changed. It is checked like a new one. Local."""
         check_names(type(self), changes, "keyword")
         copy = dataclasses.replace(self, **changes)
         object.__setattr__(copy, "named", self.named.union(changes))
@@ -270,10 +270,11 @@ class ShardcastConfig(ValidatedOptions):
         return self.loss_scale != 1
 
     def extensions(self, stages: Iterable[torch.nn.Module] = ()) -> dict[str, Option]:
-        """Return the parts of :mod:`shardcast.extensions` that options ask for, by their names.
+        """Return the declarations of the requested :mod:`shardcast.extensions`, by name.
 
         Args:
-            stages: of the model; without them those alone that need nothing of it.
+            stages: stages of the model. Without them, extensions that depend on the model are left
+                out.
         """
         asked = {}
         for each in fields(self):
@@ -285,7 +286,7 @@ class ShardcastConfig(ValidatedOptions):
         return asked
 
     def declared(self, name: str) -> Option:
-        """Import and return the declaration of an option, or of an extension of that name."""
+        """Import and return the declaration of an option, or of the extension of that name."""
         for each in fields(self):
             if each.name == name:
                 declared: Option = each.metadata["option"]
@@ -294,15 +295,15 @@ class ShardcastConfig(ValidatedOptions):
         return undeclared
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as they would stand in YAML; callables and classes by qualified name."""
+        """Return plain values, as in YAML; callables and classes by qualified name. Local."""
         return {each.name: as_yaml(getattr(self, each.name)) for each in fields(self)}
 
 
 class Keywords(TypedDict, total=False):
     """The options as keywords; ``tests/test_config.py`` compares them with the config.
 
-    Beyond the type that the config has in the end these are names of dtypes, single items in place
-    of sequences, and mappings.
+    Besides a field's own type they accept names of dtypes, single items instead of sequences, and
+    mappings.
     """
 
     param_dtype: torch.dtype | str

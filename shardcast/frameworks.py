@@ -1,4 +1,4 @@
-"""Parts that the adapters of frameworks share: what is sharded together, models saved in fp32."""
+"""Shared by the adapters of frameworks: grouping of models, and saving them in fp32."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from shardcast._compat import groups
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 
-PATIENCE = timedelta(seconds=60)  # for other ranks that may be in a call, too
+PATIENCE = timedelta(seconds=60)  # wait for other ranks to make the same call
 
 
 def following(
     config: ShardcastConfig, option: str, value: str, dtype: torch.dtype, *, mixed: bool | None
 ) -> ShardcastConfig:
-    """The configuration under a framework whose own ``option`` asks for ``dtype``.
+    """Return the configuration for a framework whose own ``option`` asks for ``dtype``.
 
-    A ``param_dtype`` that was not named is ``dtype``. One that was named wins over fp32, which
-    is the default of every framework, and must equal any other. Likewise ``autocast`` is
-    ``mixed``: whether the framework's word means autocast; ``None``: it says nothing of it.
+    ``param_dtype`` becomes ``dtype`` unless it was given. A given one takes precedence over fp32,
+    which is every framework's default, and must equal any other dtype. ``autocast`` likewise
+    follows ``mixed``: whether the framework asks for autocast; ``None``: it does not say.
 
     Raises:
-        ValueError: they contradict each other.
+        ValueError: the two contradict each other.
     """
     if mixed is not None and "autocast" not in config.named:
         config = config.replace(autocast=mixed)
@@ -42,14 +42,14 @@ def following(
 
 
 class Cluster(NamedTuple):
-    """Optimizers that have a model in common, and all models that they train."""
+    """Optimizers that share a model, and all models that they train."""
 
     optimizers: list[torch.optim.Optimizer]
     models: list[nn.Module]
 
 
 def models_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return those of the ``models`` that ``optimizer`` trains."""
+    """Return the ``models`` that ``optimizer`` trains."""
     params = {param for group in optimizer.param_groups for param in group["params"]}
     return [model for model in models if not params.isdisjoint(model.parameters())]
 
@@ -57,7 +57,7 @@ def models_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> 
 def clusters(
     optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module]
 ) -> list[Cluster]:
-    """The ``optimizers`` with the models that they train, those together that share one."""
+    """Group ``optimizers`` that share a model, each group with its models."""
     groups: list[Cluster] = []
     for optimizer in optimizers:
         joined = Cluster([optimizer], models_of(optimizer, models))
@@ -70,16 +70,16 @@ def clusters(
 
 
 def with_buffers(config: ShardcastConfig, broadcast: bool) -> ShardcastConfig:
-    """Take ``broadcast_buffers`` as a framework was told it for DDP, unless ``config`` names it."""
+    """Set ``broadcast_buffers`` to a framework's DDP setting, unless ``config`` sets it."""
     named = "broadcast_buffers" in config.named
     return config if named else config.replace(broadcast_buffers=broadcast)
 
 
 def check_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
-    """Check optimizers that are sharded apart, in a framework with one way to scale a loss.
+    """Check that separately sharded optimizers can share one loss scale, as a framework needs.
 
     Raises:
-        ValueError: their loss scales differ, or would in time.
+        ValueError: their loss scales differ, or may differ later.
     """
     scales = {
         "dynamic" if c.loss_scale is None and c.param_dtype == torch.float16 else c.loss_scale
@@ -95,31 +95,31 @@ def check_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
 
 
 def scale_loss(optimizers: Sequence[ShardedOptimizer], loss: Tensor) -> Tensor:
-    """Return ``loss`` times the loss scale, which is one, see :func:`check_loss_scales`."""
+    """Return ``loss`` times the common loss scale, see :func:`check_loss_scales`."""
     scaled = [optimizer.scale_loss(loss) for optimizer in optimizers]
     return scaled[0] if scaled else loss
 
 
 def divides_by_tokens(optimizers: Sequence[ShardedOptimizer]) -> bool:
-    """Return whether a step divides by counted tokens, so that a framework must not divide."""
+    """Return whether a step divides by counted tokens; a framework must then not divide."""
     return any(packed_of(sharded).decider.tokens.counted for sharded in optimizers)
 
 
 def exact_state(
     state: dict[str, Any], optimizer: ShardedOptimizer, prefix: str = ""
 ) -> dict[str, Any]:
-    """The ``state`` of a model with the masters as parameters, on rank 0. Collective.
+    """Return the ``state`` of a model with masters as parameters, on rank 0. Collective.
 
-    A parameter that was written since the last step, by weight averaging or a load, is as in
+    Parameters that were written since the last step (weight averaging, a load) stay as in
     ``state``.
 
     Args:
-        prefix: of the model's names in what was given to :func:`shardcast.shard`.
+        prefix: prefix of the model's names in the model that was passed to :func:`shardcast.shard`.
     """
     masters = optimizer.full_parameters()
 
     def exact(name: str, value: Any) -> Any:
-        master = masters.get(prefix + name)  # a module may have other names in its state
+        master = masters.get(prefix + name)  # a module's state may use other names
         if master is None or not isinstance(value, Tensor) or value.shape != master.shape:
             return value
         same = torch.equal(master.to(value.dtype), value.to(master.device))
@@ -129,10 +129,11 @@ def exact_state(
 
 
 def called_on_all_ranks(call: str) -> bool:
-    """Return whether all ranks come to ``call``, a name that is equal on them and never used twice.
+    """Return whether all ranks make ``call``, a name that is equal on them and used only once.
 
     A script may save on rank 0 alone, which is enough under DDP. So rank 0 waits :data:`PATIENCE`
-    for the ranks, and answers them: no rank begins a collective that another one leaves out.
+    for the other ranks, and then tells them the result. No rank starts a collective that another
+    rank leaves out.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
@@ -143,6 +144,6 @@ def called_on_all_ranks(call: str) -> bool:
         try:
             store.wait([f"{place}/{each}" for each in range(dist.get_world_size())], PATIENCE)
             store.set(place, "all ranks")
-        except RuntimeError:  # DistStoreError, or an older one
+        except RuntimeError:  # DistStoreError; RuntimeError in older torch
             store.set(place, "some ranks")
     return bool(store.get(place) == b"all ranks")

@@ -1,4 +1,4 @@
-"""A forward hook that stays behind when the model is copied or pickled."""
+"""A forward hook that is not copied or pickled with the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Hook:
-    """A hook that belongs to one model: copies and pickles of the model carry an idle one.
+    """A hook that belongs to one model; copies and pickles of the model get an idle one.
 
     Otherwise ``copy.deepcopy(model)``, as for an EMA, would copy masters and process groups.
     """
@@ -22,7 +22,7 @@ class Hook:
 
     def __getattr__(self, name: str) -> Any:
         remedy = ""
-        if name == "__name__":  # which torch.jit.script asks for
+        if name == "__name__":  # torch.jit.script reads it
             remedy = ": a sharded model cannot be scripted; script it after optimizer.close()"
         raise AttributeError(f"'Hook' object has no attribute {name!r}{remedy}")
 

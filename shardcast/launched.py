@@ -1,4 +1,4 @@
-"""The launcher of this process: what it must know of, or should have set."""
+"""The launcher of this process: what it has set, and what it should have set."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from shardcast.messages import warn
 
 STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
-sharded = False  # whether shard() was called; shardcast.run asks at the end of a script
+sharded = False  # whether shard() was called; shardcast.run checks it when the script ends
 
 
 def is_first_process() -> bool:
-    """Return whether this is the first process of the job, as its launcher numbers them."""
+    """Return whether this is the job's first process by its launcher's numbers."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def note_sharded(rank: int) -> None:
-    """A model was sharded; warns on rank 0 where a restart of this group would fail."""
+    """Note that a model was sharded; warn on rank 0 if a restart of this group would fail."""
     global sharded
     sharded = True
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

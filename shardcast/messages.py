@@ -1,4 +1,4 @@
-"""Messages to users: warnings at their own line, facts by rank."""
+"""Messages to users: warnings at the script's line, and lists of facts by rank."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from typing import Any
 
 LOG = logging.getLogger("shardcast")
-SHOWN = 8  # ranks, or facts, that a message lists one by one
-INSIDE = ("shardcast", "torch")  # packages whose frames are between a script and its warning
+SHOWN = 8  # largest number of ranks or facts that a message lists
+INSIDE = ("shardcast", "torch")  # packages whose frames a warning skips
 
 
 def safetensors() -> Any:
-    """Return the package ``safetensors``, which only files in its format need. Local.
+    """Return the package ``safetensors``, which is needed only for its own file format. Local.
 
     Raises:
-        ImportError: it is not installed; names the remedy.
+        ImportError: it is not installed; the error says what to install.
     """
     try:
         import safetensors.torch
@@ -47,7 +47,7 @@ GRAD_SCALER = (
 
 
 def namesake() -> str | None:
-    """Say what to do about another distribution of the same import name, if one is installed."""
+    """Return advice if another distribution with the same import name is installed."""
     try:
         return NAMESAKE.format(version=importlib.metadata.version("shardcast"))
     except importlib.metadata.PackageNotFoundError:
@@ -55,10 +55,10 @@ def namesake() -> str | None:
 
 
 def page(name: str) -> str:
-    """Return where a page of the documentation is: as the installed distribution says, or a file.
+    """Return the address of a documentation page, from the distribution's metadata, or a file.
 
-    ``tools/release.sh`` writes the address of the project into the metadata of a wheel, which
-    has no ``docs/`` of its own.
+    ``tools/release.sh`` writes the project's address into the metadata of a wheel, because a wheel
+    has no ``docs/``.
     """
     try:
         addresses = importlib.metadata.metadata("shardcast-optim").get_all("Project-URL") or []
@@ -69,7 +69,7 @@ def page(name: str) -> str:
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the script that called into this package, however deep it is."""
+    """Warn at the line of the script that called this package, however deep the call is."""
     level = 1
     frame = inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in INSIDE:
@@ -78,13 +78,13 @@ def warn(message: str) -> None:
 
 
 def note_speed(what: str, nbytes: int, began: float) -> None:
-    """Log at INFO how many GB took how long, since ``began`` on the monotonic clock."""
+    """Log at INFO how many GB took how long since ``began``, on the monotonic clock."""
     seconds, size = time.monotonic() - began, nbytes / 1e9
     LOG.info("%s: %.3g GB in %.1f s, %.3g GB/s", what, size, seconds, size / max(seconds, 1e-9))
 
 
 def by_rank(facts: Iterable[tuple[int, object]]) -> str:
-    """``ranks 0, 2: one fact; rank 1: another``; of many ranks, or facts, the first ones."""
+    """Return ``ranks 0, 2: one fact; rank 1: another``; lists at most :data:`SHOWN` of each."""
     ranks: dict[str, list[int]] = {}
     for rank, fact in facts:
         ranks.setdefault(str(fact), []).append(rank)

@@ -42,7 +42,7 @@ def worst(metrics: Metrics, by: str = "update_to_weight", count: int = 10) -> st
 
     def size(name: str) -> float:
         value = values[f"{by}/{name}"]
-        return value if value == value else float("inf")  # NaN comes first
+        return value if value == value else float("inf")  # NaN sorts first
 
     chosen = sorted(metrics, key=size, reverse=True)[:count]
     rows = [("parameter", *names)]

@@ -1,6 +1,6 @@
-"""Options in files and in environment variables: YAML, whose errors are named.
+"""Options in YAML files and environment variables.
 
-By file, line and column, or by the variable.
+Errors name the file, line and column, or the variable.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from shardcast.option_values import GONE, ValidatedOptions, nearest, read_option
 
 ENV_PREFIX = "SHARDCAST_"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
-PRESETS = ("lean",)  # by name in place of a file
+PRESETS = ("lean",)  # accepted by name instead of a file
 
 
 def preset(name: str) -> Path:
-    """The file of a preset."""
+    """Return the file of a preset."""
     return Path(__file__).parent / "presets" / f"{name}.yaml"
 
 
 def read_config(kind: type[ValidatedOptions], name: str | os.PathLike[str]) -> dict[str, Any]:
-    """The options of a ``kind`` in a file, or in the preset of that ``name``; they are checked.
+    """Read and check options of a ``kind`` from a file, or from the preset of that ``name``.
 
     Raises:
         FileNotFoundError: there is no such file.
-        TypeError, ValueError: as of :func:`check_file`.
+        TypeError, ValueError: as in :func:`check_file`.
     """
     path = preset(str(name)) if str(name) in PRESETS else Path(name)
     if not path.exists():
@@ -45,12 +45,12 @@ def read_config(kind: type[ValidatedOptions], name: str | os.PathLike[str]) -> d
 def check_file(
     kind: type[ValidatedOptions], values: Mapping[str, Any], file: Path, section: str = ""
 ) -> None:
-    """Raise for a key of YAML that is no option of ``kind``, and for a value that it cannot have.
+    """Raise for a key in a YAML file that is not an option of ``kind``, or has an invalid value.
 
-    The error says file, line and column.
+    The error names file, line and column.
 
     Args:
-        values: of the options, at the top of the file or in its ``section``.
+        values: values of the options, at the top level of the file or in its ``section``.
 
     Raises:
         TypeError, ValueError: see above.
@@ -67,7 +67,7 @@ def check_file(
 
 
 def _line_of(path: Sequence[str], file: Path) -> str:
-    """The line and column of a key in YAML, below those before it in ``path``."""
+    """Return the line and column of a YAML key; ``path`` has the keys above it."""
     import yaml
 
     node, mark = yaml.compose(file.read_text(), yaml.SafeLoader), None
@@ -79,8 +79,8 @@ def _line_of(path: Sequence[str], file: Path) -> str:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of YAML that stands in ``where``; ValueError if it is none."""
-    import yaml  # not needed to import shardcast
+    """Parse YAML text; raise ValueError, naming ``where``, if it is not YAML."""
+    import yaml  # importing shardcast does not need it
 
     try:
         return yaml.safe_load(text)
@@ -92,7 +92,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, empty if nothing is there; ValueError for anything else."""
+    """Return the mapping in a YAML file, or an empty one; ValueError for anything else."""
     content = parse_yaml(path.read_text(), str(path)) or {}
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping of options, got {type(content).__name__}")
@@ -100,11 +100,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_environment(kind: type[ValidatedOptions], variables: Mapping[str, str]) -> dict[str, Any]:
-    """The options of a ``kind`` in ``SHARDCAST_<FIELD>`` variables, each YAML; they are checked.
+    """Read and check options of a ``kind`` from ``SHARDCAST_<FIELD>`` variables, each in YAML.
 
     Raises:
-        ValueError: a variable of no option, naming the nearest one, or something that is not YAML.
-        TypeError, ValueError: a value that the option cannot have.
+        ValueError: a variable is not an option (the error names the nearest one), or is not YAML.
+        TypeError, ValueError: the option cannot have this value.
     """
     declared = {ENV_PREFIX + each.name.upper(): each for each in fields(kind)}
     values: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def read_environment(kind: type[ValidatedOptions], variables: Mapping[str, str])
             gone = GONE.get(variable.removeprefix(ENV_PREFIX).lower())
             end = nearest(variable, [*declared]) if gone is None else f"; {gone}"
             raise ValueError(f"environment: unknown variable {variable}{end}")
-        # As YAML a pattern that begins with * would be an alias.
+        # YAML would read a pattern that begins with * as an alias.
         value = text if text.startswith("*") else parse_yaml(text, variable)
         try:
             values[declared[variable].name] = read_option(declared[variable], value)

@@ -1,4 +1,4 @@
-"""Declarations, readers and checks of options, and the options that are mappings themselves."""
+"""Declarations, readers and checks of options, including options that are mappings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-if TYPE_CHECKING:  # what options give to the floors above
+if TYPE_CHECKING:  # types that options provide to higher floors
     from shardcast.comm.process_groups import ProcessGroups
     from shardcast.config import ShardcastConfig
     from shardcast.memory.codecs import Codec
@@ -30,9 +30,9 @@ KeepRule = str | type[torch.nn.Module] | Callable[[str, torch.nn.Parameter], boo
 GroupFn = Callable[[str, torch.nn.Parameter], Hashable]
 CostFn = Callable[[str, torch.nn.Parameter], float]
 Needs = Callable[[Iterable[torch.nn.Module]], bool]
-Range = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
+Range = tuple[str, Callable[[Any], bool]]  # expected value in words, and its check
 ANY: Range = ("", lambda _: True)
-ABOVE_0: Range = ("a number above 0", lambda value: value > 0)  # so no NaN
+ABOVE_0: Range = ("a number above 0", lambda value: value > 0)  # excludes NaN
 FINITE: Range = ("a number above 0, not inf", lambda value: 0 < value < float("inf"))
 COUNT: Range = ("a count >= 1", lambda value: value >= 1)
 PLAIN: dict[str, tuple[type, ...]] = {
@@ -46,14 +46,14 @@ PLAIN: dict[str, tuple[type, ...]] = {
 }
 
 
-# Options that were removed, with the end of the error for each.
+# Removed options, with the end of the error message for each.
 GONE = {
     "grads": "every rank keeps its own part of the gradients now; for reductions in no_sync(), as "
     "with grads: sharded before, write accumulate: sharded",
     "reproducible": "it was removed in 0.2.0; leave it out, and compare runs by optimizer.digest()",
 }
 
-# Names that other libraries have for an option, or for what it does.
+# Names that other libraries use for an option or its effect.
 ELSEWHERE = {
     "dtype": "param_dtype",
     "mixed_precision": "param_dtype",
@@ -69,13 +69,13 @@ def one_of(*choices: str) -> Range:
 
 
 def option(default: object, help: str = "", within: Range = ANY) -> Any:
-    """A field of a :class:`ValidatedOptions` dataclass."""
+    """Return a field of a :class:`ValidatedOptions` dataclass."""
     return field(default=default, metadata={"help": help, "range": within})
 
 
-# Methods and properties of the optimizer that extensions have, by the option or module, which is
-# imported, and its hook made, with a first call. A hook that needs its option refuses by an
-# AttributeError.
+# Methods and properties of the optimizer that extensions provide, with their option or module. The
+# first call imports the module and makes its hook. A hook that needs its option raises
+# AttributeError without it.
 CALLS = {
     "attempt": "on_error",
     "failures": "on_error",
@@ -93,25 +93,25 @@ CALLS = {
 
 
 class Option(NamedTuple):
-    """The declaration of a module of :mod:`shardcast.extensions`, its ``OPTION``.
+    """Declaration of a module of :mod:`shardcast.extensions`, its ``OPTION``.
 
     Attributes:
         help: one sentence for docs/options.md and the command line.
-        within: what is expected, and whether a value is that.
-        read: ``read(name, given)`` gives the value of what the script gave, or raises; by default
-            what the type of the field in :class:`.ShardcastConfig` says.
-        epilogues: ``epilogues(config)`` gives what is fused behind the rule of an update, see
+        within: the expected value in words, and a function that checks it.
+        read: ``read(name, given)`` converts the given value, or raises. By default the type of the
+            field in :class:`.ShardcastConfig` decides.
+        epilogues: ``epilogues(config)`` returns code that is fused behind the update's rule, see
             :class:`.Epilogue`.
         hook: ``hook(optimizer)`` makes a :class:`.StepHook`.
         signal: ``signal(config, process_groups, device)`` makes a :class:`.Signal`.
-        codec: ``codec(config, name)`` gives the :class:`.Codec` of masters, or of the state tensor
-            that ``torch.optim`` calls ``name``.
-        check: ``check(config)`` raises ValueError for other options that it does not go with.
-        fits: ``fits(plan, parallel_dims)`` raises ValueError for ranks, or parameters of a
-            :class:`.Plan`, that it does not go with.
-        fused: whether it needs an update by a rule of :mod:`.rules`, not by a class itself.
-        publishing: ``publishing(config)`` gives :class:`.Publishing`, how masters become what is
-            published; that of the first option that has one serves all.
+        codec: ``codec(config, name)`` returns the :class:`.Codec` of masters, or of the state
+            tensor that ``torch.optim`` calls ``name``.
+        check: ``check(config)`` raises ValueError if another option is incompatible.
+        fits: ``fits(plan, parallel_dims)`` raises ValueError if the ranks, or parameters of the
+            :class:`.Plan`, are incompatible.
+        fused: whether it needs an update by a rule of :mod:`.rules`, not by an optimizer class.
+        publishing: ``publishing(config)`` returns :class:`.Publishing`, how masters become
+            published values. The first option that has one decides for all.
     """
 
     help: str
@@ -128,15 +128,15 @@ class Option(NamedTuple):
 
 
 def load_extension(name: str) -> Any:
-    """A module of :mod:`shardcast.extensions`, or of a folder that its ``name`` begins with.
+    """Import and return a module of :mod:`shardcast.extensions`.
 
-    It is imported where something asks for it.
+    A ``name`` such as ``serving.sleep`` is that of a module in another folder.
     """
     return import_module(f"shardcast.{name}" if "." in name else f"shardcast.extensions.{name}")
 
 
 class Declared(Mapping[str, Any]):
-    """The metadata of a field whose option an extension declares; asking for it imports that."""
+    """Metadata of a field that an extension declares; reading it imports the extension."""
 
     KEYS = ("off", "needs", "option", "help", "range")
 
@@ -160,12 +160,12 @@ class Declared(Mapping[str, Any]):
 
 
 def extension(off: object, module: str, default: object = None, needs: Needs | None = None) -> Any:
-    """A field of :class:`.ShardcastConfig` that ``shardcast.extensions.<module>`` declares.
+    """Return a field of :class:`.ShardcastConfig` that ``shardcast.extensions.<module>`` declares.
 
     Args:
-        off: the value that asks for nothing, for which the module is not imported.
-        default: another one than that.
-        needs: whether the stages of a model have anything for it.
+        off: value that turns the option off; the module is then not imported.
+        default: default value, if not ``off``.
+        needs: whether the option applies to these stages of a model.
     """
     metadata = Declared(module, off, needs)
     return field(default=off if default is None else default, metadata=metadata)
@@ -176,8 +176,8 @@ class ValidatedOptions:
     """Base of frozen dataclasses whose fields are options.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: a value out of range, or an unknown choice.
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range, or an unknown choice.
     """
 
     def __post_init__(self) -> None:
@@ -186,10 +186,10 @@ class ValidatedOptions:
 
 
 def read_option(declared: Field[Any], given: Any) -> Any:
-    """The value of a field of a :class:`ValidatedOptions` class, from what was given.
+    """Convert a given value to the value of a field of a :class:`ValidatedOptions` class.
 
     Raises:
-        TypeError, ValueError: as of that class.
+        TypeError, ValueError: as in that class.
     """
     name, annotation, value = declared.name, str(declared.type), given
     kind = annotation.removesuffix(" | None")
@@ -211,8 +211,8 @@ def read_option(declared: Field[Any], given: Any) -> Any:
 
 def read_plain(name: str, annotation: str, value: Any) -> Any:
     kinds = PLAIN[annotation.removesuffix(" | None")]
-    if isinstance(value, str) and float in kinds:  # YAML takes inf and 1e3 for text
-        with suppress(ValueError):  # such as 'dynamic', or what is refused below
+    if isinstance(value, str) and float in kinds:  # YAML reads inf and 1e3 as text
+        with suppress(ValueError):  # 'dynamic', or text that is refused below
             value = float(value)
     # YAML reads `yes` as a boolean, which is an int in Python.
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -222,7 +222,7 @@ def read_plain(name: str, annotation: str, value: Any) -> Any:
 
 def _dtype(name: str, value: object) -> torch.dtype:
     named = value
-    if isinstance(value, str):  # also the name that torch has for it
+    if isinstance(value, str):  # torch's own name is accepted, too
         named = DTYPES.get(value, getattr(torch, value, None))
     for dtype in DTYPES.values():
         if dtype == named:
@@ -249,7 +249,7 @@ def _several(
 
 
 def read_patterns(name: str, value: object) -> bool | tuple[str, ...]:
-    """Read glob patterns, or a bool."""
+    """Read glob patterns or a bool."""
     if isinstance(value, bool):
         return value
     return _several("true, false or glob patterns", lambda it: isinstance(it, str), name, value)
@@ -273,7 +273,7 @@ Options = TypeVar("Options", bound=ValidatedOptions)
 
 
 def read_mapping(kind: type[Options], values: Mapping[str, Any], where: str) -> Options:
-    """Options of a ``kind`` from a mapping, which stands in ``where``; errors begin with it."""
+    """Read options of a ``kind`` from a mapping; errors begin with ``where``."""
     check_names(kind, values, where)
     try:
         return kind(**values)
@@ -282,10 +282,10 @@ def read_mapping(kind: type[Options], values: Mapping[str, Any], where: str) -> 
 
 
 def check_names(kind: type[ValidatedOptions], values: Iterable[str], where: str) -> None:
-    """Raise ValueError for a key that is no option of ``kind``.
+    """Raise ValueError for a key that is not an option of ``kind``.
 
     Args:
-        where: they stand.
+        where: place of the keys, for the error.
     """
     names = [each.name for each in fields(kind)]
     for key in values:
@@ -294,21 +294,21 @@ def check_names(kind: type[ValidatedOptions], values: Iterable[str], where: str)
 
 
 def unknown(key: object, names: list[str]) -> str:
-    """A message about a key that is no option."""
+    """Return an error message about a key that is not an option."""
     gone = GONE.get(str(key))
     end = nearest(str(key), names) if gone is None else f"; {gone}"
     return f"unknown option {key!r}{end}"
 
 
 def nearest(key: str, names: list[str]) -> str:
-    """The end of a message about an unknown key."""
+    """Return the end of an error message about an unknown key."""
     close = [name for name in (ELSEWHERE.get(key),) if name in names]
     close = close or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known options: {', '.join(names)}"
 
 
 def as_yaml(value: Any) -> Any:
-    """A value as it would stand in YAML; callables and classes by qualified name."""
+    """Return a value as YAML would show it; callables and classes by qualified name."""
     if isinstance(value, torch.dtype):
         return next(name for name, dtype in DTYPES.items() if dtype == value)
     if isinstance(value, ValidatedOptions):

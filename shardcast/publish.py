@@ -1,8 +1,8 @@
 """Follow a training run: apply its ``optimizer.changes(since=version)`` in another process.
 
-A reader has a model, or a dictionary of tensors, and needs no optimizer and no process group.
+A reader has a model, or a dictionary of tensors, and needs no optimizer or process group.
 :func:`apply` checks changes and writes them. :class:`FolderSender` and :class:`FolderReader` send
-them through a directory. A script may send them in any other way: they are tensors with names.
+them through a directory. A script may send them in any other way, because they are named tensors.
 """
 
 from shardcast.serving.applying import (

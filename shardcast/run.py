@@ -58,32 +58,32 @@ def main() -> None:
             raise
     if not launched.sharded and os.environ.get("RANK", "0") == "0":
         print(UNUSED, file=sys.stderr, flush=True)
-    # Scripts of Accelerate and the Trainer seldom do. A thread of gloo that lets go of a tensor
-    # while the interpreter ends would abort the process. Not after an error: it could wait there
-    # for ranks that wait for this one.
+    # Scripts of Accelerate and the Trainer seldom destroy the group. A gloo thread that releases a
+    # tensor at interpreter exit would abort the process. After an error this is left out, because
+    # it could wait for ranks that wait for this one.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def install() -> None:
     """Replace ``accelerate.Accelerator`` by a ``ShardcastAccelerator``, also for later imports."""
-    from shardcast.accelerate import ShardcastAccelerator  # says which extra is missing
+    from shardcast.accelerate import ShardcastAccelerator  # its error names the missing extra
 
     import accelerate  # isort: skip
 
     class RunAccelerator(ShardcastAccelerator):
-        """One whose configuration :func:`shardcast.accelerate.enable` may still change."""
+        """An accelerator that :func:`shardcast.accelerate.enable` may still configure."""
 
         provisional = True
 
     RunAccelerator.__name__ = ShardcastAccelerator.__name__
-    # Where pickle finds it.
+    # So that pickle finds the class.
     RunAccelerator.__module__, RunAccelerator.__qualname__ = "accelerate.accelerator", "Accelerator"
     accelerate.Accelerator = RunAccelerator
     accelerate.accelerator.Accelerator = RunAccelerator
     if (trainer := sys.modules.get(TRAINER)) is not None:
         trainer.Trainer.__new__ = new_trainer
-    else:  # to import it here would take seconds, also for scripts without it
+    else:  # importing it here would cost every script seconds
         sys.meta_path.insert(0, TrainerFinder())
 
 

@@ -55,7 +55,7 @@ LOSSES = (
     "as of DARTS, set .grad of what is not to move to None and call step() of what shardcast.shard "
     f"returned ({page('optimizers')})"
 )
-# Those that load a rank's part on that rank: AcceleratedOptimizer() does so at once.
+# Callers that load a rank's part on the same rank; AcceleratedOptimizer() does so at once.
 KEEP_PARTS = ("shardcast", "accelerate.optimizer")
 
 
