@@ -1,6 +1,6 @@
-"""Options: each has a module of its own here, which nothing in the core imports.
+"""Options: each has its own module here, which nothing in the core imports.
 
-A module declares its option as ``OPTION``, an :class:`.option_values.Option`, and one line of
-:class:`.ShardcastConfig` registers it: ``metrics: bool | int = extension(False, "metrics")``. It is
-imported where a configuration asks for it, or where its help is shown.
+A module declares its option as ``OPTION``, an :class:`.option_values.Option`. One line of
+:class:`.ShardcastConfig` registers it: ``metrics: bool | int = extension(False, "metrics")``. The
+module is imported if a configuration uses the option, or to show its help.
 """

@@ -1,4 +1,4 @@
-"""``averages``: moving averages of weights; in and out of the model, begun from existing ones."""
+"""``averages``: moving averages of weights, and blocks that put one into the model."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AverageOptions(ValidatedOptions):
-    """One exponential moving average of the weights: ``average += (1 - decay) * (weight -
-    average)`` in every step.
+    """One exponential moving average of the weights.
+
+    In every step ``average += (1 - decay) * (weight - average)``.
 
     Attributes:
-        name: that the script gives it.
+        name: name that the script chose.
         decay: in [0, 1).
         warmup: the decay is at most ``(1 + t) / (10 + t)`` in the average's step ``t = 1, 2, ...``
-        stored: ``fp32``, or ``bf16`` rounded by chance.
+        stored: ``fp32``, or ``bf16`` with stochastic rounding.
     """
 
     name: str = option("", within=("a name of letters, digits and _", str.isidentifier))
@@ -72,7 +73,8 @@ class Average(Epilogue):
 
     def numbers(self, step: Any) -> Numbers:
         decay: Any = self.options.decay
-        if self.options.warmup:  # as TensorFlow's ExponentialMovingAverage, diffusers' EMAModel
+        # as in TensorFlow's ExponentialMovingAverage and diffusers' EMAModel
+        if self.options.warmup:
             warm = (1 + step) / (10 + step)
             decay = warm.clamp(max=decay) if isinstance(warm, Tensor) else min(warm, decay)
         return (1 - decay,)
@@ -88,8 +90,8 @@ class Averages(StepHook):
     """The averages of one optimizer.
 
     Attributes:
-        in_model: name of the average that the model has, inside :meth:`averaged`.
-        buffers: what the model's buffers were before, by name.
+        in_model: name of the average that is in the model, inside :meth:`averaged`.
+        buffers: values of the model's buffers before that, by name.
     """
 
     name = "averages"
@@ -105,7 +107,7 @@ class Averages(StepHook):
         self.buffers: dict[str, Tensor] = {}
 
     def check(self, call: str, name: str) -> None:
-        """Raise for a name that is no average."""
+        """Raise ValueError for an unknown name of an average."""
         if name not in self._names:
             names = ", ".join(map(repr, self._names))
             raise ValueError(
@@ -118,7 +120,7 @@ class Averages(StepHook):
         return sum(update.averages_nbytes() for update in self._optimizer.updates)
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps of each average, also where no parameter was trained yet that would have it."""
+        """Return the steps of each average, including averages without a trained parameter yet."""
         steps: dict[str, float] = {}
         for update in self._optimizer.updates:
             counts = update.epilogue_steps
@@ -134,16 +136,16 @@ class Averages(StepHook):
             update.epilogue_steps = counts
 
     def values(self, shard: Shard, number: int, name: str) -> Tensor:
-        """One fragment of an average, 1-d fp32; may be the memory itself."""
+        """Return one fragment of an average, 1-d fp32; it may be the memory itself."""
         return self._optimizer.update_of(shard).average(shard, number, name)
 
     @contextmanager
     def averaged(self, name: str) -> Iterator[None]:
         """Put an average into the model: ``with optimizer.averaged("ema"): evaluate(model)``.
 
-        One sync publishes the average, cast as parameters are; another one restores the weights
-        bit for bit. Inside, :meth:`step` and everything that loads or changes weights raise; state
-        dicts and checkpoints still hold the training's weights. Takes memory for the own span.
+        One sync publishes the average, cast like parameters; another one restores the weights bit
+        for bit. Inside, :meth:`step`, and every call that loads or changes weights, raises. State
+        dicts and checkpoints still hold the trained weights. It needs memory for this rank's span.
 
         Collective: every rank must enter and leave it.
 
@@ -152,7 +154,7 @@ class Averages(StepHook):
 
         Raises:
             ValueError: on every rank, if there is no average of this name.
-            RuntimeError: on every rank, if an average is in the model already.
+            RuntimeError: on every rank, if an average is already in the model.
         """
         optimizer = self._optimizer
 
@@ -182,7 +184,7 @@ class Averages(StepHook):
         finally:
             with torch.no_grad():
                 for key, buffer in buffers.items():
-                    # ``.data``: a graph that has saved the buffer stays usable.
+                    # ``.data``, so that a graph that saved the buffer stays usable.
                     buffer.data.copy_(self.buffers.pop(key))
                 optimizer.sync.wait()
                 take_moved(optimizer.shards)
@@ -193,14 +195,15 @@ class Averages(StepHook):
                     )
                 for shard in shards:
                     shard.take_back()
-                # A wire carries no value that a script wrote: they come back as they are.
+                # Not by wire, which sends codes of masters: values that a script wrote come back
+                # unchanged.
                 optimizer.sync(by_wire=False)
                 self._note(shards, None)
 
     def _note(self, shards: list[Shard], name: str | None) -> None:
-        """Note which average the model has now, or that it has its own weights."""
+        """Note which average is in the model, or that its own weights are back."""
         optimizer = self._optimizer
-        # Autograd is to refuse a backward through a forward with other weights.
+        # Makes autograd refuse a backward through a forward with other weights.
         torch.autograd.graph.increment_version(
             [param for shard in shards for param in shard.pack.in_model]
         )
@@ -208,7 +211,7 @@ class Averages(StepHook):
         optimizer.block = f"the average {name!r} is in the model; {leave}" if name else ""
 
     def _is_edited(self, shard: Shard, name: str) -> bool:
-        """Return whether the own span publishes the average no more; waits for the device."""
+        """Return whether a script changed the average in the model. Waits for the device."""
         for number, fragment in enumerate(shard.fragments):
             published = shard.pack.own_data[shard.local(fragment.start, fragment.stop)]
             cast = shard.rounded(fragment.slot, self.values(shard, number, name))
@@ -223,13 +226,13 @@ class Averages(StepHook):
 
         Args:
             name: an average of the option ``averages``.
-            weights: full tensors by parameter name, such as ``AveragedModel.module.state_dict()``;
-                names that are no trained parameter are ignored.
+            weights: full tensors by parameter name, such as ``AveragedModel.module.state_dict()``.
+                Names that are not trained parameters are ignored.
             steps: number of steps that it has averaged, for its warm-up.
 
         Raises:
-            ValueError: on every rank, for an unknown name, a wrong number of steps, or a parameter
-                that is missing or has another shape; nothing is changed.
+            ValueError: on every rank: the name is unknown, ``steps`` is invalid, or a parameter is
+                missing or has another shape. Nothing changes.
         """
         optimizer = self._optimizer
 
@@ -264,7 +267,7 @@ class Averages(StepHook):
                 average = _compat.local_tensor(weights[fragment.slot.name]).detach()
                 yield fragment, average.reshape(-1)[start:stop]
 
-        # A frozen parameter is its own average, and keeps none, unless it is given another one.
+        # A frozen parameter needs no average of its own, unless another value is loaded for it.
         frozen = [shard for shard in optimizer.shards if shard.grads is None]
         moved = [any(_differs(shard, *part) for part in parts(shard)) for shard in frozen]
         if frozen:
@@ -272,7 +275,7 @@ class Averages(StepHook):
         for shard in optimizer.shards:
             for number, (_, values) in enumerate(parts(shard)):
                 optimizer.update_of(shard).load_average(shard, number, name, values)
-        # On all ranks, also for optimizers of which a rank owns nothing.
+        # On all ranks, including those that own nothing of an optimizer.
         for update in optimizer.updates:
             counts = update.epilogue_steps
             counts[_places(update)[name]] = taken[0]
@@ -280,7 +283,7 @@ class Averages(StepHook):
 
 
 def _places(update: Update) -> dict[str, int]:
-    """Return where each average stands among the epilogues, by its name."""
+    """Return each average's position among the epilogues, by name."""
     epilogues = enumerate(update.epilogues)
     return {each.options.name: n for n, each in epilogues if isinstance(each, Average)}
 
@@ -293,7 +296,7 @@ def _differs(shard: Shard, fragment: Fragment, values: Tensor) -> bool:
 def _read(name: str, value: object) -> tuple[AverageOptions, ...]:
     if isinstance(value, tuple) and all(isinstance(item, AverageOptions) for item in value):
         return value
-    if not isinstance(value, Mapping) and value != []:  # as to_dict() has none
+    if not isinstance(value, Mapping) and value != []:  # to_dict() writes [] for no averages
         raise TypeError(
             f"{name}: expected a mapping from names to decays, such as {{'ema': 0.999}}, got "
             f"{value!r} ({type(value).__name__})"
@@ -302,7 +305,7 @@ def _read(name: str, value: object) -> tuple[AverageOptions, ...]:
 
 
 def _average(where: str, key: object, options: object) -> AverageOptions:
-    """One average, from its decay or from a mapping."""
+    """Read one average from a decay or a mapping."""
     values = dict(options) if isinstance(options, Mapping) else {"decay": options}
     if ("decay" in values) == ("half_life" in values):
         raise ValueError(f"{where}: expected decay or half_life (in steps), got {values!r}")

@@ -1,7 +1,7 @@
 """``broadcast_buffers``: buffers, such as BatchNorm's statistics, are rank 0's, as under DDP.
 
-All dense ones, written or not, travel in one message: before a forward in training, where DDP sends
-them too, and after each step, so that ranks evaluate alike without a collective in an evaluation.
+All dense buffers travel in one message: before a forward in training, as under DDP, and after each
+step, so that ranks evaluate alike without a collective during evaluation.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from shardcast.option_values import Option, read_patterns
 from shardcast.step.decide.decision import Decision
 from shardcast.step.step_hook import StepHook
 
-OUTSIDE = (  # of a compiled forward, before its graph
+OUTSIDE = (  # run before the graph of a compiled forward
     "shardcast sends the buffers of the model before a forward: compile without fullgraph, or give "
     "shardcast.shard broadcast_buffers=False"
 )
 
 
 class Place(NamedTuple):
-    """The place of a buffer, and what it was when the ranks compared theirs."""
+    """The place of a buffer, and its properties when the ranks compared theirs."""
 
     name: str
     module: nn.Module
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     device: torch.device
 
     def buffer(self) -> Tensor | None:
-        """Return the buffer that is there now; ``None`` where it is of another kind."""
+        """Return the current buffer; ``None`` if its properties have changed."""
         buffer = self.module._buffers.get(self.key)
         local = None if buffer is None else _compat.local_tensor(buffer)
         if local is None or not is_dense(local):
@@ -51,10 +51,10 @@ class Place(NamedTuple):
 class Buffers(StepHook):
     """Broadcasts the buffers of the stages: all of them in each step, before the sync.
 
-    Before a forward of a root, in training mode and with gradients enabled, those of the root are
-    sent if the forward before it was synchronized, or there was none: once in each accumulation, as
-    under DDP. Unlike DDP, a forward in evaluation mode or without gradients sends nothing, so that
-    rank 0 alone may evaluate. Nothing is sent where there is one data-parallel rank.
+    A forward of a root in training mode, with gradients enabled, sends the root's buffers if the
+    forward before it was synchronized, or there was none. That is once per accumulation, as under
+    DDP. Unlike DDP, a forward in evaluation mode or without gradients sends nothing, so rank 0 may
+    evaluate alone. With one data-parallel rank nothing is sent.
     """
 
     name = "broadcast_buffers"
@@ -63,11 +63,12 @@ class Buffers(StepHook):
         self._stages, self._roots = optimizer.stages, optimizer.called
         self._comm, self._reduce = optimizer.comm, optimizer.reduce
         patterns = optimizer.config.broadcast_buffers
-        self._left_out = () if isinstance(patterns, bool) else patterns  # each rank's own
+        # patterns of buffers that stay local to each rank
+        self._left_out = () if isinstance(patterns, bool) else patterns
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Take the buffers that are there now, and send them before forwards of roots."""
+        """Register the current buffers, and send them before forwards of roots."""
         stages = self._stages if self._comm.size > 1 else ()
         self._modules = [pair for stage in stages for pair in stage.named_modules()]
         self._warned = set[str]()
@@ -80,7 +81,7 @@ class Buffers(StepHook):
             if is_dense(buffer) and not self._is_left_out(name)
         ]
         self._of_root: dict[nn.Module, list[Place]] = {}
-        self._due: dict[nn.Module, bool] = {}  # whether a message precedes its next forward
+        self._due: dict[nn.Module, bool] = {}  # whether its next forward sends buffers first
         hook = torch.compiler.disable(self._before_forward, reason=OUTSIDE)
         for root in self._roots:
             inside = {*root.modules()}
@@ -95,13 +96,13 @@ class Buffers(StepHook):
         self._handles.clear()
 
     def after_update(self, decision: Decision) -> None:
-        """Give all ranks all buffers of rank 0."""
+        """Send rank 0's buffers to all ranks."""
         if self._count() != self._registered:
             self._warn_of_new()
         self._broadcast(self._places)
 
     def sent(self) -> list[Tensor] | None:
-        """Return what all ranks have of rank 0 after a step; ``None``: this one has not."""
+        """Return the buffers that equal rank 0's; ``None`` if one of them changed its kind here."""
         dense = [buffer.data for place in self._places if (buffer := place.buffer()) is not None]
         return dense if len(dense) == len(self._places) else None
 
@@ -112,18 +113,18 @@ class Buffers(StepHook):
             self._due[root] = self._reduce.synchronises
 
     def _before_forward(self, root: nn.Module, _args: object) -> None:
-        # Within a backward it is a checkpoint that computes a forward for a second time.
+        # Inside a backward, activation checkpointing recomputes a forward.
         if root.training and torch.is_grad_enabled() and _compat.current_backward() == -1:
             self._broadcast(self._of_root[root] if self._due[root] else ())
             self._due[root] = self._reduce.synchronises
 
     @torch.no_grad()
     def _broadcast(self, places: Sequence[Place]) -> None:
-        """Send buffers in one message, as bytes. Its length depends on no rank's edits."""
+        """Send buffers in one message, as bytes. Its length does not depend on a rank's edits."""
         for device in dict.fromkeys(place.device for place in places):
             alike = [place for place in places if place.device == device]
             buffers = [place.buffer() for place in alike]
-            # ``.data``: a graph of an earlier forward, which has saved the buffer, stays usable.
+            # ``.data``, so that a graph of an earlier forward that saved the buffer stays usable.
             dense = [
                 self._missing(place) if buffer is None else buffer.data.contiguous()
                 for place, buffer in zip(alike, buffers, strict=True)
@@ -138,7 +139,7 @@ class Buffers(StepHook):
                         copy_strided_(buffer.data, value)
 
     def _missing(self, place: Place) -> Tensor:
-        """Return what stands for a buffer of another kind: others get NaN, or -1, for rank 0's."""
+        """Return bytes that replace a changed buffer; if it is rank 0's, others get NaN or -1."""
         if place.name not in self._warned:
             self._warned.add(place.name)
             warn_first(
@@ -151,13 +152,13 @@ class Buffers(StepHook):
         return torch.full((nbytes,), 255, dtype=torch.uint8, device=place.device)
 
     def _count(self) -> int:
-        """Count the buffers; a few microseconds in each step."""
+        """Count the buffers; takes a few microseconds per step."""
         return sum(
             buffer is not None for _, module in self._modules for buffer in module._buffers.values()
         )
 
     def _warn_of_new(self) -> None:
-        """Return whether other ranks have them, too, is not known."""
+        """Warn once about new buffers, which other ranks may not have."""
         self._registered = self._count()
         new = [
             name
@@ -177,7 +178,7 @@ class Buffers(StepHook):
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._left_out)
 
     def _found(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-        """Each buffer that is there: its name, its module, its key there, and its local part."""
+        """Yield each current buffer: its name, module, key in the module, and local part."""
         seen: set[int] = set()
         for path, module in self._modules:
             for key, buffer in module._buffers.items():

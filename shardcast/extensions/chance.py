@@ -1,10 +1,10 @@
-"""Chance: random bits for rounding, a function of parameter name, element and step alone.
+"""Random bits for stochastic rounding, from parameter name, element and step alone.
 
-The bits depend neither on the number of ranks nor on packs, partition or mesh, so a run gives the
-same values however it is cut. An element's bits are a multiply-and-shift hash, in wrapping 32-bit
-arithmetic with the mixing steps of MurmurHash3, of its parameter's name, of its index in the
-parameter, of the step and of the state tensor. What depends on the parameter is one number per
-row, its *key*: in the update an element has only its place in the row.
+The bits do not depend on the number of ranks, packs, partition or mesh, so a run gives the same
+values for any of them. An element's bits are a multiply-and-shift hash, in wrapping 32-bit
+arithmetic with the mixing steps of MurmurHash3, of the parameter's name, the element's index, the
+step and the state tensor. The parameter's part is one number per row, its *key*; within the update
+an element has only its place in the row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardcast import _compat
 from shardcast._compat import dtensor
 from shardcast.memory.shard import Shard
 
-# All odd, in 32 bits with a sign.
+# All odd, as signed 32-bit numbers.
 INDEX = 0x9E3779B1 - (1 << 32)  # from one element to the next
 STEP = 0x165667B1  # from one step to the next
 SALT = 0x27D4EB2F  # from one pair of state tensors to the next
@@ -26,7 +26,7 @@ MIXING = ((16, 0x85EBCA6B - (1 << 32)), (13, 0xC2B2AE35 - (1 << 32)))  # shifts 
 
 
 def row_keys(shard: Shard, row: int) -> Tensor:
-    """The key of each row of the own span, 1-d int32; rows of padding have zeros."""
+    """Return the key of each row of this rank's span, 1-d int32; 0 for rows of padding."""
     keys = torch.zeros(-(-shard.pack.own.numel // row), dtype=torch.int64, device="cpu")
     for _, fragment, param in shard.owned():
         first, last = fragment.param_range
@@ -38,15 +38,15 @@ def row_keys(shard: Shard, row: int) -> Tensor:
 
 
 def name_hash(name: str) -> int:
-    """32 bits that stand for a parameter."""
+    """Return a 32-bit hash of a parameter's name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
 
 
 def global_index(param: Tensor, index: Tensor) -> Tensor:
-    """Find places in the flat parameter of places in its flat local tensor, other in a mesh.
+    """Convert places in the flat local tensor to places in the flat parameter of a mesh.
 
-    Of a row that goes beyond a line of a matrix cut by columns only the beginning is right, and
-    its bits are those of other elements: so it is where the local columns are no whole rows.
+    If a matrix is cut by columns and a row of the span crosses a line of the matrix, only the first
+    part of the row is exact; the rest gets other elements' bits.
     """
     if not _compat.is_dtensor(param):
         return index
@@ -60,18 +60,18 @@ def global_index(param: Tensor, index: Tensor) -> Tensor:
 
 
 def lanes(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """0, 1, 2, ... for the elements of a row."""
+    """Return 0, 1, 2, ... for the elements of a row."""
     return torch.arange(like.shape[-1], dtype=dtype, device=like.device)
 
 
 def random_bits(keys: Tensor, like: Tensor, step: Tensor, number: int) -> Tensor:
-    """Draw numbers in [0, 65536) for the ``number``-th state tensor, int32, ``(rows, row)``.
+    """Return numbers in [0, 65536) for the ``number``-th state tensor, int32, ``(rows, row)``.
 
-    One hash serves two state tensors, a half of its bits each.
+    One hash serves two state tensors, with half of its bits each.
 
     Args:
-        keys: of the rows.
-        step: 0-dim, this step's number.
+        keys: keys of the rows.
+        step: 0-dim, number of this step.
     """
     seed = step.to(torch.int32) * STEP + (number // 2 * SALT & 0x7FFFFFFF)
     bits = (keys[:, None] + lanes(like, torch.int32) * INDEX) ^ seed

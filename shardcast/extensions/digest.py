@@ -1,8 +1,9 @@
-"""One short hash of all masters and optimizer state, whatever ranks, packs and spans hold them.
+"""``digest()``: one short hash of all masters and optimizer state, for any ranks, packs and spans.
 
-The sum over all elements, modulo ``2**64``, of a hash of the element's bits, of its index in the
-parameter, and of the names of parameter and state tensor; so each rank adds up what it owns. The
-hash is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). It finds errors, not attacks.
+It is the sum, modulo ``2**64``, over all elements of a hash of the element's bits, its index in the
+parameter, and the names of the parameter and state tensor. So each rank adds up the elements that
+it owns. The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014). It finds errors, not
+attacks.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from shardcast.option_values import Option
 from shardcast.plan.layout import Fragment
 from shardcast.step.step_hook import StepHook
 
-HASHED = 1 << 18  # elements at a time
-GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, in 64 bits with a sign
+HASHED = 1 << 18  # elements that are hashed at a time
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit number
 ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
 
 class Digest(StepHook):
-    """The hash of one optimizer; no option asks for it, but a call."""
+    """The hash of one optimizer. It belongs to no option; the first call loads it."""
 
     name = "digest"
 
@@ -37,18 +38,20 @@ class Digest(StepHook):
         self._optimizer = optimizer
 
     def digest(self) -> str:
-        """Hash all masters and optimizer state: 16 hexadecimal digits; all ranks must call it.
+        """Return a hash of all masters and optimizer state: 16 hexadecimal digits.
 
-        It depends neither on the number of ranks nor on packs and partition, so it says whether two
-        runs are equal bit for bit, or whether a checkpoint was loaded as it was saved. Costs a pass
-        over the own masters and state, and waits for the device.
+        It does not depend on the number of ranks, packs or partition. So it tells whether two runs
+        are bitwise equal, or whether a checkpoint was loaded as it was saved. It takes one pass
+        over this rank's masters and state, and waits for the device.
+
+        Collective: every rank.
         """
         packed = self._optimizer
         packed.together(packed.ready_to_read, "digest")
         return _digest(packed)
 
 
-OPTION = Option("a hash of masters and state", hook=Digest)  # not in the table of options
+OPTION = Option("a hash of masters and state", hook=Digest)  # not listed in the table of options
 
 
 @torch.no_grad()
@@ -67,7 +70,7 @@ def _digest(optimizer: PackedOptimizer) -> str:
 def values_of(
     optimizer: PackedOptimizer, shard: Shard
 ) -> Iterator[tuple[Fragment, nn.Parameter, str, Any]]:
-    """Return the master and state that this rank has of each parameter in ``shard``, by kind."""
+    """Return this rank's master and state of each parameter in ``shard``, by kind."""
     update = optimizer.update_of(shard)
     for number, fragment, param in shard.owned():
         yield fragment, param, "master", shard.exact(fragment)
@@ -82,13 +85,13 @@ def _hashes(optimizer: PackedOptimizer, shard: Shard) -> Iterator[Tensor]:
         if isinstance(value, Tensor) and value.numel() == stop - start and value.dim():
             index = global_index(param, torch.arange(start, stop))
             yield hash_of(value, index, key)
-        elif start == 0:  # a count, or the state of a parameter that is not cut
+        elif start == 0:  # a count, or the state of a parameter with one owner
             tensor = value if isinstance(value, Tensor) else torch.tensor([_key(repr(value))])
             yield hash_of(tensor, torch.arange(tensor.numel()), key)
 
 
 def hash_of(values: Tensor, index: Tensor, key: int) -> Tensor:
-    """0-dim int64 of the bits of ``values``, of any dtype, each at its ``index``."""
+    """Return the hash of ``values`` of any dtype at their ``index``: 0-dim int64."""
     bits = bits_of(values)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in slices(bits.numel(), HASHED):
@@ -99,12 +102,12 @@ def hash_of(values: Tensor, index: Tensor, key: int) -> Tensor:
 
 def _mixed(numbers: Tensor) -> Tensor:
     for shift, factor in ROUNDS:
-        # Shifted as if there were no sign.
+        # An unsigned shift.
         numbers = (numbers ^ ((numbers >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return numbers
 
 
 def _key(name: str) -> int:
-    """64 bits with a sign that stand for a name."""
+    """Return a signed 64-bit number for a name."""
     key = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(key, "little", signed=True)

@@ -1,8 +1,9 @@
-"""``guard``: against spikes, steps whose norm, or loss, lies far above those before them.
+"""``guard``: skip or clip spikes, steps whose norm or loss is far above those before them.
 
-As OLMo-core's SkipStepOptimizer a step is skipped beyond the mean plus so many standard deviations
-of a window, here of the accepted steps alone; or it is clipped to that bound, as ZClip does (arXiv
-2504.02507). The window is on the device and equal on all ranks, which judge alike without a word.
+A step is skipped if it exceeds the mean of a window by a number of standard deviations, as in
+OLMo-core's SkipStepOptimizer; here the window has only accepted steps. Or it is clipped to that
+bound, as in ZClip (arXiv 2504.02507). The window is on the device and equal on all ranks, so they
+agree without communication.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ GuardFn = Callable[[Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class GuardRule(ValidatedOptions):
-    """Steps whose norm or loss lies far above those of the steps before.
+    """Limits for the norm and loss of a step, relative to the steps before.
 
     Attributes:
-        window: how many accepted steps count.
-        norm, loss: standard deviations above their mean beyond which a step is a spike; ``None``:
-            not looked at.
+        window: number of accepted steps that count.
+        norm, loss: standard deviations above the mean that make a step a spike; ``None``: not
+            checked.
         action: ``skip`` the step, or ``clip`` its norm to the bound.
     """
 
@@ -55,10 +56,10 @@ class GuardVerdict(Verdict):
     """The guard's verdict on one step.
 
     Attributes:
-        factor: 0-dim fp64 that clips the gradients to the bound; else spikes are skipped.
+        factor: 0-dim fp64 that clips the gradients to the bound; ``None``: spikes are skipped.
         is_spike: 0-dim bool.
-        values, bounds: 1-d fp64, of each number that is judged: of this step, and beyond which it
-            is a spike; infinite where a function knows it.
+        values, bounds: 1-d fp64, the checked numbers of this step and the bounds above which they
+            are spikes; infinite if a function decides.
     """
 
     is_spike: Tensor = field(kw_only=True)
@@ -69,11 +70,11 @@ class GuardVerdict(Verdict):
 class Guard(Signal):
     """Judges steps by a rule over a window of accepted steps, or by a function.
 
-    Its numbers: spikes so far, whether one was the last skipped step, its values and bounds.
+    Its numbers: spikes so far, whether the last skipped step was one, its values and bounds.
 
     Attributes:
-        judged: names of what is judged.
-        takes_loss: a loss can be given to a step; ``needs_loss``: it must be.
+        judged: names of the checked values.
+        takes_loss: ``step()`` accepts a loss; ``needs_loss``: it requires one.
     """
 
     name = "guard"
@@ -91,7 +92,7 @@ class Guard(Signal):
             self.takes_loss = self.needs_loss = rule.loss is not None
             window = rule.window
         self._sigmas = torch.tensor(sigmas, dtype=torch.float64, device=device)
-        # The newest accepted values, the last one at the end; NaN where there are none yet.
+        # The newest accepted values, the latest one last; NaN for values not yet seen.
         self._history = self._sigmas.new_full((len(sigmas), window), math.nan)
         self.noted = 2 + 2 * len(self.judged)
         self.numbers = self._sigmas.new_zeros(self.noted)
@@ -117,7 +118,7 @@ class Guard(Signal):
         return {"loss": self.loss is not None}
 
     def local(self) -> Tensor:
-        """This rank's loss; empty where none is taken, 0 where none is given."""
+        """Return this rank's loss: empty if losses are not checked, 0 if none was passed."""
         if not self.takes_loss:
             return self._sigmas.new_empty(0)
         if isinstance(self.loss, Tensor):
@@ -125,21 +126,21 @@ class Guard(Signal):
         return self._sigmas.new_full((1,), 0.0 if self.loss is None else self.loss)
 
     def read(self, total: Tensor) -> Tensor:
-        """The mean over ranks."""
+        """Return the mean over ranks."""
         return total / self._ranks
 
     def merge(self, readings: Tensor) -> Tensor:
         return readings.mean(0)
 
     def judge(self, reading: Tensor, norm: Tensor) -> GuardVerdict:
-        """Say what becomes of the step.
+        """Decide whether the step is a spike.
 
         Args:
-            reading: the mean of the losses, 1-d, if one is taken.
+            reading: mean of the losses, 1-d, if losses are checked.
 
         Raises:
-            RuntimeError: the loss is needed, and there is none.
-            TypeError: the function of the configuration returns no 0-dim tensor of bool.
+            RuntimeError: the rule needs a loss and none was passed.
+            TypeError: the configured function returned something else than a 0-dim bool tensor.
         """
         loss = None if self.loss is None else reading[0]
         if not isinstance(self._rule, GuardRule):
@@ -165,14 +166,14 @@ class Guard(Signal):
         mean = self._history.nansum(1) / count
         squares = (self._history - mean[:, None]).square().nansum(1)
         bounds = mean + self._sigmas * (squares / (count - 1)).sqrt()
-        # Half a window first, as OLMo-core: a few steps do not tell what is usual.
+        # Starts after half a window, as in OLMo-core: a few steps do not show what is usual.
         is_active = count >= max(2, self._rule.window // 2)
-        # Not values > bounds: a loss that is NaN is a spike.
+        # Not values > bounds, so that a NaN loss is a spike.
         is_spike = (~(values <= bounds) & is_active).any() & norm.isfinite()
         factor = None
         if self._rule.action == "clip":
             factor = torch.where(is_spike, bounds[0] / norm, 1.0)
-            values = torch.where(is_spike, bounds, values)  # what is trained with
+            values = torch.where(is_spike, bounds, values)  # the clipped values are trained with
         skip = is_spike if factor is None else None
         return GuardVerdict(factor, skip, is_spike=is_spike, values=values, bounds=bounds)
 
@@ -200,25 +201,25 @@ class Guard(Signal):
         )
 
     def conclude(self, decision: Decision) -> None:
-        """Take the step into the window, unless it was skipped or a value is not finite."""
+        """Add the step to the window, unless it was skipped or a value is not finite."""
         verdict = decision.verdicts.get(self)
         if self._history.numel() and isinstance(verdict, GuardVerdict):
-            # One value that is not finite would leave no bound for a whole window.
+            # One non-finite value would make the bound useless for a whole window.
             is_taken = ~decision.skip & verdict.values.isfinite().all()
             shifted = torch.cat([self._history[:, 1:], verdict.values[:, None]], 1)
-            # In place, so that a captured step goes on where the last one ended.
+            # In place, so that a captured step continues where the last one ended.
             self._history.copy_(torch.where(is_taken, shifted, self._history))
 
     def state_dict(self) -> dict[str, Any]:
-        """The spikes so far, and of each number that is judged the accepted values."""
+        """Return the number of spikes, and the accepted values of each checked number."""
         rows = zip(self.judged, self._history.tolist(), strict=False)
         window = {name: [value for value in row if not math.isnan(value)] for name, row in rows}
         return {"spikes": float(self.numbers[0]), "guard": window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`; of another window the newest steps count.
+        """Load what :meth:`state_dict` returned. For another window the newest steps count.
 
-        The window stays empty where the saved run had none of one of the numbers.
+        The window stays empty if the saved run did not check one of the numbers.
         """
         self.numbers[0] = state.get("spikes", 0)
         if "guard" in state:
@@ -229,7 +230,7 @@ class Guard(Signal):
             window = self._history.shape[1]
             empty = [math.nan] * window
             rows = [state[name] for name in self.judged]
-            if "accepted" in state:  # an older form: rings, which have zeros where nothing is yet
+            if "accepted" in state:  # older format: a ring buffer with zeros for missing values
                 accepted, size = int(state["accepted"]), len(rows[0])
                 places = [n % size for n in range(max(0, accepted - size), accepted)]
                 places = [at for at in places if all(math.isfinite(row[at]) for row in rows)]
@@ -239,7 +240,7 @@ class Guard(Signal):
 
 
 class Guarded(StepHook):
-    """What a script reads of the guard."""
+    """The guard's counters, as a script reads them."""
 
     name = "guard"
 
@@ -264,7 +265,7 @@ def _read(name: str, value: object) -> GuardRule | Callable[..., object]:
 
 
 def _signal(config: ShardcastConfig, process_groups: ProcessGroups, device: torch.device) -> Guard:
-    rule: Any = config.guard  # not None, or this option were off
+    rule: Any = config.guard  # not None, because the option is on
     return Guard(rule, process_groups.dp.size, device)
 
 

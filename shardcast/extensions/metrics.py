@@ -1,4 +1,4 @@
-"""``metrics``: norms of each parameter's gradient, weight and change in the last measured step."""
+"""``metrics``: norms of each parameter's gradient, weight and update in the last measured step."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ NAMES = ("grad_norm", "weight_norm", "update_norm", "update_to_weight", "swallow
 
 @dataclass(frozen=True)
 class SquareSums(Epilogue):
-    """Sums of squares of gradient, weights and their change, and how many changes were swallowed:
-    the master moved, and what is published of it did not."""
+    """Sums of squares of gradient, weights and update, and a count of swallowed updates.
+
+    An update is swallowed if the master changed and its published value did not.
+    """
 
     sums: ClassVar[tuple[str, ...]] = ("grad", "weight", "update", "swallowed")
     squares: ClassVar[int] = 3
@@ -44,27 +46,27 @@ class SquareSums(Epilogue):
             torch.linalg.vector_norm(values, dim=-1)
             for values in (updated.grad, updated.master, updated.decrease)
         ]
-        if updated.published is None:  # none is swallowed, or see Before
+        if updated.published is None:  # none is swallowed, or Before counts them
             return (*norms, torch.zeros_like(norms[0]))
-        # Where the published value changes the master has moved. As numbers of the same dtype: a
-        # comparison that gives a bool is not vectorized on a CPU.
+        # If the published value changed, so did the master. Results have the same dtype as the
+        # operands, because a comparison to bool is not vectorized on a CPU.
         old, new = updated.old_published, updated.published
         changed = torch.ne(new, old, out=torch.empty_like(new)).sum(-1, dtype=new.dtype)
         return (*norms, updated.decrease.ne_(0).sum(-1).sub_(changed))
 
 
-ROWS = len(SquareSums.sums) + 1  # sums, and how many elements they are of
+ROWS = len(SquareSums.sums) + 1  # the sums, and the number of elements
 
 
 class Before:
-    """The values of a shard before an update behind which its blocks are cast.
+    """The values of a shard before an update whose blocks are cast afterwards.
 
-    Which changes are swallowed is seen when both are done. A copy of masters and of what is
-    published, 6 bytes of each own element, is there for the time of a measured step.
+    Swallowed updates can be counted only after both. During a measured step this holds a copy of
+    masters and published values, 6 bytes per owned element.
     """
 
     def __init__(self, shard: Shard) -> None:
-        shard.absorb()  # what a script wrote is no change
+        shard.absorb()  # values that a script wrote are not updates
         self._shard, self._published = shard, shard.published.clone()
         numel = self._published.numel()
         self._masters = Encoded(Codec(), numel, shard.master.row, shard.home.zeros)
@@ -72,13 +74,14 @@ class Before:
             self._masters.write(part, shard.master.read(part))
 
     def count(self, sums: RowSums) -> None:
-        """Add to the sums of rows how many changes were swallowed: none in a skipped step."""
+        """Add the number of swallowed updates to the sums of rows; none in a skipped step."""
         if not sums.segments.numel():  # nothing was measured yet
             return
         swallowed = sums.values[SquareSums.sums.index("swallowed")]
         for part in slices(self._published.numel()):
             moved = self._shard.master.read(part) != self._masters.read(part)
-            # As numbers: of coarse forms many values are zeros, and another sign is no change.
+            # Compares numbers, not bits: coarse forms have many zeros, and a new sign of zero is no
+            # change.
             stayed = self._shard.published[part] == self._published[part]
             both = in_rows((moved & stayed).float(), sums.row).sum(-1)
             first = part.start // sums.row
@@ -86,7 +89,7 @@ class Before:
 
 
 class Metrics(StepHook):
-    """Sums of the epilogue :class:`.SquareSums`, over all ranks that have a part of a parameter."""
+    """Sums of :class:`.SquareSums` over all ranks that have a part of a parameter."""
 
     name = "metrics"
 
@@ -97,17 +100,17 @@ class Metrics(StepHook):
             )
         self._optimizer = optimizer
         self._period, self._is_due = int(optimizer.config.metrics), False
-        self._shards: list[Shard] = []  # that are measured
-        self._slots: list[str] = []  # their parameters
+        self._shards: list[Shard] = []  # measured shards
+        self._slots: list[str] = []  # parameters of these shards
         self._places = torch.empty(0)  # of this rank's fragments among them
-        self._weights = torch.empty(0)  # what a fragment counts, 1 but for copies
+        self._weights = torch.empty(0)  # weight of a fragment: 1, or less for copies
         self._numels = torch.empty(0)
         self._totals: Tensor | None = None
         self._choices: dict[Hashable, tuple[list[str], Tensor, Tensor]] = {}  # see _chosen
         self._before: dict[Shard, Before] = {}
 
     def before_update(self, decision: Decision) -> None:
-        """Have this step measured if it is one's turn, which is equal on all ranks."""
+        """Measure this step if it is due, which is equal on all ranks."""
         self._is_due = self._optimizer.comm.steps % self._period == 0
         for update in self._optimizer.updates:
             update.measured = self._is_due
@@ -141,7 +144,7 @@ class Metrics(StepHook):
         self._totals = totals
 
     def _index(self, shards: list[Shard]) -> None:
-        """Return where each fragment of this rank stands."""
+        """Find the place of each fragment of this rank."""
         parallel_dims, device = self._optimizer.process_groups.parallel_dims, self._optimizer.device
         places: list[int] = []
         weights: list[float] = []
@@ -153,7 +156,7 @@ class Metrics(StepHook):
             first = len(self._slots)
             place_of = {slot.name: first + n for n, slot in enumerate(slots)}
             self._slots += place_of
-            # All copies are added up: each of them counts for its share.
+            # All copies are summed, so each has a fraction as its weight.
             copying = [dim for dim in parallel_dims.replicating if dim in groups.replicate]
             copying += [dim for dim in (parallel_dims.replicas,) if dim and dim in groups.reduce]
             share = 1 / math.prod(parallel_dims.sizes[dim] for dim in copying)
@@ -171,15 +174,15 @@ class Metrics(StepHook):
 
         Args:
             patterns: glob pattern of parameter names, ``"*.attn.*"``; or a mapping from labels to
-                patterns, which measures all parameters of a pattern as one tensor.
+                patterns, which treats all parameters of a pattern as one tensor.
 
         Returns:
-            By parameter or label, 0-dim fp32 on the device, of the whole parameter and equal on all
-            ranks that hold it: ``grad_norm`` (unscaled and clipped), ``weight_norm`` (of the new
-            masters), ``update_norm`` (of their change), ``update_to_weight`` (ratio of the two),
-            ``swallowed`` (share of elements whose master changed and whose low-precision value did
-            not). Empty before a first measured step; zeros, and ratios NaN, as long as all measured
-            steps were skipped.
+            By parameter or label, 0-dim fp32 tensors on the device, for the whole parameter and
+                equal on all ranks that hold it: ``grad_norm`` (unscaled and clipped),
+                ``weight_norm`` (of the new masters), ``update_norm`` (of their change),
+                ``update_to_weight`` (ratio of the two), ``swallowed`` (share of elements whose
+                master changed but whose low-precision value did not). Empty before the first
+                measured step. If all measured steps were skipped, zeros, and NaN for ratios.
 
         Raises:
             RuntimeError: without the option ``metrics``.
@@ -205,7 +208,7 @@ class Metrics(StepHook):
         }
 
     def _chosen(self, patterns: str | Mapping[str, str]) -> tuple[list[str], Tensor, Tensor]:
-        """Return labels, and on the device slots with the label of each; kept for the next call."""
+        """Return labels, and on the device slots with their labels; cached for the next call."""
         key = patterns if isinstance(patterns, str) else tuple(patterns.items())
         if key not in self._choices:
             if isinstance(patterns, str):
@@ -233,16 +236,16 @@ class Metrics(StepHook):
 
 
 def _of_fragments(row_sums: RowSums, count: int) -> Tensor:
-    """Sum up per fragment, fp64 (sums, fragments), in three launches however many there are.
+    """Sum per fragment, fp64 (sums, fragments), in three launches for any number of fragments.
 
-    Padding behind a fragment is zero. They are 0 for a shard all of whose steps were skipped.
+    Padding after a fragment is zero. All sums are 0 if every step of the shard was skipped.
     """
     segments = row_sums.segments
     if not segments.numel():
         return segments.new_zeros(len(SquareSums.sums), count, dtype=torch.float64)
     rows = row_sums.values.double()
     rows[: SquareSums.squares].square_()
-    # Not checked: that would wait for the device.
+    # Not checked, because checking would wait for the device.
     sums = torch.segment_reduce(rows.view(-1), "sum", offsets=segments, axis=0, unsafe=True)
     return sums.view(len(rows), -1)
 

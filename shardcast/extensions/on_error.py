@@ -1,9 +1,9 @@
-"""``on_error``: what a rank raises in ``optimizer.attempt()`` costs a step at most, not the run.
+"""``on_error``: an error inside ``optimizer.attempt()`` costs at most one step, not the run.
 
-Inside an attempt backwards send nothing, as in ``no_sync``, and the one reduction runs in
-``step()``. There a rank that failed sends zeros, so that all ranks call the same collectives, and
-says so in the all-reduce that is there anyway. Were gradients sent during the backward, an owner
-would have added up those of a rank that fails later, and nobody could take them away again.
+Inside an attempt, backwards send nothing, as in ``no_sync``, and the one reduction runs in
+``step()``. There a failed rank sends zeros, so that all ranks make the same collectives. It reports
+the failure in the step's one all-reduce. If gradients were sent during the backward, owners could
+not subtract those of a rank that fails later.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from shardcast.step.decide.signal import Signal, Verdict, known, to_device
 from shardcast.step.decide.tokens import Tokens
 from shardcast.step.step_hook import StepHook
 
-KEPT = 1000  # failures that a script can ask for
-TEXT = 1000  # letters of an error
-# The name of an error travels in doubles, each of which holds eight letters of six bits.
+KEPT = 1000  # failures that failures() lists at most
+TEXT = 1000  # letters of an error message
+# The name of an error is sent as doubles; each holds eight letters of six bits.
 LETTERS = "\0" + string.ascii_letters + string.digits + "_"
 WORDS, LENGTH, BITS = 2, 8, 6
 COLLECTIVES = {"torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"}
@@ -43,11 +43,11 @@ COLLECTIVES = {"torch.distributed.distributed_c10d", "torch.distributed._functio
 
 @dataclass(frozen=True)
 class ErrorRule(ValidatedOptions):
-    """The rule for a step in which ranks failed.
+    """The rule for steps in which ranks failed.
 
     Attributes:
-        action: ``skip`` it on all ranks, or ``drop`` the gradients of the ranks that failed.
-        max_failed_steps: so many of them in a row raise.
+        action: ``skip`` the step on all ranks, or ``drop`` the failed ranks' gradients.
+        max_failed_steps: this many failed steps in a row raise an error.
     """
 
     action: str = option(None, within=one_of("skip", "drop"))
@@ -55,7 +55,7 @@ class ErrorRule(ValidatedOptions):
 
 
 class Failure(NamedTuple):
-    """An error of a rank in a step; on an accelerator other ranks know 16 letters of its name."""
+    """An error of a rank in a step. On an accelerator other ranks know 16 letters of its name."""
 
     step: int
     rank: int
@@ -63,18 +63,18 @@ class Failure(NamedTuple):
 
 
 class FailureSignal(Signal):
-    """The ranks that failed, each with its error's name in ``WORDS`` doubles at its place.
+    """Which ranks failed; each sends the name of its error in ``WORDS`` doubles at its place.
 
-    Its numbers: failed steps in a row; whether the last skipped step was one; its part.
+    Its numbers: failed steps in a row; whether the last skipped step was one; the summed words.
 
     Attributes:
-        error_here: what this rank raised since the last step; empty if nothing.
-        tokens: of the step; a failed rank has none.
-        failures: the latest ones of all ranks, as far as the host has heard of them.
+        error_here: this rank's error since the last step, or an empty string.
+        tokens: token signal of the step; a failed rank has no tokens.
+        failures: latest failures of all ranks that the host knows of.
     """
 
     name = "on_error"
-    agrees_scale = True  # a rank that failed learns in a decision whether the others count
+    agrees_scale = True  # a failed rank finds out in the decision whether the others count tokens
     tokens: Tokens
 
     def __init__(
@@ -90,11 +90,11 @@ class FailureSignal(Signal):
         self.noted = 2 + self._nothing.numel()
         self.error_here = ""
         self._gives_loss, self._steps, self._is_told = False, 0, False
-        self.takers: Sequence[Signal] = ()  # of a loss
+        self.takers: Sequence[Signal] = ()  # signals that take a loss
         self.failures: deque[Failure] = deque(maxlen=KEPT)
 
     def fail(self, error: Exception) -> None:
-        """Have this rank count as failed in the coming step; keep no traceback, hence no tensor."""
+        """Count this rank as failed in the coming step. Keeps no traceback and so no tensors."""
         kind = type(error).__name__
         self.error_here = f"{kind}: {error}"[:TEXT]
         words = [kind[LENGTH * n :][:LENGTH] for n in range(WORDS)]
@@ -104,7 +104,7 @@ class FailureSignal(Signal):
         self._part = to_device(numbers, torch.float64, self._device)
 
     def arguments(self) -> Mapping[str, Any]:
-        """A rank that failed has no loss; it gives one if the last step had one."""
+        """Return this rank's arguments; a failed one passes a loss if the last step had one."""
         if not (self.error_here and self._gives_loss):
             return {}
         for signal in self.takers:
@@ -121,7 +121,7 @@ class FailureSignal(Signal):
         return torch.cat([failed, failed.sum().view(1), total])
 
     def scale(self, reading: Tensor | None) -> Tensor | None:
-        """The sum was divided by all ranks; tokens are those of the ranks that took part."""
+        """Return the correction for failed ranks, which the divisor of the sum includes."""
         if not self._drops or self.tokens.counted or reading is None:
             return None
         return (self._ranks - reading[self._ranks]).clamp(min=1) / self._ranks
@@ -131,8 +131,8 @@ class FailureSignal(Signal):
         return Verdict(skip=self._count >= (self._ranks if self._drops else 1))
 
     def error(self, mistakes: Sequence[float]) -> RuntimeError | None:
-        """Note who failed; an error only where that is so in too many steps in a row."""
-        if self._is_told:  # a clip has decided before
+        """Note failed ranks; return an error only after too many failed steps in a row."""
+        if self._is_told:  # a clip has decided already
             return None
         if on_host := _compat.is_host(self._device):
             self._is_told = True
@@ -185,13 +185,13 @@ class FailureSignal(Signal):
 
 
 def _encoded(word: str) -> float:
-    """Return the letters of a name as an exact double; above 0 unless there are none."""
+    """Encode the letters of a name as an exact double, above 0 unless the name is empty."""
     places = (LETTERS.find(letter) for letter in word)
     return float(sum((place if place > 0 else 63) << BITS * n for n, place in enumerate(places)))
 
 
 def _names(numbers: Sequence[float]) -> list[str]:
-    """The names of all ranks, of what :func:`_encoded` gave."""
+    """Decode the names of all ranks from what :func:`_encoded` returned."""
     shifts, mask = range(0, BITS * LENGTH, BITS), (1 << BITS) - 1
     words = [[int(number) >> shift & mask for shift in shifts] for number in numbers]
     letters = ["".join(LETTERS[place] for place in word if place) for word in words]
@@ -205,7 +205,7 @@ class Attempts(StepHook):
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
         if optimizer.config.on_error == "raise":
-            raise AttributeError(  # so that hasattr() answers
+            raise AttributeError(  # so that hasattr() works
                 "attempt: expected the option on_error, which says what becomes of a step in which "
                 "a rank failed; give shard() on_error='skip' or 'drop'"
             )
@@ -223,28 +223,27 @@ class Attempts(StepHook):
     def attempt(self) -> Iterator[None]:
         """Run the forwards and backwards of a step: ``with optimizer.attempt():``.
 
-        Every rank must enter it, and call ``step()`` after it. What a rank raises inside it goes no
-        further: its gradients of the step do not count, those of other attempts of the same step
-        among them. With ``on_error="skip"`` the step is skipped on all ranks, with ``"drop"`` it is
-        made with the mean of the others, over the ranks, or tokens, that took part; where all ranks
-        failed it is skipped, too. The step warns of ranks and errors, see :meth:`failures`; the
-        rank itself logs the whole traceback.
+        An error inside does not end the run. The rank's gradients of this step do not count,
+        including those of its other attempts in the step. ``on_error="skip"`` skips the step on all
+        ranks. ``"drop"`` uses the mean over the ranks, or tokens, that took part; if all ranks
+        failed, the step is skipped, too. The step warns and names ranks and errors
+        (:meth:`failures`); the failed rank also logs its traceback.
 
-        Backwards inside it send nothing, so their gradients travel in ``step()``.
+        Backwards inside send nothing; their gradients are reduced in ``step()``. Errors of
+        collectives, ``StopIteration`` and exceptions such as ``KeyboardInterrupt`` are raised as
+        usual. Do not call collectives inside, because other ranks would wait for a failed one.
 
-        Not taken for failures, and raised: errors of collectives, ``StopIteration``, and all that
-        is no ``Exception``, as ``KeyboardInterrupt``. There must be no collectives of the script
-        inside, for which other ranks would wait.
+        Collective: every rank must enter it, and call ``step()`` after it.
 
         Raises:
             AttributeError: without the option ``on_error``.
             RuntimeError: inside another attempt; after gradients of this step were reduced; with
-                ``"drop"`` where :attr:`divisor` is assigned. In ``step()``, on all ranks: after
-                ``max_failed_steps`` of them in a row.
+                ``"drop"`` if :attr:`divisor` is assigned. In ``step()``, on all ranks: after
+                ``max_failed_steps`` failed steps in a row.
         """
         self._check()
         self._is_open, reduce = True, self._optimizer.reduce
-        self._optimizer.in_no_sync = False  # the step reduces, and is to
+        self._optimizer.in_no_sync = False  # step() must reduce
         try:
             with reduce.no_sync():
                 self._send_buffers()
@@ -254,16 +253,16 @@ class Attempts(StepHook):
                     if self._is_to_be_raised(error):
                         raise
                     self._signal.fail(error)
-                    # As text: a log may keep the error, with all that its frames hold.
+                    # As text, because a log may keep the error object and everything in its frames.
                     LOG.warning("attempt: this rank failed, and goes on:\n%s", format_exc())
         finally:
             self._is_open, self._misuse = False, None
 
     def failures(self) -> list[Failure]:
-        """List the errors of ranks in the steps so far: number of the step, rank, error.
+        """List the errors of ranks in the steps so far: step number, rank, error.
 
-        Local, equal on all ranks. On an accelerator it comes a step or two later, and the error is
-        the first letters of the name of its class; the log of that rank has all of it.
+        Local; equal on all ranks. On an accelerator an entry appears one or two steps later and has
+        only the first letters of the error's class name; that rank's log has the whole error.
         """
         return [*self._signal.failures]
 
@@ -290,7 +289,7 @@ class Attempts(StepHook):
             )
 
     def _send_buffers(self) -> None:
-        """Send the buffers that a forward would send: a rank may fail before it. Collective."""
+        """Send a forward's buffers, because a rank may fail before its forward. Collective."""
         buffers = self._optimizer.hook_of("broadcast_buffers")
         for root in self._optimizer.called if buffers is not None else ():
             buffers.before(root)
@@ -303,7 +302,7 @@ class Attempts(StepHook):
         return gave_up or _is_of_collective(error)
 
     def before_reduce(self) -> None:
-        """Have a rank that failed send zeros, and count no tokens."""
+        """Replace a failed rank's gradients by zeros and its tokens by none."""
         if self._is_open:
             self._misuse = RuntimeError(
                 "step, or what else reduces gradients, was called inside optimizer.attempt(); "
@@ -317,11 +316,11 @@ class Attempts(StepHook):
                 for param in shard.pack.in_model:
                     param.grad = None
             reduce.backwards = 0
-            tokens.abstain()  # it may have failed before it counted
+            tokens.abstain()  # the rank may have failed before count()
 
 
 def _is_of_collective(error: BaseException | None) -> bool:
-    """Return whether it was raised in a collective, which other ranks will not have done."""
+    """Return whether a collective raised it; other ranks then wait or raise elsewhere."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True

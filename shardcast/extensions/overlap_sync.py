@@ -1,19 +1,19 @@
-"""``overlap_sync``: sync during the next forward; who waits for which pack, and when.
+"""``overlap_sync``: sync during the next forward, and decide which module waits for which pack.
 
 Life of a pack with ``overlap_sync``::
 
     step()                  updated, its broadcasts launched      (all packs, one fixed order)
-    forward of the root     packs waited for that some module may read of another one
-    forward of a module     packs of its own parameters waited for
-    next step()             all others waited for, before the update writes what is being sent
+    forward of the root     waits for packs that a module may read of another module
+    forward of a module     waits for packs of its own parameters
+    next step()             waits for all others before the update overwrites what is being sent
 
-A parameter may be read without its module being called: a tied weight by ``F.linear`` in the
-root, ``nn.MultiheadAttention``'s ``out_proj``, a whole block that is compiled or replayed from a
-graph. So a pack is left to its modules only if the modules of all its parameters were called, by
-``__call__`` and eagerly, between every two steps so far; all others are waited for by the first
-module that is called, usually the root. An evaluation, of which nothing is known, waits for all
-packs there. A step whose gradients did not come from an eager forward of the root syncs at once,
-and so do all steps of a model of which any part was compiled since it was sharded.
+A parameter may be read without a call of its module: a tied weight by ``F.linear`` in the root,
+``nn.MultiheadAttention``'s ``out_proj``, or a block that is compiled or replayed from a graph. So
+modules wait for their own pack only if the modules of all its parameters were called, by
+``__call__`` and eagerly, between every two steps so far. For all other packs the first called
+module waits, usually the root. In an evaluation it waits for all packs, because nothing is known
+about its calls. A step syncs at once if its gradients did not come from an eager forward of the
+root, or if any part of the model was compiled after ``shard()``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from shardcast.step.step_hook import StepHook
 
 
 class Overlap(StepHook):
-    """The hooks of one model that wait for its packs; calling it syncs, as ``Sync`` does.
+    """The hooks of one model that wait for its packs. Calling it syncs, like ``Sync``.
 
-    It does not keep the optimizer: graphs of backwards keep it.
+    It holds no reference to the optimizer, because graphs of backwards hold it.
     """
 
     name = "overlap_sync"
@@ -43,23 +43,25 @@ class Overlap(StepHook):
     def __init__(self, optimizer: PackedOptimizer) -> None:
         self._model, self._stages, self._sync = optimizer.model, optimizer.stages, optimizer.sync
         self._is_needed = optimizer.comm.size > 1
-        # torch calls what it takes for a constant while it traces, so before the graph runs.
+        # torch calls functions marked as constant while it traces, so before the graph runs.
         self._while_tracing = torch.compiler.assume_constant_result(lambda: self._trace())
         self._handles: list[RemovableHandle] = []
         self._forget()
 
     def _forget(self) -> None:
-        self._pack_of: dict[nn.Parameter, Pack | None] = {}  # None: not synced
-        self._mapped = -1  # number of packs in it
-        self._backward = False  # one came through an eager forward of the root since the last step
-        self._called: set[nn.Module] = set()  # with gradients enabled, since the last step
-        self._always: set[nn.Module] | None = None  # between every two steps so far
+        self._pack_of: dict[nn.Parameter, Pack | None] = {}  # None: the parameter is not synced
+        self._mapped = -1  # number of packs in _pack_of
+        # a backward reached an eager forward of the root since the last step
+        self._backward = False
+        # modules called with gradients enabled since the last step
+        self._called: set[nn.Module] = set()
+        self._always: set[nn.Module] | None = None  # modules called between every two steps so far
         self._entered = False  # a module was called since the last step
-        self._first: list[Pack] = []  # those that the first module waits for
-        self._traced = False  # some hook is part of a compiled graph, where it waits for nothing
+        self._first: list[Pack] = []  # packs that the first called module waits for
+        self._traced = False  # a hook is part of a compiled graph, where it cannot wait
 
     def attach(self) -> None:
-        """Have modules wait for their parameters, and syncs run as this object says."""
+        """Add hooks by which modules wait, and let this object run the syncs."""
         self._forget()
         if self._is_needed:
             self._sync.by = self
@@ -69,12 +71,12 @@ class Overlap(StepHook):
 
     def _install(self, module: nn.Module) -> list[RemovableHandle]:
         def hook(call: Callable[..., None]) -> Hook:
-            # Copies and pickles of the model wait, too. In a copy a module's own parameters come
-            # first, then its hooks, then the modules inside it: all but the root's own parameters
-            # come after a hook.
+            # Copies and pickles of the model wait, too. A copy takes a module's own parameters
+            # first, then its hooks, then its submodules. So a hook precedes all parameters except
+            # the root's own.
             return Hook(call, self._sync.wait)
 
-        # Before all others: one of weight_norm's computes the weight from two parameters.
+        # Before all other hooks: weight_norm's hook computes the weight from two parameters.
         return [
             module.register_forward_pre_hook(hook(self._before_forward), prepend=True),
             module.register_state_dict_pre_hook(hook(self._wait)),
@@ -82,14 +84,14 @@ class Overlap(StepHook):
         ]
 
     def __call__(self) -> None:
-        """Sync: start it, if the forwards so far show who is to wait. Collective.
+        """Sync. Only start it if the forwards so far show which modules must wait. Collective.
 
-        Whether a rank only starts or also waits is its own business; it launches the same. So no
-        rank calls ``sync``, which on gloo sends messages where what is started are broadcasts.
+        Each rank decides by itself whether to wait here; it launches the same collectives. So no
+        rank calls ``sync``, which on gloo sends messages instead of broadcasts.
         """
         modules, self._called = self._called, set()
         eager, self._backward = self._backward, False
-        # A compiled graph would not wait, a captured one must end what it starts.
+        # A compiled graph would not wait, and a captured one must finish what it starts.
         captures = any(_compat.is_capturing(pack.data.device) for pack in self._sync.packs)
         if not eager or self._traced or captures:
             self._sync.start()
@@ -107,7 +109,7 @@ class Overlap(StepHook):
         self._entered = False
         self._sync.start()
         for stage in self._stages:
-            for param in stage.parameters(recurse=False):  # copied before any hook
+            for param in stage.parameters(recurse=False):  # a copy takes these before any hook
                 self._wait_for(param)
 
     def _map(self) -> None:
@@ -139,14 +141,16 @@ class Overlap(StepHook):
         if module is self._model or not self._entered:
             self._entered = True
             if not (module.training and torch.is_grad_enabled()):
-                self._sync.wait()  # an evaluation may read what no training step has shown
+                # an evaluation may read parameters in a way that no training step did
+                self._sync.wait()
         for pack in self._first:
             pack.wait()
         for param in module.parameters(recurse=False):
             self._wait_for(param)
 
     def _wait_for(self, param: nn.Parameter) -> None:
-        if param not in self._pack_of:  # put there since, as by functional_call: made of any
+        # new since, as by functional_call; may derive from any parameter
+        if param not in self._pack_of:
             self._sync.wait()
         elif (pack := self._pack_of[param]) is not None:
             pack.wait()

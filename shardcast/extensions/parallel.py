@@ -1,6 +1,6 @@
-"""The process groups of a mesh, for jobs that are more than data-parallel.
+"""Process groups of a mesh, for jobs that are more than data-parallel.
 
-Ranks plan alike what they hold in common.
+Ranks agree on the plans of parameters that they share.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Patterns = Mapping[str, Sequence[str]]  # by mesh dimension
 
 
 class MeshGroups(ProcessGroups):
-    """The process groups of a mesh; they agree on what some of their ranks hold as well."""
+    """Process groups of a mesh, which also compare plans of parameters that ranks share."""
 
     def check_alike(self, plan: Plan, device: torch.device) -> None:
-        """Raise a RuntimeError on every rank, naming the first difference, where plans differ.
+        """Raise RuntimeError on every rank if plans differ; names the first difference.
 
-        Of a pipeline also a ValueError for weights that two stages would not treat alike, and for
-        patterns that match nothing in any stage.
+        In a pipeline, also raise ValueError for weights that two stages would treat differently,
+        and for patterns that match nothing in any stage.
         """
         dims = self.parallel_dims
         self.everyone.check_equal(plan.options, device)
-        # All ranks must hear of it, not only the data-parallel ones of a stage that differ.
+        # All ranks must learn of it, not only the data-parallel ranks of a stage that differ.
         alike = [(self.dp, plan.facts())]
-        for dim in dims.replicating:  # what is held as copies
+        for dim in dims.replicating:  # dimensions along which ranks hold copies
             packs = [pack for pack in plan.new if dim in pack.pack_groups.replicate]
             facts = [
                 f"    {slot.name} {slot.shape} {pack.dtype}, group {slot.group}, trained: "
@@ -62,7 +62,7 @@ class MeshGroups(ProcessGroups):
 
 
 def _tied(plan: Plan, ties: Sequence[Tie]) -> dict[Tie, str]:
-    """Return what both stages must have alike of a weight that they share."""
+    """Return the facts about a shared weight that must be equal on both stages."""
     plans = {name: f"{param.dtype}, in no group" for name, param in plan.outside.items()}
     for pack in plan.new:
         trained = "trained" if pack.requires_grad else "frozen"
@@ -76,10 +76,10 @@ def _tied(plan: Plan, ties: Sequence[Tie]) -> dict[Tie, str]:
 
 
 def _check_tied(stages: Sequence[Mapping[Tie, str]]) -> None:
-    """Raise ValueError for a weight that its two stages would not treat alike.
+    """Raise ValueError for a weight that its two stages would treat differently.
 
     Args:
-        stages: of each stage its ties, and what is planned for the weight there.
+        stages: for each stage its ties, and the plan of the weight there.
     """
     for tie, fact in ((tie, fact) for facts in stages for tie, fact in facts.items()):
         unlike = next((facts[tie] for facts in stages if facts.get(tie, fact) != fact), None)
@@ -102,16 +102,16 @@ def groups_of(
     shapes: Mapping[str, Sequence[int]] | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> MeshGroups:
-    """Make the groups of a mesh. Every rank of it must call it: further groups are made.
+    """Create the process groups of a mesh. Collective: every rank of the mesh.
 
     Args:
-        dp: the data-parallel dimension, by name, or flattened ones as a mesh of one dimension;
-            or two names, of which the first has replicas of what the second one cuts.
-        shapes: of the parameters here by name, for ``tied``.
-        check: raises what else is wrong on this rank.
+        dp: name of the data-parallel dimension; or flattened ones as a one-dimensional mesh; or two
+            names, replicas first, then shards.
+        shapes: shapes of this rank's parameters by name, for ``tied``.
+        check: raises any other error of this rank.
 
     Raises:
-        TypeError, ValueError: no such mesh, dimension or weight.
+        TypeError, ValueError: there is no such mesh, dimension or weight.
     """
     if not hasattr(mesh, "mesh_dim_names"):
         raise TypeError(
@@ -129,8 +129,8 @@ def groups_of(
         _check_dims("experts", experts or {}, data)
         return outer, inner, data, model
 
-    # Groups are made from the dimensions: a rank that names others, or none, would leave the
-    # ranks of its groups waiting.
+    # Groups are made from the dimensions. If a rank names others, or none, the other ranks of its
+    # groups would wait for it.
     outer, inner, data, model = _together_over(
         mesh, dimensions, f"shard(dp={getattr(dp, 'mesh_dim_names', dp)!r})"
     )
@@ -141,7 +141,7 @@ def groups_of(
     if pipeline in model:
         device = torch.device(mesh.device_type)
         search = partial(_ties, groups[pipeline], tied, shapes or {}, device)
-        ties = everyone.together(search, device, "shard")  # pipelines may differ in it
+        ties = everyone.together(search, device, "shard")  # it may differ between pipelines
     groups.update({tie.group: comm for tie, comm in ties.items()})
     parallel_dims = ParallelDims(
         shard.size,
@@ -167,9 +167,9 @@ def groups_of(
 
 
 def _together_over(mesh: DeviceMesh, fn: Callable[[], T], call: str) -> T:
-    """Run ``fn`` on all ranks of a mesh; if it fails on one of them, all of them raise.
+    """Run ``fn`` on all ranks of a mesh; if it fails on any rank, all ranks raise.
 
-    The flags go along one dimension after the other, for no group of all ranks is known yet.
+    Flags are passed along one dimension after another, because there is no group of all ranks yet.
     """
     device = torch.device(mesh.device_type)
     for position in range(mesh.ndim):
@@ -178,10 +178,10 @@ def _together_over(mesh: DeviceMesh, fn: Callable[[], T], call: str) -> T:
 
 
 def _data_parallel(mesh: DeviceMesh, dp: Any) -> tuple[str, DeviceMesh]:
-    """The dimension of replicas, or nothing, and the one that cuts.
+    """Return the dimension of replicas, if any, and the sharded one.
 
     Raises:
-        ValueError: they are not the mesh's.
+        ValueError: they are not dimensions of the mesh.
     """
     names = mesh.mesh_dim_names or ()
     if hasattr(dp, "mesh_dim_names"):
@@ -204,9 +204,10 @@ def _data_parallel(mesh: DeviceMesh, dp: Any) -> tuple[str, DeviceMesh]:
 
 
 def _covered(mesh: DeviceMesh, outer: str, inner: DeviceMesh, experts: Patterns) -> tuple[str, ...]:
-    """The mesh's own dimensions that are data-parallel, also inside a flattened one.
+    """Return the mesh's own data-parallel dimensions, including those inside a flattened one.
 
-    Of one rank they are in any: those of ``experts`` are data-parallel.
+    One rank lies inside any dimension, so a dimension of size 1 counts only if ``experts`` names
+    it.
     """
     inside = set(inner.mesh.flatten().tolist())
     data_dims = (outer, *(inner.mesh_dim_names or ()))
@@ -237,16 +238,16 @@ def _ties(
     shapes: Mapping[str, Sequence[int]],
     device: torch.device,
 ) -> dict[Tie, Comm]:
-    """The ties that this rank's stage takes part in, with the ranks that hold the weight.
+    """Return the ties of this rank's stage, with the ranks that hold the weight.
 
     Args:
-        line: the pipeline's ranks, on which all stages tell each other what they hold.
+        line: ranks of the pipeline, over which all stages exchange what they hold.
     """
     if line.size == 1:
         return {}
     pairs = [tuple(map(str, pair)) for pair in tied]
     own = {name: tuple(shapes[name]) for pair in pairs for name in pair if name in shapes}
-    stages = line.exchange((pairs, own), device)  # nothing raises before it
+    stages = line.exchange((pairs, own), device)  # nothing may raise before this exchange
     _check_pairs([pairs_of_stage for pairs_of_stage, _ in stages])
     ranks = dist.get_process_group_ranks(line.group)
     comms: dict[Tie, Comm] = {}
@@ -273,8 +274,9 @@ def _ties(
             )
         side, group = line.rank in holders, line
         if line.size > 2:
-            # Each rank makes one group for each tie, those between the holders an idle one: torch
-            # names a group by how many the rank has, and ranks that differ in it would hang.
+            # Every rank makes one group per tie; ranks between the two holders make an idle one.
+            # torch names a group by the rank's number of groups, and ranks with different numbers
+            # would hang.
             members = [rank for stage, rank in enumerate(ranks) if (stage in holders) == side]
             group = Comm(group_of(members, "tied"))
         if side:
@@ -283,7 +285,7 @@ def _ties(
 
 
 def _check_pairs(by_stage: Sequence[Sequence[tuple[str, ...]]]) -> None:
-    """Raise ValueError, on all stages alike, unless these are the same pairs of other names."""
+    """Raise ValueError on all stages if pairs differ between them, or names repeat."""
     pairs = by_stage[0]
     names = [name for pair in pairs for name in pair]
     twice = next((name for name in names if names.count(name) > 1), None)

@@ -1,11 +1,10 @@
-"""``replica_check``: every n steps, whether what ranks hold as copies of one another is equal.
+"""``replica_check``: compare, every n steps, data that several ranks hold as copies.
 
-After a sync all data-parallel ranks have the same parameters, and the same buffers: no arithmetic
-is left that could tell them apart. Where a collective was torn, or memory failed, each goes on by
-itself, and what they train is worth nothing long before a loss shows it. So each rank hashes what
-it has, and a small all-reduce compares the hashes. Masters of ``shard_ranks``, of replicas in a
-mesh and of tied weights are updated on several ranks, each for itself; one more over those ranks
-compares them.
+After a sync all data-parallel ranks should have the same parameters and buffers. If a collective is
+torn or memory fails, the ranks diverge, and training is worthless long before the loss shows it. So
+each rank hashes its data, and a small all-reduce compares the hashes. Masters under
+``shard_ranks``, of replicas in a mesh and of tied weights are updated on several ranks
+independently; another small all-reduce over those ranks compares them.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from shardcast.step.decide.report import HostCopy
 from shardcast.step.decide.signal import known, to_device
 from shardcast.step.step_hook import StepHook
 
-MASTERS = 1 << 20  # masters that are read at a time
-KEPT = 52  # bits of a rank's hash that a double holds
-BITS, PARTS = 16, 3  # of a hash that are compared: so many parts of so many bits
+MASTERS = 1 << 20  # masters that are hashed at a time
+KEPT = 52  # bits of a rank's hash that fit a double
+BITS, PARTS = 16, 3  # a hash is compared in PARTS parts of BITS bits
 KINDS = ("parameters", "buffers")
 REMEDY = (
     "A collective did not bring what was sent, or memory of that rank failed: look at its device "
@@ -40,29 +39,30 @@ REMEDY = (
 
 
 def _compared(digests: Tensor, ranks: int) -> Tensor:
-    """Return what is summed over ranks for :func:`_differing`, of digests of any shape."""
+    """Return the numbers that are summed over ranks for :func:`_differing`."""
     flat = digests.view(-1)
     return torch.cat([flat, -ranks * flat * flat]).double()
 
 
 def _differing(sums: Tensor) -> Tensor:
-    """Return which digests differ over the ranks, by sums of what :func:`_compared` gave."""
+    """Return which digests differ between ranks, from sums of :func:`_compared`."""
     totals, squares = sums.chunk(2)
     return torch.addcmul(squares, totals, totals) != 0
 
 
 class ReplicaCheck(StepHook):
-    """Hashes what this rank has, once in so many steps, and compares the hashes.
+    """Hashes this rank's data every n steps, and compares the hashes.
 
-    Ranks compare by sums over the data-parallel ranks of one message, 1-d fp64::
+    The data-parallel ranks sum one message, 1-d fp64::
 
         rows     (2, ranks)     hashes of parameters and buffers, each rank's in its own place
         digests  (2, PARTS) * 2 parts of them, compared as in :mod:`.options`
-        head     3              whether masters differ here; whether buffers are of another kind
-                                here; from rank 0 the step that made all this
+        head     3              whether masters differ here; whether this rank has other buffers;
+                                from rank 0 the number of the checked step
         packs    packs * 2      one part of the hash of each pack
 
-    The host reads it when it has arrived: in the next step, on an accelerator maybe one later.
+    The host reads the sums when they have arrived: in the next step, or one later on an
+    accelerator.
     """
 
     name = "replica_check"
@@ -77,24 +77,24 @@ class ReplicaCheck(StepHook):
         own = [rank == optimizer.comm.rank for rank in range(ranks)]
         self._place = to_device([own], torch.float64, optimizer.device)
         self._host = HostCopy(optimizer.device)
-        # The first parameter of each pack, and of the pack of each master, that were compared; None
-        # once the comparison was read.
+        # First parameter of each compared pack, and of the pack of each compared master; None after
+        # the result was read.
         self._names: tuple[list[str], list[str]] | None = None
 
     def after_sync(self) -> None:
-        """Compare what all ranks have now."""
+        """Start a comparison of the current data, if one is due."""
         made, device = self._optimizer.comm.steps + 1, self._optimizer.device
         is_alone = self._groups.everyone.size == 1
         if made % self._period == 0 and not is_alone and not _compat.is_capturing(device):
-            self._read(waits=True)  # the last one, if its numbers are still under way
+            self._read(waits=True)  # the last comparison, if its result has not arrived yet
             self._compare(made)
 
     def before_reduce(self) -> None:
-        """Raise for the last comparison."""
+        """Raise if the last comparison found a difference."""
         self._read()
 
     def _compare(self, step: int) -> None:
-        """Hash, and add up over the ranks. Collective."""
+        """Hash, and sum over the ranks. Collective."""
         optimizer = self._optimizer
         optimizer.sync.wait()
         shards = [shard for shard in optimizer.shards if shard.grads is not None]
@@ -121,28 +121,28 @@ class ReplicaCheck(StepHook):
         _, digests, head, _ = self._split(message)
         differ = _differing(digests).view(2, PARTS).any(1)
         differ[1] &= head[1] == 0
-        mistakes = torch.cat([differ, head[:1] > 0]).double()  # of parameters, buffers, masters
+        mistakes = torch.cat([differ, head[:1] > 0]).double()  # parameters, buffers, masters
         if self._groups.model.size > 1:
             self._groups.everyone.all_reduce(mistakes, "replica_check")
         self._host.send(torch.cat([mistakes, differing.double(), message]))
 
     def _hash_of_buffers(self) -> Tensor | None:
-        """Return one hash of the buffers; ``None`` where some are of another kind here."""
+        """Return one hash of the buffers; ``None`` if this rank has other buffers."""
         hook = self._optimizer.hook_of("broadcast_buffers")
         sent = [] if hook is None else hook.sent()
         return None if sent is None else self._hash.joined([self._hash(buffer) for buffer in sent])
 
     def _split(self, message: Tensor) -> tuple[Tensor, ...]:
-        """Return the rows, digests, head and packs."""
+        """Return the rows, digests, head and packs of a message."""
         sizes = 2 * self._ranks, 4 * PARTS, 3
         parts: tuple[Tensor, ...] = message.split([*sizes, message.numel() - sum(sizes)])
         return parts
 
     def _read(self, waits: bool = False) -> None:
-        """Raise for what was compared, if the numbers are here.
+        """Raise for a difference, if the result has arrived.
 
-        On a CPU all ranks call it at once, and exchange what they know; on an accelerator each
-        calls it when it has the numbers, and names its own masters.
+        On a CPU all ranks call it together and exchange their findings. On an accelerator each rank
+        calls it when it has the result, and names its own masters.
         """
         if self._names is None or (numbers := self._host.read(waits)) is None:
             return
@@ -157,10 +157,10 @@ class ReplicaCheck(StepHook):
     def _error(
         self, mistakes: Sequence[float], packs: Sequence[str], own: list[str], message: Tensor
     ) -> RuntimeError:
-        """Name the ranks, and the first pack that differs.
+        """Return an error that names the ranks and the first pack that differs.
 
         Args:
-            own: the masters that this rank saw differ.
+            own: masters that this rank found to differ.
         """
         rows, _, head, digests = self._split(message)
         masters = known(own, self._groups.everyone, self._optimizer.device)
@@ -173,7 +173,7 @@ class ReplicaCheck(StepHook):
         for kind, row, differ in zip(KINDS, rows.view(2, -1).tolist(), mistakes, strict=False):
             usual = Counter(row).most_common(1)[0][0]
             outliers = [rank for rank, value in enumerate(row) if value != usual]
-            if differ and outliers:  # else those of another model-parallel rank do
+            if differ and outliers:  # else another model-parallel rank's data differ
                 text = f"{kind} of rank {', '.join(map(str, outliers[:SHOWN]))} differ from those "
                 text += "of the other ranks" if self._ranks > 2 else "of rank 0"
                 if names and kind == "parameters":
@@ -192,7 +192,7 @@ class ReplicaCheck(StepHook):
         return RuntimeError(f"replica_check: after step {int(head[2])} {text}. {REMEDY}")
 
     def _masters(self, shards: Sequence[Shard]) -> tuple[Tensor, list[str]]:
-        """Find masters, and parameters of experts, that differ over the ranks which update them."""
+        """Find masters, and parameters of experts, that differ between ranks that update them."""
         optimizer, names, flags = self._optimizer, list[str](), list[Tensor]()
         for comm, copies in self._copies(shards):
             hashes = [self._hash(part) for _, part in copies]
@@ -204,14 +204,15 @@ class ReplicaCheck(StepHook):
         return torch.cat([nothing, *flags]), names
 
     def _copies(self, shards: Sequence[Shard]) -> Iterator[tuple[Comm, list[tuple[Shard, Tensor]]]]:
-        """List groups of ranks with equal masters, or experts, and what this rank has of these."""
+        """List groups of ranks with equal masters or experts, with this rank's data of each."""
         process_groups = self._optimizer.process_groups
         by_name: dict[str, list[tuple[Shard, Tensor]]] = {}
         for shard in shards:
             groups = shard.pack.layout.pack_groups
             if groups.shard != PLAIN:
                 by_name.setdefault(groups.shard, []).append((shard, shard.pack.data))
-            for name in groups.reduce:  # over which gradients are added, in one order for all
+            # groups over which gradients are summed, in the same order on all ranks
+            for name in groups.reduce:
                 by_name.setdefault(name, []).append((shard, self._of_masters(shard)))
         for name, copies in sorted(by_name.items()):
             comm = process_groups.comm(name)
@@ -219,7 +220,7 @@ class ReplicaCheck(StepHook):
                 yield comm, copies
 
     def _of_masters(self, shard: Shard) -> Tensor:
-        """One hash of the masters, 0-dim, however they are kept."""
+        """Return one hash of the masters, 0-dim, independent of their codec."""
         starts = range(0, shard.pack.own.numel, MASTERS)
         shard.look()
         read = (
@@ -228,7 +229,7 @@ class ReplicaCheck(StepHook):
         return self._hash.joined([self._hash(part.contiguous()) for part in read])
 
     def _digests(self, hashes: Sequence[Tensor], parts: int) -> Tensor:
-        """Cut each hash into so many parts: (parts, hashes), int64."""
+        """Cut each hash into parts: (parts, hashes), int64."""
         stacked = torch.stack([*hashes]) if hashes else self._place.new_zeros(0, dtype=torch.int64)
         return torch.stack([(stacked >> (64 - BITS * n)) & self._mask for n in range(1, parts + 1)])
 

@@ -13,21 +13,20 @@ from shardcast.memory.codecs import Codec, Pieces
 from shardcast.option_values import Option, one_of
 from shardcast.plan.precision import MASTER_DTYPE
 
-TIE = 1 << 15  # half of the distance between neighbors in bf16, in steps of fp32
-UPPER = -1 << 16  # mask of the half of the bits of an fp32 value that bf16 has
+TIE = 1 << 15  # half of the distance between bf16 neighbors, in fp32 units
+UPPER = -1 << 16  # mask of the upper half of an fp32 value, its bf16 bits
 
 
 @dataclass(frozen=True)
 class Split16(Codec):
-    """The exact values in 2 1/8 bytes next to the published bf16 parameter, their upper half.
+    """Exact fp32 values in 2 1/8 bytes next to the published bf16 parameter, their upper half.
 
-    The idea of keeping the 16 bits that the cast drops is that of "Revisiting BFloat16 Training"
-    (arXiv:2010.06192). A value is its bf16 cast (nearest, ties to even) plus a signed distance
-    that fits 16 bits, as integers of the bit pattern. One pattern is missing: an even bf16 value
-    has 65,537 fp32 values that round to it, its two ties among them. A bit per element, in one
-    word per row, says of the lower tie that it is the upper one. One weight in 131,072 is a tie,
-    but one in 16 of weights that were fp16 once, so that a list of them would have no useful
-    bound. NaN stays NaN but loses its payload.
+    Keeping the 16 bits that the cast drops is the idea of "Revisiting BFloat16 Training"
+    (arXiv:2010.06192). A value is its bf16 cast (to nearest, ties to even) plus a signed 16-bit
+    distance, as integers of the bit pattern. One pattern is missing: 65,537 fp32 values round to an
+    even bf16 value, including its two ties. One more bit per element, in one word per row, marks
+    the upper tie. One weight in 131,072 is a tie, but one in 16 if the weights were fp16 before, so
+    a list of ties would have no useful bound. NaN stays NaN but loses its payload.
     """
 
     plain = False
@@ -42,20 +41,20 @@ class Split16(Codec):
         upper = published.to(MASTER_DTYPE).view(torch.int32)
         tie = (ties[:, None] >> lanes(distance, ties.dtype)) & 1
         bits = upper + distance + tie.to(torch.int32) * (2 * TIE)
-        # The sign can change only where a weight was set to zero by hand: it would be a NaN.
-        wrong = (bits ^ upper) >> 31  # all ones there, else zero
+        # The sign differs only if a script set a weight to zero; the result would be NaN.
+        wrong = (bits ^ upper) >> 31  # all ones if the sign differs, else zero
         return (bits - (wrong & (bits - upper))).view(MASTER_DTYPE)
 
     def encode(self, values: Tensor, bits: Tensor | None) -> Pieces:
         pattern = values.view(torch.int32)
-        # The cast in integers: a compiler takes a cast to bf16 and back for nothing.
+        # Casts with integers, because a compiler may remove a cast to bf16 and back.
         even = (pattern >> 16) & 1
         nan = (pattern & 0x7FFFFFFF) > 0x7F800000
         upper = torch.where(nan, 0x7FC00000, (pattern + (TIE - 1) + even) & UPPER)
         distance = pattern - upper
         word = _word(values.shape[-1])
         ties = ((distance == TIE).to(word) << lanes(distance, word)).sum(-1, dtype=word)
-        # The upper tie wraps to the lower one.
+        # The upper tie wraps around to the lower one.
         return upper.view(MASTER_DTYPE).to(torch.bfloat16), distance.to(torch.int16), ties
 
     def merged(self, old: Pieces, new: Pieces, changed: Tensor) -> Pieces:
@@ -66,7 +65,7 @@ class Split16(Codec):
 
 
 def _word(row: int) -> torch.dtype:
-    """The integer with a bit for each element of a row."""
+    """Return the integer dtype with one bit for each element of a row."""
     return {16: torch.int16, 32: torch.int32, 64: torch.int64}.get(row, torch.uint8)
 
 
