@@ -1,1 +1,1 @@
-"""Plans of who owns what, and in which dtype: pure Python, equal on all ranks, without storage."""
+"""Plans of owners and dtypes: pure Python, equal on all ranks, without storage."""

@@ -1,26 +1,26 @@
-"""Algorithms by which the gradients and the values of a pack travel: which collective, and why.
+"""Algorithms for a pack's gradients and parameters: which collective, and why.
 
-Chosen when the layout is planned, from facts that are equal on all ranks, so it is printed,
-compared and estimated like the rest of it. Algorithms that reduce a pack, ``auto`` taking the first
-that fits:
+They are chosen with the layout, from facts that are equal on all ranks. So they are printed,
+compared and estimated with it. Algorithms that reduce a pack (``auto`` takes the first that fits):
 
 * ``reduce_scatter``: the backend sums, in the wire dtype at every hop of a ring. For equal spans in
   fp32 on NCCL. NCCL's kernels for symmetric memory (>= 2.27, NVLink) read all peers, sum in fp32
-  and round once, but whether a call gets one depends on how its buffers were registered, on its
-  size and on the topology, and cannot be asked for: so low precision is never left to them.
+  and round once. But their use depends on buffer registration, size and topology, and cannot be
+  requested. So low precision is never left to them.
 * ``two_level``: every rank sends each owner's piece to one rank of its node, which sums in higher
-  precision; then these sums travel between ranks of equal number on all nodes. Rounded once, at
-  the end. For equal spans on several nodes of more than two ranks each: sums are twice as long as
-  what is summed, but only one of them leaves a node in place of one piece for each of its ranks.
+  precision. Then these sums are exchanged between ranks of equal number on all nodes, and rounded
+  once at the end. For equal spans on several nodes of more than two ranks each: a sum is twice as
+  long as a piece, but one sum leaves a node instead of one piece per rank.
 * ``all_to_all``: every rank sends each owner its piece; the owner sums in higher precision.
 
-Algorithms that sync it, likewise:
+Algorithms that sync a pack, likewise:
 
-* ``messages``: from rank to rank, on gloo, which copies what it gathers; of host memory only. They
-  must be waited for in the step that sends them, so during a forward they are broadcasts. Not for
-  equal spans on several nodes of several ranks: a ring leaves a node once, messages once per rank.
+* ``messages``: from rank to rank. For host memory on gloo, whose collectives copy what they gather.
+  They must be waited for in the step that sends them, so during a forward broadcasts replace them.
+  Not for equal spans on several nodes of several ranks: a ring leaves a node once, messages leave
+  it once per rank.
 * ``all_gather``: one call, in place; needs spans of equal length.
-* ``broadcast``: from each owner, all of them in one group of calls where the backend has groups.
+* ``broadcast``: from each owner, in one group of calls if the backend has groups.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ import torch
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import MASTER_DTYPE, wire_dtype
 
-PAIR = 2  # ranks of a node whose sums in higher precision are as long as what they sum
-GROUPED = ("nccl", "fake", "strict")  # backends that launch a group of calls as one; mocks too
+PAIR = 2  # with so many ranks per node, a sum is as long as its pieces together
+# backends that launch a group of calls at once, including mocks
+GROUPED = ("nccl", "fake", "strict")
 
 
 class Topology(NamedTuple):
-    """The links that join the ranks.
+    """The links between ranks.
 
     Attributes:
-        backend: of the process group, by name.
-        node: ranks of each node, numbered one after another; 1 where that is not so, or not known.
+        backend: name of the process group's backend.
+        node: ranks per node, numbered consecutively; 1 if that does not hold or is unknown.
         on_host: whether packs are in host memory.
     """
 
@@ -52,18 +53,18 @@ class Topology(NamedTuple):
 
     @property
     def sends_messages(self) -> bool:
-        """Gloo copies a card's memory for its collectives; messages it would read as the host's."""
+        """Whether gloo can send messages: only from host memory, unlike its collectives."""
         return self.backend == "gloo" and self.on_host
 
 
 class Algorithms(NamedTuple):
-    """The algorithms that reduce and sync a pack, and why; empty for a world of one."""
+    """The algorithms that reduce and sync a pack, with reasons; empty for one rank."""
 
     reduce: str = ""
     sync: str = ""
     reduce_why: str = ""
     sync_why: str = ""
-    node: int = 1  # ranks of each node, as in the topology
+    node: int = 1  # ranks per node, as in Topology
 
     def __str__(self) -> str:
         return f"reduce {self.reduce} ({self.reduce_why}), sync {self.sync} ({self.sync_why})"
@@ -75,10 +76,10 @@ def choose(
     lengths: Sequence[int],
     storage: torch.dtype,
 ) -> Algorithms:
-    """The algorithms of a pack; pure, so equal on all ranks.
+    """Choose the algorithms of a pack. Pure, so equal on all ranks.
 
     Raises:
-        ValueError: ``reduce: two_level`` where ranks and nodes do not allow it.
+        ValueError: ranks and nodes do not allow ``reduce: two_level``.
 
     Args:
         lengths: elements of each rank's span.

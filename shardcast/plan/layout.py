@@ -1,7 +1,7 @@
 """The place of every element. Pure Python: no storage, no collectives.
 
-A layout is planned from names, shapes, dtypes and groups alone, so all ranks plan the same one,
-and any rank's part of a world of thousands can be planned in one process::
+A layout depends only on names, shapes, dtypes and groups. So all ranks plan the same one, and one
+process can plan any rank's part of a world of thousands::
 
     pack 0   | wte.weight      | wpe.weight  | h.0.ln.weight |padding|   one dtype, device,
              |-- slot ---------|-- slot -----|-- slot -------|       |   requires_grad, optimizer
@@ -10,11 +10,11 @@ and any rank's part of a world of thousands can be planned in one process::
              | h.0.fc.weight   | h.2.fc.weight ||h.1.fc.weight |     |   whole: slots sorted by
              |---- span, rank 0 ----------------|- span, rank 1 -----|   owner, one span each
 
-Slots and spans begin at multiples of ``alignment`` bytes. Padding is never a slot's. A pack holds
-parameters of several groups of one optimizer, each group's slots (of one owner) next to one
-another.
-Packing follows MegEngine's ParamPack (by device, dtype, requires_grad and a user key; caps; first
-parameters left alone); the flat memory itself is the idea of PaddlePaddle PR 33461.
+Slots and spans start at multiples of ``alignment`` bytes. Padding belongs to no slot. A pack holds
+parameters of several groups of one optimizer; the slots of a group (and owner) are neighbors.
+
+Packing follows MegEngine's ParamPack (by device, dtype, requires_grad and a user key; with size
+limits; first parameters left alone). Flat memory is the idea of PaddlePaddle PR 33461.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from shardcast.plan.algorithms import Algorithms
 from shardcast.plan.parallel_dims import PLAIN, PackGroups
 
 T = TypeVar("T")
-SHOWN = 8  # lengths of spans that are shown one by one
+SHOWN = 8  # largest number of span lengths that are printed
 
 
 class GroupId(NamedTuple):
-    """A parameter group: the place of its optimizer, and its own place among that one's groups.
+    """A parameter group: index of its optimizer, and index of the group in that optimizer.
 
-    Groups that are added to any of the optimizers later leave it as it is.
+    Groups that are added later to any of the optimizers do not change it.
     """
 
     optimizer: int = 0
@@ -53,11 +53,12 @@ class GroupId(NamedTuple):
 
 
 class PackKey(NamedTuple):
-    """The properties that parameters of one pack share; :class:`PackLayout` has most of them.
+    """Properties that are equal for parameters of one pack; :class:`PackLayout` has most of them.
 
     Attributes:
-        optimizer: the place of their optimizer.
-        flags: of their groups, see :attr:`ParamInfo.flags`; of frozen parameters their group.
+        optimizer: index of their optimizer.
+        flags: flags of their groups, see :attr:`ParamInfo.flags`; for frozen parameters their
+            group.
     """
 
     device: str
@@ -71,14 +72,14 @@ class PackKey(NamedTuple):
 
 
 class ParamInfo(NamedTuple):
-    """The facts that planning needs of one parameter, in model order.
+    """The facts that planning needs about one parameter, in model order.
 
-    ``dtype`` is the storage dtype after the precision policy; ``group`` its optimizer group, and
-    ``flags`` the options of that which choose code or state, not numbers; ``key`` the ``repr`` of
-    the user's group function; ``device`` a kind, equal on all ranks; ``cost`` what its update costs
-    its owner, ``None``: as much as it has elements. Of a DTensor ``shape`` is that of the local
-    tensor. ``cast`` names another than the usual cast of masters; ``unit`` elements, counted from
-    the first one, have one owner then.
+    ``dtype`` is the storage dtype after the precision policy. ``group`` is its optimizer group, and
+    ``flags`` are the group's options that choose code or state, not numbers. ``key`` is the
+    ``repr`` of the user's group function. ``device`` is a kind, equal on all ranks. ``cost`` is the
+    cost of its update; ``None``: its number of elements. For a DTensor, ``shape`` is that of the
+    local tensor. ``cast`` names an unusual cast of masters; then each ``unit`` elements, from the
+    first one on, have one owner.
     """
 
     name: str
@@ -157,18 +158,18 @@ class Fragment(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Return whether another rank has a part of the parameter."""
+        """Return whether another rank owns a part of the parameter."""
         return self.numel != self.slot.numel
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's shape, or that of a flat part of it."""
+        """Shape of the parameter, or of a flat part of it."""
         return (self.numel,) if self.is_cut else self.slot.shape
 
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Slots and spans of one pack; ``numel`` includes padding. One span per rank that cuts it."""
+    """Slots and spans of one pack; ``numel`` includes padding. One span per owning rank."""
 
     index: int
     device: str
@@ -189,25 +190,25 @@ class PackLayout:
 
     @property
     def optimizer(self) -> int:
-        """The place of the optimizer of its parameters."""
+        """Index of its parameters' optimizer."""
         return self.slots[0].group.optimizer
 
     @cached_property
     def groups(self) -> tuple[GroupId, ...]:
-        """The groups of its parameters, in the order of slots."""
+        """Groups of its parameters, in the order of slots."""
         return tuple(dict.fromkeys(slot.group for slot in self.slots))
 
     def ranges(self, start: int, stop: int) -> list[tuple[slice, GroupId]]:
         """Cut elements ``[start, stop)`` where the group changes; slices count from ``start``.
 
-        Padding behind a slot is its group's, for it is zero in all that is kept of elements.
+        Padding after a slot counts to its group, because padding is zero in all per-element values.
         """
         begins = [(start, self.groups[0])]
         for slot in self.slots:
             begin = max(slot.offset, start)
             if begin < min(slot.end, stop) and (len(begins) == 1 or slot.group != begins[-1][1]):
                 begins.append((begin, slot.group))
-        if len(begins) > 1:  # what is before the first one is padding
+        if len(begins) > 1:  # elements before the first one are padding
             begins[:2] = [(start, begins[1][1])]
         ends = [begin for begin, _ in begins[1:]] + [stop]
         return [
@@ -223,22 +224,22 @@ class PackLayout:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @cached_property  # a step asks for it
+    @cached_property  # every step reads it
     def lengths(self) -> tuple[int, ...]:
-        """The lengths of the spans; one for all where they are equal."""
+        """Lengths of the spans; a single one if they are equal."""
         lengths = tuple(span.numel for span in self.spans)
         return lengths[:1] if len(set(lengths)) == 1 else lengths
 
     @cached_property
     def owned_spans(self) -> tuple[Span, ...]:
-        """The spans that hold a part of a parameter, not padding alone."""
+        """Return the spans with a part of a parameter, not only padding."""
         owners = {owner for owner, _, _ in self.parts()}
         return tuple(span for span in self.spans if span.owner in owners)
 
     def parts(self) -> Iterator[tuple[int, Slot, int]]:
         """Return the owner, slot and elements of each part of a parameter.
 
-        One walk along spans and slots: ``fragments()`` of each of a thousand ranks takes long.
+        It walks once along spans and slots, because ``fragments()`` of a thousand ranks is slow.
         """
         position = 0
         for owner, start, stop in self.spans:
@@ -247,12 +248,12 @@ class PackLayout:
                 count = min(slot.end, stop) - max(slot.offset, start)
                 if count > 0:
                     yield owner, slot, count
-                if slot.end > stop:  # the rest of it is the next rank's
+                if slot.end > stop:  # the rest belongs to the next rank
                     break
                 position += 1
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
-        """Return the slots' parts in ``rank``'s span, in pack order; none of them is empty."""
+        """Return the non-empty parts of slots in ``rank``'s span, in pack order."""
         _, begin, end = self.spans[rank]
         fragments = []
         for slot in self.slots:
@@ -265,7 +266,7 @@ class PackLayout:
 def with_values(
     ranges: Sequence[tuple[slice, GroupId]], values: Mapping[GroupId, T]
 ) -> list[tuple[slice, T]]:
-    """Return ranges with the values of their groups; neighbors with the very same one are one."""
+    """Return ranges with their groups' values; neighbors with the same object are joined."""
     merged: list[tuple[slice, T]] = []
     for part, group in ranges:
         value = values[group]
@@ -285,13 +286,13 @@ class Layout:
 
     @property
     def partition(self) -> str:
-        """``mixed`` where optimizers differ in it."""
+        """The partition; ``mixed`` if it differs between optimizers."""
         kinds = {pack.partition for pack in self.packs}
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
     @property
     def numel(self) -> int:
-        """The elements of all packs, with padding."""
+        """Elements of all packs, with padding."""
         return sum(pack.numel for pack in self.packs)
 
     @property
@@ -300,11 +301,11 @@ class Layout:
 
     @property
     def trained(self) -> list[PackLayout]:
-        """The packs that are reduced, updated and synced."""
+        """Packs that are reduced, updated and synced."""
         return [pack for pack in self.packs if pack.requires_grad]
 
     def owned(self, rank: int) -> int:
-        """Return the elements, with padding, whose masters ``rank`` holds; experts aside."""
+        """Return the elements, with padding, whose masters ``rank`` holds, except experts."""
         every = [pack for pack in self.packs if len(pack.spans) == self.world_size]
         return sum(pack.spans[rank].numel for pack in every)
 
@@ -314,10 +315,10 @@ class Layout:
                 yield pack, slot
 
     def lines(self, algorithms: bool = True, expert: str = "") -> list[str]:
-        """One line per pack and slot: what is compared across ranks and printed.
+        """Return one line per pack and slot, which ranks compare and users print.
 
         Args:
-            expert: in place of the names of experts, which may be numbered through all ranks.
+            expert: replaces names of experts, which may be numbered across ranks.
         """
         lines = [
             f"Layout: {sum(len(p.slots) for p in self.packs)} parameters in {len(self.packs)} "
@@ -350,7 +351,7 @@ class Layout:
         return lines
 
     def digest(self) -> bytes:
-        """32 bytes that differ where anything but the algorithms differs: they move no element."""
+        """Return 32 bytes that identify everything except algorithms, which move no element."""
         return hashlib.sha256("\n".join(self.lines(algorithms=False)).encode()).digest()
 
     def __repr__(self) -> str:

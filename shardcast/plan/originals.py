@@ -1,7 +1,6 @@
-"""The optimizers that were given to :func:`shardcast.shard`, and the needs of their classes.
+"""The optimizers that were passed to :func:`shardcast.shard`, and the needs of their classes.
 
-Their own lists hold the groups. What a class needs that torch does not have is measured by
-``any_optimizer.probe``.
+Their own lists hold the groups. ``any_optimizer.probe`` measures the needs of third-party classes.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import torch
 
 from shardcast.plan.layout import GroupId
 
-Group = dict[str, Any]  # of a torch optimizer: "params", and options by name
-ParamGroup = Mapping[str, Any]  # one that is only read
+Group = dict[str, Any]  # group of a torch optimizer: "params", and options by name
+ParamGroup = Mapping[str, Any]  # a group that is only read
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -38,12 +37,12 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 class OptimizerList:
     """One optimizer, or several over disjoint parameters of one model.
 
-    Each optimizer's own ``param_groups`` is the one place that holds its groups: what a script does
-    to it, or to a group, is read in the next step.
+    Only each optimizer's own ``param_groups`` holds its groups. The next step reads any change that
+    a script makes there.
 
     Attributes:
-        optimizers: in the order in which they were given.
-        sharded: the parameters of each group when it was sharded; of all groups, in order.
+        optimizers: in the order given to ``shard()``.
+        sharded: parameters of each group when it was sharded, for all groups in order.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -54,38 +53,38 @@ class OptimizerList:
     def of(
         cls, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerList
     ) -> OptimizerList:
-        """One optimizer, a sequence of them, or what is that already."""
+        """Wrap one optimizer or a sequence; return an ``OptimizerList`` unchanged."""
         if isinstance(optimizers, OptimizerList):
             return optimizers
         return cls([optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers)
 
     @property
     def name(self) -> str:
-        """The names of their classes, for people."""
+        """Names of their classes, for messages."""
         return " + ".join(type(optimizer).__name__ for optimizer in self.optimizers)
 
     @property
     def groups(self) -> list[Group]:
-        """The groups of all optimizers, one optimizer after the other; of one, its own list."""
+        """Groups of all optimizers, one optimizer after another; for one optimizer its own list."""
         if len(self.optimizers) == 1:
             return self.optimizers[0].param_groups
         return JoinedGroups(group for _, _, group in self.numbered())
 
     @property
     def places(self) -> list[int]:
-        """The place of its optimizer, of each of ``groups``."""
+        """Index of the optimizer of each of ``groups``."""
         return [number.optimizer for number, _, _ in self.numbered()]
 
     def owner(self, number: GroupId) -> torch.optim.Optimizer:
-        """The optimizer of a group."""
+        """Return the optimizer of a group."""
         return self.optimizers[number.optimizer]
 
     def group(self, number: GroupId) -> Group:
-        """The present group of that number."""
+        """Return the current group of that number."""
         return self.optimizers[number.optimizer].param_groups[number.position]
 
     def numbered(self) -> Iterator[tuple[GroupId, torch.optim.Optimizer, Group]]:
-        """Every group with its number and its optimizer."""
+        """Yield every group with its number and optimizer."""
         for place, optimizer in enumerate(self.optimizers):
             for position, group in enumerate(optimizer.param_groups):
                 yield GroupId(place, position), optimizer, group
@@ -93,7 +92,7 @@ class OptimizerList:
     def flags(self, number: GroupId) -> str:
         """Return the options of a group that choose code or state of an update, not its numbers.
 
-        They are what ``shard()`` saw; those of a group may be changed later.
+        They have the values at ``shard()``; a script may change a group's options later.
         """
         group = self.group(number)
         flags = {
@@ -101,16 +100,16 @@ class OptimizerList:
             for name in sorted(self.owner(number).defaults)
             if (value := group.get(name)) is None or isinstance(value, (bool, str))
         }
-        if "momentum" in group:  # without it there is no buffer
+        if "momentum" in group:  # zero momentum has no buffer
             flags["momentum"] = bool(group["momentum"])
         return repr(flags)
 
     def option_names(self) -> tuple[str, ...]:
-        """The options of their classes; whatever else is in a group is a script's own note."""
+        """Names of their classes' options; other entries of a group are a script's own."""
         return tuple(dict.fromkeys(n for o in self.optimizers for n in o.defaults))
 
     def check(self) -> None:
-        """Raise RuntimeError for groups that a script removed, or gave other parameters. Local."""
+        """Raise RuntimeError if a script removed groups, or changed their parameters. Local."""
         sizes = [len(optimizer.param_groups) for optimizer in self.optimizers]
         expected = [0] * len(sizes)
         for number in self.sharded:
@@ -132,10 +131,10 @@ class OptimizerList:
 
 
 class JoinedGroups(list[Group]):
-    """The groups of several optimizers, whose own lists alone can be changed."""
+    """Groups of several optimizers; changes go to the optimizers' own lists."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)  # copies are plain
+        return list, (list(self),)  # a copy is a plain list
 
     def _refuse(self, *_args: object, **_options: object) -> Any:
         raise RuntimeError(
@@ -149,14 +148,14 @@ class JoinedGroups(list[Group]):
 
 
 class OptimizerTraits(NamedTuple):
-    """The needs of a class.
+    """The needs of an optimizer class.
 
     Attributes:
-        elementwise: the update of an element needs nothing but that element.
+        elementwise: the update of an element needs only that element.
         entangled: why several ranks cannot share its parameters; empty if they can.
-        cost: ``cost(name, shape, group)`` gives about how many floating-point operations the update
-            of a parameter takes, where it is not so many for each element, and raises ValueError
-            for one that the class cannot update.
+        cost: ``cost(name, shape, group)`` returns about how many floating-point operations the
+            update of a parameter takes, if that is not proportional to its elements. It raises
+            ValueError for a parameter that the class cannot update.
     """
 
     elementwise: bool
@@ -165,15 +164,15 @@ class OptimizerTraits(NamedTuple):
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it is of a class of ``torch.optim``."""
+    """Return whether its class is one of ``torch.optim``."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
 def known_traits(optimizer: torch.optim.Optimizer) -> OptimizerTraits | None:
-    """Return the traits of an elementwise class of ``torch.optim``; ``None`` for any other. Local.
+    """Return the traits of an elementwise class of ``torch.optim``; ``None`` for others. Local.
 
     Raises:
-        TypeError: the class cannot be sharded over any number of ranks; names the remedy.
+        TypeError: the class cannot be sharded over any number of ranks; the error has a remedy.
     """
     _refuse_kind(optimizer)
     return OptimizerTraits(elementwise=True) if type(optimizer) in ELEMENTWISE else None

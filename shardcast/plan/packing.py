@@ -19,10 +19,10 @@ from shardcast.plan.partition import assign_owners, plan_even, plan_whole, round
 from shardcast.plan.publishing import publishing_of
 
 MIB = 1024 * 1024
-# Without pack_mb a pack has at least PACK bytes, and MESSAGE for each rank, so that what a rank
-# sends to another one does not shrink as the world grows (Megatron-LM's buckets grow in the same
-# way, by a million parameters for each rank). No more than MOST: two packs are on their way at a
-# time, and the buffers that receive them are as long. At 4,096 ranks it is MESSAGE still.
+# Without pack_mb a pack has at least PACK bytes, and MESSAGE bytes per rank. So messages between
+# ranks do not shrink as the world grows. (Megatron-LM's buckets also grow, by a million parameters
+# per rank.) MOST is the upper limit, because two packs are in flight at a time, with receive
+# buffers of their size. At 4,096 ranks a message still has MESSAGE bytes.
 PACK, MESSAGE, MOST = 16 * MIB, MIB // 4, 1024 * MIB
 
 
@@ -35,16 +35,16 @@ def describe(
     pack_groups_by_name: Mapping[str, PackGroups] | None = None,
     flags: Mapping[GroupId, str] = MappingProxyType({}),
 ) -> list[ParamInfo]:
-    """The planner's view of parameters, in the order of ``named`` (model order).
+    """Return the planner's view of parameters, in the order of ``named`` (model order).
 
     Args:
         groups: each parameter's optimizer group; ``None``: one for all.
-        storage_dtype: gives that of each parameter; ``None`` keeps the present ones.
-        costs: of updates, for the balance of whole ones, where elements do not say it.
-        pack_groups_by_name: the process groups of each parameter, where the job has a mesh.
-        flags: of each group, see :class:`.ParamInfo`.
+        storage_dtype: returns the storage dtype of a parameter; ``None`` keeps the current ones.
+        costs: costs of updates, to balance whole parameters, if not their elements.
+        pack_groups_by_name: process groups of each parameter, if the job has a mesh.
+        flags: flags of each group, see :class:`.ParamInfo`.
     """
-    # Numbered as they come: what is cuda:0 on one rank is cuda:1 on the next one.
+    # Numbered in order of appearance, because cuda:0 on one rank is cuda:1 on another.
     devices: dict[torch.device, str] = {}
     infos, plain, publishing = [], PackGroups(), publishing_of(config)
     for name, param in named.items():
@@ -82,13 +82,13 @@ def with_algorithms(
     topology: Topology,
     experts: Mapping[str, Topology] | None = None,
 ) -> Layout:
-    """``layout`` with algorithms on ``topology`` for each pack that has none.
+    """Return ``layout`` with algorithms on ``topology`` for each pack without them.
 
     Args:
-        experts: what joins the ranks of groups that cut packs of experts, by name.
+        experts: topology of the groups that own packs of experts, by name.
 
     Raises:
-        ValueError: an option that these ranks do not allow.
+        ValueError: these ranks do not allow an option.
     """
     packs = []
     for pack in layout.packs:
@@ -111,9 +111,9 @@ def plan_packs(
     """Plan the packs of ``params`` (in model order), without algorithms.
 
     Args:
-        world: so many ranks, or the dimensions of a mesh.
-        partition: ``even`` or ``whole``, of all parameters or by the index of their group.
-        config: of which the pack options are used; without ``pack_mb`` packs grow with the world.
+        world: number of ranks, or the dimensions of a mesh.
+        partition: ``even`` or ``whole``, for all parameters or by index of their group.
+        config: its pack options are used; without ``pack_mb`` packs grow with the world.
         first: index of the first pack.
     """
     pack_mb, pack_params, alone = config.pack_mb, config.pack_params, config.unpacked_first
@@ -121,9 +121,9 @@ def plan_packs(
     parallel_dims = ParallelDims(world) if isinstance(world, int) else world
     grown = min(max(PACK, MESSAGE * parallel_dims.world_size), MOST)
     most = grown if pack_mb is None else int(pack_mb * MIB)
-    open_bins: dict[PackKey, list[ParamInfo]] = {}  # the last pack of each kind
-    filled: dict[PackKey, int] = {}  # its bytes
-    remaining: dict[PackKey, int] = defaultdict(int)  # of parameters that are in no pack yet
+    open_bins: dict[PackKey, list[ParamInfo]] = {}  # the open pack of each kind
+    filled: dict[PackKey, int] = {}  # bytes in the open pack
+    remaining: dict[PackKey, int] = defaultdict(int)  # bytes of parameters that are in no pack yet
 
     def aligned(param: ParamInfo) -> int:
         itemsize = param.dtype.itemsize
@@ -136,7 +136,7 @@ def plan_packs(
         full = key not in open_bins or len(open_bins[key]) == pack_params
         if not full and pack_mb is not None:
             full = filled[key] + param.numel * param.dtype.itemsize > most
-        elif not full:  # what follows, if it is less than a pack, joins this one
+        elif not full:  # a remainder smaller than a pack joins this one
             full = filled[key] >= most and (pack_params is not None or remaining[key] >= most)
         if full:
             open_bins[key], filled[key] = [], 0
@@ -154,7 +154,7 @@ def plan_packs(
     packs = []
     for index, members in enumerate(bins, first):
         key, mode = members[0].pack_key, by_group[members[0].group]
-        members.sort(key=lambda param: param.group)  # stays in model order within a group
+        members.sort(key=lambda param: param.group)  # keeps model order within a group
         size = parallel_dims.ranks(key.pack_groups)
         align = max(1, config.alignment // key.dtype.itemsize)
         if mode == "whole":

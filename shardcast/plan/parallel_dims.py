@@ -1,10 +1,10 @@
-"""Ranks that hold a parameter, in jobs that are more than data-parallel.
+"""Which ranks hold a parameter, in jobs that are more than data-parallel.
 
-The dimensions of a mesh are data-parallel, or model-parallel: tensor, pipeline, whatever a script
-calls them. Along a model-parallel one a parameter is cut (each rank has another part), or held as
-copies of one another; along the pipeline each stage has other parameters. From that follow, per
-parameter, the ranks that cut its packs, those whose gradients are added up, and whose copy counts.
-Packs do not mix parameters that differ in it.
+Each dimension of a mesh is data-parallel or model-parallel (tensor, pipeline or any other name).
+Along a model-parallel dimension, ranks hold different parts of a parameter, or copies of it; along
+the pipeline, stages hold different parameters. For each parameter this decides which ranks own
+spans of its packs, whose gradients are summed, and whose copy counts. Parameters of one pack agree
+in all of this.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from shardcast._compat import dtensor
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The dimensions of a mesh, as one rank sees them; without any: plain data parallelism.
+    """The dimensions of a mesh, as one rank sees them; none for plain data parallelism.
 
     Attributes:
-        world_size: ranks that cut packs.
-        sizes: ranks along each dimension, and in the group of each tie, by name.
-        coordinate: the place of this rank there.
-        lines: the ranks of this rank's group along each dimension of the mesh.
+        world_size: number of ranks that own spans of a pack.
+        sizes: number of ranks along each dimension, and in the group of each tie, by name.
+        coordinate: this rank's position there.
+        lines: ranks of this rank's group along each dimension of the mesh.
         data, model: the data-parallel and the model-parallel dimensions.
-        pipeline: the model-parallel dimension along which each rank has other parameters.
+        pipeline: the model-parallel dimension along which ranks have different parameters.
         replicas: a data-parallel dimension whose ranks hold the same spans.
-        sum_over: per dimension, patterns of names of plain parameters whose gradient is a part.
-        experts: per dimension, patterns of names of parameters that are sharded over it alone.
+        sum_over: by dimension, name patterns of plain parameters with a partial gradient.
+        experts: by dimension, name patterns of parameters that are sharded over it alone.
         ties: weights that several stages hold.
     """
 
@@ -56,23 +56,24 @@ class ParallelDims:
 
     @property
     def replicating(self) -> tuple[str, ...]:
-        """The dimensions along which ranks may hold equal copies."""
+        """Dimensions along which ranks may hold equal copies."""
         return tuple(d for d in self.model if d != self.pipeline and self.sizes[d] > 1)
 
     def set_up_order(self, pack_groups: PackGroups) -> int:
-        """Return the place of a parameter among collectives at set-up, and its pack's in a step.
+        """Return a parameter's position among collectives at set-up, and its pack's in a step.
 
-        Tied ones come first, in the order of ``tied=``: two stages may hold them in two orders.
+        Tied parameters come first, in the order of ``tied=``, because two stages may hold them in
+        different orders.
         """
         ties = [tie.group for tie in self.ties]
         return next((ties.index(name) for name in pack_groups.replicate if name in ties), len(ties))
 
     def ranks(self, pack_groups: PackGroups) -> int:
-        """Return how many ranks cut a pack."""
+        """Return the number of ranks that own spans of a pack."""
         return self.world_size if pack_groups.shard == PLAIN else self.sizes[pack_groups.shard]
 
     def expert_blocks(self, pack_groups: PackGroups) -> tuple[int, int]:
-        """Return how many experts of one name the data-parallel ranks hold, and which is here."""
+        """Return how many experts of one name the data-parallel ranks hold, and this index."""
         number, own = 1, 0
         for dim in self.data if pack_groups.shard != PLAIN else ():
             if dim != pack_groups.shard:
@@ -81,7 +82,7 @@ class ParallelDims:
         return number, own
 
     def pack_groups_by_name(self, named: Mapping[str, nn.Parameter]) -> dict[str, PackGroups]:
-        """The groups of each parameter.
+        """Return the groups of each parameter.
 
         Raises:
             TypeError, ValueError: a DTensor does not fit the mesh.
@@ -97,7 +98,7 @@ class ParallelDims:
         return {"grad_sum_over": self.sum_over, "experts": self.experts}
 
     def options(self) -> list[str]:
-        """Return the options that all ranks must have alike, a line each."""
+        """Return the options that must be equal on all ranks, one per line."""
         return [
             f"{option} = { {dim: [*names] for dim, names in by_dim.items()} }"
             for option, by_dim in self._patterns.items()
@@ -117,20 +118,20 @@ class ParallelDims:
 
 
 def pack_groups_of(dims: ParallelDims, name: str, param: nn.Parameter) -> PackGroups:
-    """Read from a parameter and the patterns of a mesh which groups its pack takes part in.
+    """Return the groups of a parameter's pack, from the parameter and the patterns of a mesh.
 
     Raises:
         TypeError, ValueError: a DTensor does not fit the mesh.
     """
     shard = next((dim for dim, names in dims.experts.items() if matches(name, names)), PLAIN)
-    # An expert may be a DTensor over the data-parallel dimensions that tell experts apart.
+    # An expert may be a DTensor over the data-parallel dimensions along which experts differ.
     allowed = (*dims.model, *(dim for dim in dims.data if shard != PLAIN and dim != shard))
     placed = _placements(name, param, allowed, dims.lines)
     replicate, reduce = [], []
     for dim in dims.replicating:
         if dim not in placed or placed[dim].is_replicate():
             replicate.append(dim)
-            # A DTensor's gradient may come as a part of the sum (Partial), or in full.
+            # A DTensor's gradient may be partial (Partial) or whole.
             if dim in placed or matches(name, dims.sum_over.get(dim, ())):
                 reduce.append(dim)
     for tie in dims.ties:
@@ -147,7 +148,7 @@ def pack_groups_of(dims: ParallelDims, name: str, param: nn.Parameter) -> PackGr
 def _placements(
     name: str, param: Any, allowed: Sequence[str], lines: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dtensor.Placement]:
-    """Return how a DTensor lies along each dimension of its mesh; empty for a plain parameter."""
+    """Return a DTensor's placement along each dimension; empty for a plain parameter."""
     if _compat.is_dtensor(param) and not allowed:
         raise TypeError(
             f"optimizer: parameter {name!r} is a DTensor; expected a plain tensor: what "
@@ -178,11 +179,11 @@ def _placements(
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether one of the patterns, as in a shell, is that of the name."""
+    """Return whether one of the glob patterns matches the name."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-PLAIN = "dp"  # the group that cuts packs, unless a parameter says otherwise
+PLAIN = "dp"  # the group whose ranks own spans, unless a parameter has another one
 
 
 class PackGroups(NamedTuple):
@@ -190,9 +191,9 @@ class PackGroups(NamedTuple):
 
     Attributes:
         shard: the group whose ranks own the spans.
-        replicate: groups whose ranks hold equal copies, which begin equal and stay so.
-        reduce: groups over whose ranks gradients are added after they are reduced, in fp32.
-        is_primary: norms and checkpoints take this rank's copy. Only this field differs between
+        replicate: groups whose ranks hold equal copies, which start equal and stay equal.
+        reduce: groups over which reduced gradients are summed again, in fp32.
+        is_primary: norms and checkpoints use this rank's copy. Only this field differs between
             ranks that share a pack.
     """
 
@@ -203,7 +204,7 @@ class PackGroups(NamedTuple):
 
     @property
     def sums_replicas(self) -> bool:
-        """Return whether gradients of copies are added up."""
+        """Return whether gradients of copies are summed."""
         return bool(self.reduce) and not set(self.replicate).isdisjoint(self.reduce)
 
     def __str__(self) -> str:
@@ -214,13 +215,12 @@ class PackGroups(NamedTuple):
 
 
 class Tie(NamedTuple):
-    """One weight that two pipeline stages hold under two names: those of its first holder, and of
-    the other one."""
+    """One weight that two pipeline stages hold, with its name on the first and second holder."""
 
     first: str
     second: str
 
     @property
     def group(self) -> str:
-        """The name of the group of its holders."""
+        """Name of the group of its holders."""
         return f"tie of {self.first} and {self.second}"

@@ -1,6 +1,6 @@
 """Owners of the elements of a pack: equal spans, or whole parameters.
 
-Whole parameters are each updated by one rank, such that ranks have equal work.
+Each whole parameter is updated by one rank, such that ranks have equal work.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import ParamInfo, Slot, Span
 
-ELEMENT = 20.0  # floating-point operations per element of an elementwise update, about
+ELEMENT = 20.0  # approximate floating-point operations per element of an elementwise update
 
 
 def partition_of(
     optimizer: torch.optim.Optimizer, elementwise: bool, config: ShardcastConfig
 ) -> str:
-    """``auto``: even only where the update of an element needs nothing but that element."""
+    """Return the partition. ``auto`` is even only for elementwise updates."""
     chosen = (("sync", config.sync), ("reduce", config.reduce))
     equal = [(name, way) for name, way in chosen if way in ("all_gather", "reduce_scatter")]
     partition = config.partition
@@ -45,7 +45,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def placed(members: Sequence[ParamInfo], offset: int, align: int) -> tuple[list[Slot], int]:
-    """The slots of ``members`` from ``offset`` on, and where they end."""
+    """Return slots of ``members`` starting at ``offset``, and where they end."""
     slots = []
     for param in members:
         offset, numel = round_up(offset, align), param.numel
@@ -58,7 +58,7 @@ def plan_even(
     members: Sequence[ParamInfo], world_size: int, align: int
 ) -> tuple[tuple[Slot, ...], tuple[Span, ...]]:
     slots, end = placed(members, 0, align)
-    if world_size == 1:  # nothing to cut: a pack of one keeps its exact size
+    if world_size == 1:  # one rank: the pack keeps its exact size
         return tuple(slots), (Span(0, 0, end),)
     size = round_up(-(-end // world_size), align)
     cuts = [rank * size for rank in range(world_size + 1)]
@@ -71,7 +71,7 @@ def plan_even(
 
 
 def _between_units(cut: int, slots: Sequence[Slot], units: Sequence[int], align: int) -> int:
-    """The place nearest to ``cut`` where no unit of any slot is cut; rises with it."""
+    """Return the position nearest to ``cut`` that splits no unit of a slot; monotonic in it."""
     for slot, unit in zip(slots, units, strict=True):
         if cut < slot.end:
             within = max(0, cut - slot.offset)
@@ -80,12 +80,13 @@ def _between_units(cut: int, slots: Sequence[Slot], units: Sequence[int], align:
 
 
 def assign_owners(params: Sequence[ParamInfo], world_size: int) -> dict[str, int]:
-    """The rank that updates each of ``params``, by name: the costliest first, to the least loaded.
+    """Return the rank that updates each of ``params``, by name.
 
-    Longest processing time first (Graham, 1969): at most 4/3 of the best balance. Ranks of equal
-    cost are told apart by the elements that they hold, so that memory is balanced too. Owners of
-    what other model-parallel ranks hold as well are found from that alone, since these ranks must
-    find the same and have other parameters too; the rest evens the loads out.
+    Assigns the costliest first, to the least loaded rank: longest processing time first (Graham,
+    1969), at most 4/3 of the optimum. Ranks of equal cost are ordered by their elements, which also
+    balances memory. Parameters that other model-parallel ranks hold as copies are assigned first,
+    from these parameters alone, because all those ranks must find the same owners. The rest evens
+    out the loads.
     """
     costs = {p.name: ELEMENT * p.numel if p.cost is None else p.cost for p in params}
     classes: dict[tuple[str, ...], list[ParamInfo]] = {}
@@ -93,7 +94,8 @@ def assign_owners(params: Sequence[ParamInfo], world_size: int) -> dict[str, int
         classes.setdefault(param.pack_groups.replicate, []).append(param)
     loads = [(0.0, 0)] * world_size  # cost, elements
     owners = {}
-    for copies, names in sorted(classes.items(), reverse=True):  # what has no copies last
+    # parameters without copies come last
+    for copies, names in sorted(classes.items(), reverse=True):
         heap = [(*((0.0, 0) if copies else loads[rank]), rank) for rank in range(world_size)]
         heapq.heapify(heap)
         for param in sorted(names, key=lambda p: (-costs[p.name], -p.numel)):
@@ -107,7 +109,7 @@ def assign_owners(params: Sequence[ParamInfo], world_size: int) -> dict[str, int
 def plan_whole(
     members: Sequence[ParamInfo], world_size: int, align: int, owners: Mapping[str, int]
 ) -> tuple[tuple[Slot, ...], tuple[Span, ...]]:
-    """Return the slots sorted by owner, one span each."""
+    """Return the slots sorted by owner, and one span each."""
     slots: list[Slot] = []
     spans: list[Span] = []
     offset = 0

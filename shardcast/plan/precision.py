@@ -1,11 +1,11 @@
-"""The one rule that says which dtype each parameter is stored, accumulated and sent in.
+"""The one rule for the dtype in which each parameter is stored, accumulated and sent.
 
 Every dtype decision of shardcast is made here (PaddlePaddle PR 35878 asked for one global rule
-instead of name patterns spread over the code). A parameter is stored in ``param_dtype`` unless its
-module is kept in fp32, or it is a norm's or a vector under autocast. ``optimizer/forwards.py`` runs
-the forward under autocast, or casts activations between modules of the two kinds, so the forward
-just works. Masters and arithmetic are always fp32. Parameters that are not trained stay as they
-came, unless ``convert_rest`` or ``autocast: false`` asks for them.
+instead of name patterns all over the code). A parameter is stored in ``param_dtype``, unless its
+module is kept in fp32, or it is a norm's parameter or a vector under autocast.
+``optimizer/forwards.py`` runs the forward under autocast, or casts activations between modules of
+the two kinds. Masters and arithmetic are always in fp32. Parameters that are not trained keep their
+dtype, unless ``convert_rest`` or ``autocast: false`` converts them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.option_values import KeepRule
 
 MASTER_DTYPE = torch.float32
-SHORT_SUM = 8  # gradients that are added up in their own dtype
+SHORT_SUM = 8  # largest number of gradients that are summed in their own dtype
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -36,17 +36,17 @@ NORMS: tuple[type[nn.Module], ...] = (
 
 
 def sum_dtype(wire: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums of gradients: one size up, so that equal values are their mean."""
+    """Return the dtype for sums of gradients: wider, so that the mean of equal values is exact."""
     return MASTER_DTYPE if wire.itemsize < MASTER_DTYPE.itemsize else torch.float64
 
 
 def grad_dtype(storage: torch.dtype, config: ShardcastConfig) -> torch.dtype:
-    """The dtype in which gradients of a parameter stored as ``storage`` accumulate."""
+    """Return the dtype in which gradients of a parameter stored as ``storage`` accumulate."""
     return config.grad_dtype or storage
 
 
 def exact_sums(backwards: int, config: ShardcastConfig) -> bool:
-    """Return whether gradients of so many backwards of a step are summed in fp32, in any case.
+    """Return whether so many backwards of a step are summed in fp32, whatever the dtype.
 
     Each sum in bf16 loses up to 1/512 of it: 8 % after 512 micro-batches.
     """
@@ -54,12 +54,12 @@ def exact_sums(backwards: int, config: ShardcastConfig) -> bool:
 
 
 def wire_dtype(storage: torch.dtype, config: ShardcastConfig) -> torch.dtype:
-    """The dtype in which these gradients travel to their owner."""
+    """Return the dtype in which these gradients are sent to their owner."""
     return config.reduce_dtype or grad_dtype(storage, config)
 
 
 def is_packable(param: Tensor) -> bool:
-    """Real floating-point parameters are packed, cast and sharded; all others are left alone."""
+    """Return whether a parameter can be packed: real floating-point ones can."""
     return param.dtype in PACKABLE
 
 
@@ -69,11 +69,12 @@ class Precision:
     Args:
         model: the root module; read only.
         trained: parameters that the optimizer updates; ``None``: all that require a gradient.
+
     Attributes:
         unmatched: patterns of ``keep_fp32`` and ``fp32_outputs`` that match nothing, as messages.
-        fp32_modules: they compute in fp32.
-        autocast_modules: modules in fp32 that compute under autocast, as they would under DDP.
-        untouched: parameters that are not trained and stay as they came.
+        fp32_modules: modules that compute in fp32.
+        autocast_modules: modules in fp32 that compute under autocast, as under DDP.
+        untouched: parameters that are not trained and keep their dtype.
         fp32_outputs: modules that return fp32.
     """
 
@@ -113,7 +114,8 @@ class Precision:
         unasked: list[nn.Module] = norms if config.autocast else []
         if not config.cast_buffers:
             unasked += _parametrized(model)
-            if not config.autocast:  # torch refuses fp32 running statistics with low precision
+            # torch refuses fp32 running statistics with low-precision weights
+            if not config.autocast:
                 self.fp32_modules.update(dict.fromkeys(with_statistics))
         self.autocast_modules = {
             m: None for m in unasked if m not in self.fp32_modules and _params_of([m])
@@ -126,40 +128,40 @@ class Precision:
         self._fp32_params = _params_of(self._fp32).union(vectors) - self.untouched | came_fp32
 
     def storage_dtype(self, param: nn.Parameter) -> torch.dtype:
-        """The dtype in which forward and backward see ``param``."""
+        """Return the dtype of ``param`` in forward and backward."""
         dtype, exact = param.dtype, self._fp32_params
         if dtype not in PACKABLE:
             return dtype
         return MASTER_DTYPE if exact and param in exact else self.config.param_dtype
 
     def rest_dtype(self, param: nn.Parameter) -> torch.dtype:
-        """Return the dtype of one that the optimizer does not hold."""
+        """Return the dtype of a parameter that no optimizer holds."""
         asked = self._converts_rest or param in self._kept_params
         return self.storage_dtype(param) if asked else param.dtype
 
     def frozen_bytes(self, outside: Iterable[nn.Parameter]) -> int:
-        """Count the bytes that ``convert_rest`` would halve of what no optimizer holds."""
+        """Return the bytes of parameters without an optimizer that ``convert_rest`` would halve."""
         if self.config.param_dtype == MASTER_DTYPE:
             return 0
         exact = (p for p in outside if p in self.untouched and p.dtype == MASTER_DTYPE)
         return sum(_compat.local_tensor(param).nbytes for param in exact)
 
     def buffer_dtype(self, module: nn.Module, buffer: Tensor) -> torch.dtype:
-        """The dtype of a buffer that ``module`` owns."""
+        """Return the dtype of a buffer that ``module`` owns."""
         if is_packable(buffer) and module in self._fp32 and isinstance(module, NORMS):
-            return MASTER_DTYPE  # as its parameters, also in a model that came in low precision
+            return MASTER_DTYPE  # like its parameters, even if the model came in low precision
         stays = module in self._fp32 or module in self._untouched_modules
         cast = self.config.cast_buffers and is_packable(buffer) and not stays
         return self.config.param_dtype if cast else buffer.dtype
 
 
 def _params_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """List their own parameters, without those of the modules inside."""
+    """Return modules' own parameters, without those of submodules."""
     return {param for module in modules for param in module.parameters(recurse=False)}
 
 
 def _parametrized(model: nn.Module) -> Iterator[nn.Module]:
-    """Find modules whose weight is computed from parameters: by an SVD, say, that no bf16 has."""
+    """Return modules that compute their weight, for example by an SVD, which bf16 does not have."""
     hooks = ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm")
     for module in model.modules():
         if parametrize.is_parametrized(module):
@@ -170,10 +172,10 @@ def _parametrized(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _not_multiplied(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Return what no matrix product takes: vectors, and tables of a model without other matrices.
+    """Return parameters that no matmul uses: vectors, and embeddings in a model without matrices.
 
-    So all of a knowledge graph's embeddings or a matrix factorization stays fp32, of which autocast
-    computes nothing but products of activations in low precision.
+    So all embeddings of a knowledge graph or a matrix factorization stay in fp32. Autocast would
+    only compute their products in low precision.
     """
     yield from _vectors(model)
     modules = [*model.modules()]
@@ -187,9 +189,9 @@ def _not_multiplied(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _vectors(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Scales, gains, means, temperatures, tables of numbers: what no matrix product takes.
+    """Return scales, gains, means, temperatures and the like, which no matmul uses.
 
-    With more than one element along at most one dimension. Vectors of a layer of torch, and of a
+    These have more than one element along at most one dimension. Vectors in a torch layer, or in a
     module that holds a matrix, are biases, which are cast with it.
     """
     for module in model.modules():
@@ -208,22 +210,22 @@ def is_matrix(param: Tensor) -> bool:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return whether the code of a module's forward is torch's, or it is a norm of the user's."""
+    """Return whether a module's forward is torch's own, or the module is a user's norm."""
     torchs = is_called(module) and type(module).forward.__module__.startswith("torch.nn.")
     return torchs or isinstance(module, NORMS)
 
 
 def is_called(module: nn.Module) -> bool:
-    """Lists and the like are not."""
+    """Return whether a module is called; lists and the like are not."""
     return type(module).forward is not nn.Module.forward
 
 
 def kept_modules(
     model: nn.Module, rules: tuple[KeepRule, ...], unmatched: list[str]
 ) -> dict[nn.Module, None]:
-    """Find modules kept in fp32, as an ordered set: those of rules, and who shares parameters.
+    """Return modules kept in fp32, as an ordered set: those of rules, and sharers of parameters.
 
-    Appends patterns that match nothing to ``unmatched``, as messages.
+    Patterns that match nothing are appended to ``unmatched``, as messages.
     """
     kept_modules: dict[nn.Module, None] = {}
     for rule in rules:
@@ -247,7 +249,7 @@ def kept_modules(
 
 
 def _matching(model: nn.Module, rule: KeepRule) -> list[nn.Module]:
-    """Find modules of a class with all inside, or owners of a parameter that a rule names."""
+    """Return modules of a class with submodules, or owners of a parameter that a rule names."""
     if rule == "norms":
         return [module for module in model.modules() if isinstance(module, NORMS)]
     if isinstance(rule, type):
@@ -269,7 +271,7 @@ def _is_named(pattern: str, name: str, _param: nn.Parameter) -> bool:
 def named_modules(
     model: nn.Module, patterns: tuple[str, ...], unmatched: list[str]
 ) -> set[nn.Module]:
-    """Find modules whose names match a pattern; what matches nothing goes to ``unmatched``."""
+    """Return modules whose names match a pattern; append patterns without one to ``unmatched``."""
     modules: set[nn.Module] = set()
     for pattern in patterns:
         named = model.named_modules()

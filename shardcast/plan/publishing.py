@@ -1,8 +1,8 @@
-"""Publishing: how the fp32 masters of a parameter become what the model has of it.
+"""Publishing: how the fp32 masters of a parameter become the model's values.
 
-Usually each element is cast to the nearest number of the parameter's dtype, within the update.
-Options may have a class of shards that casts otherwise behind the update, in packs of their own,
-or keeps what was published. What is published may travel in fewer bytes than it has.
+Usually the update casts each element to the nearest number of the parameter's dtype. An option may
+provide a class of shards that casts differently after the update, in packs of its own, or that
+records what was published. Published values may be sent in fewer bytes than they have.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardcast.plan.layout import PackLayout, Span
 
 
 class Parcel(ABC):
-    """The bytes of a pack that travel in one sync, in place of its values.
+    """The bytes of a pack that are sent in one sync, instead of its values.
 
     Attributes:
-        data: a part of each owner, 1-d; it is filled where this rank is the owner.
-        own_data: that part.
+        data: a part for each owner, 1-d; filled if this rank is the owner.
+        own_data: this rank's part.
     """
 
     data: Tensor
@@ -31,21 +31,21 @@ class Parcel(ABC):
 
     @abstractmethod
     def span(self, span: Span) -> Tensor:
-        """Return the part of the owner of a span, 1-d."""
+        """Return the part of a span's owner, 1-d."""
 
     @abstractmethod
     def unpack(self) -> None:
-        """Write the values of the other owners into the pack; the parts have come."""
+        """Write the received values of the other owners into the pack."""
 
 
 class Wire(ABC):
-    """The way in which published values of one pack travel, where that is not as they are.
+    """The encoding in which a pack's published values are sent, if not as they are.
 
-    All ranks get the bits of the owner, who has published the masters before a sync, so that every
-    value is one that the cast gives.
+    All ranks get the owner's bits. The owner has published the masters before a sync, so every
+    value is a result of the cast.
 
     Attributes:
-        nbytes: of the part of each owner; equal where the pack is gathered.
+        nbytes: bytes of each owner's part; equal if the pack is all-gathered.
         size: bytes of a parcel.
     """
 
@@ -54,45 +54,45 @@ class Wire(ABC):
 
     @abstractmethod
     def parcel(self, data: Tensor, rank: int) -> Parcel:
-        """Return the parcel of the present values of ``rank``, which is here.
+        """Return the parcel of the current values of ``rank``, which is this rank.
 
         Args:
-            data: of the whole pack, 1-d.
+            data: values of the whole pack, 1-d.
         """
 
 
 class Publishing(ABC):
-    """The way in which all options of one configuration together publish masters."""
+    """How all options of one configuration together publish masters."""
 
     @abstractmethod
     def cast(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, int]:
-        """Return the cast of a parameter, and how many of its elements have one owner together.
+        """Return the cast of a parameter, and how many consecutive elements must have one owner.
 
-        Parameters of different casts share no pack; ``""`` is the usual one.
+        Parameters with different casts share no pack; ``""`` is the usual cast.
 
         Args:
-            shape: of what lies on this rank.
-            dtype: in which it is stored.
+            shape: shape of this rank's part.
+            dtype: storage dtype.
 
         Raises:
-            ValueError: another cast is asked for, and the parameter cannot have it; names it.
+            ValueError: an option asks for another cast that the parameter cannot have; names it.
         """
 
     @abstractmethod
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """List patterns that match none of the parameters, as messages."""
+        """Return patterns that match none of the parameters, as messages."""
 
     @abstractmethod
     def shard(self, pack: Any) -> Any:
-        """Return the :class:`.Shard` of a :class:`.Pack`, which has no masters yet."""
+        """Return the :class:`.Shard` of a :class:`.Pack`, without masters yet."""
 
     @abstractmethod
     def wire(self, layout: PackLayout) -> Wire | None:
-        """Return how a pack travels; ``None``: as it is."""
+        """Return a pack's wire; ``None`` if values are sent as they are."""
 
 
 def publishing_of(config: ShardcastConfig) -> Publishing | None:
-    """Return what options say of publishing; ``None`` where none does."""
+    """Return the publishing that an option provides; ``None`` if none does."""
     for option in config.extensions().values():
         if option.publishing is not None:
             return option.publishing(config)

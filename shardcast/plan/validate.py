@@ -1,4 +1,4 @@
-"""Refusals, by name, of what cannot be sharded; and what ranks must have alike, in words."""
+"""Checks that raise for models that cannot be sharded, and facts that ranks compare."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import OptimizerList, ParamGroup
 from shardcast.plan.precision import PACKABLE
 
-ON_DEVICE = "a tensor on the device"  # for a value that the host cannot read without waiting
-OURS = ("max_grad_norm", "row_splits")  # options of groups that torch's classes do not have
+ON_DEVICE = "a tensor on the device"  # stands for a value that the host cannot read without waiting
+OURS = ("max_grad_norm", "row_splits")  # group options that torch's classes do not have
 
 
 def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
@@ -34,9 +34,9 @@ def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
 def check_memory(
     named: Mapping[str, nn.Parameter], outside: Iterable[tuple[str, Tensor]] = ()
 ) -> None:
-    """Raise ValueError for a tensor without memory, or a parameter with that of another one.
+    """Raise ValueError for a tensor without memory, or parameters that share memory.
 
-    Sparse parameters have no memory of their own, but that of indices and values.
+    Sparse parameters have no memory of their own; their indices and values do.
 
     Args:
         named: parameters that are packed.
@@ -58,7 +58,8 @@ def check_memory(
             )
         pointer = _compat.local_tensor(param).data_ptr()
         owner = owners.setdefault(pointer, name)
-        # Packs would give each its own. Empty ones have none, and devices may share addresses.
+        # Packs would give each its own memory. Empty ones have none, and devices may share
+        # addresses.
         if pointer and owner != name and named[owner].device == param.device:
             raise ValueError(
                 f"model: parameters {owner!r} and {name!r} are two objects on the same memory, "
@@ -68,7 +69,7 @@ def check_memory(
 
 
 def check_whole(name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError for a part of a parameter; the optimizer is not elementwise."""
+    """Raise TypeError for a part of a parameter if the optimizer is not elementwise."""
     cut = [dim for dim, p in dtensor.placements(param).items() if not p.is_replicate()]
     if cut:
         raise TypeError(
@@ -82,7 +83,7 @@ def check_limit(group: ParamGroup, defaults: ParamGroup, number: GroupId) -> Non
     """Raise for a group whose own ``max_grad_norm`` is not a number above 0.
 
     Args:
-        defaults: those of the optimizer; what is there is an option of its class, not ours.
+        defaults: defaults of the optimizer; an option there belongs to its class, not to shardcast.
     """
     limit = group.get("max_grad_norm")
     if limit is not None and "max_grad_norm" not in defaults:
@@ -92,15 +93,15 @@ def check_limit(group: ParamGroup, defaults: ParamGroup, number: GroupId) -> Non
 def check_groups(
     names: Mapping[nn.Parameter, str], originals: OptimizerList, added: GroupId | None = None
 ) -> dict[str, GroupId]:
-    """The number of the group of each of the optimizers' parameters, by its name.
+    """Return the group number of each of the optimizers' parameters, by name.
 
     Args:
-        added: the group whose parameters are wanted; the others are sharded.
+        added: group whose parameters are returned; the others are sharded already.
 
     Raises:
         TypeError, ValueError: a parameter is not among ``names``, or in two groups; a bound of the
-            gradient norm is none; the groups hold no parameter, or with several optimizers not
-            every trained one.
+            gradient norm is invalid; the groups hold no parameter; or several optimizers do not
+            hold every trained one.
     """
     groups: dict[str, GroupId] = {}
     for number, optimizer, group in originals.numbered():
@@ -108,7 +109,7 @@ def check_groups(
         for param in group["params"]:
             name = names.get(param)
             if name is None and added not in (None, number):
-                continue  # the model lost it since
+                continue  # the model no longer has it
             if name is None:
                 raise ValueError(
                     f"optimizer: it holds a parameter of shape {tuple(param.shape)} that is not "
@@ -138,7 +139,7 @@ def check_groups(
 
 
 def check_bare(model: nn.Module) -> None:
-    """Raise ValueError for a model in DDP or with DDP in it, which would reduce gradients, too."""
+    """Raise ValueError for a model in DDP or with DDP in it, which would also reduce gradients."""
     if _compat.is_ddp(model):
         raise ValueError(
             "model: expected the bare model, got one in DistributedDataParallel; pass "
@@ -153,28 +154,29 @@ def check_bare(model: nn.Module) -> None:
 
 
 def check_matched(unmatched: Sequence[str]) -> None:
-    """Raise ValueError with the first of these messages, if there is one."""
+    """Raise ValueError with the first of these messages, if any."""
     if unmatched:
         raise ValueError(unmatched[0])
 
 
 def describe_groups(originals: OptimizerList, added: GroupId | None) -> list[str]:
-    """Return what ranks must have alike of the groups, or of an added one: class, plain options."""
+    """Return what must be equal on all ranks of the groups, or of an added one, as text."""
     lines = []
     for number, optimizer, group in originals.numbered():
         if added not in (None, number):
             continue
         lines.append(f"optimizer = {type(optimizer).__qualname__}")
         for key in sorted(group):
-            if key != "params" and (key in optimizer.defaults or key in OURS):  # no script's notes
+            # a script's own entries are left out
+            if key != "params" and (key in optimizer.defaults or key in OURS):
                 lines.append(f"group {number}: {key} = {plain(group[key])!r}")
     return lines
 
 
 def plain(value: object) -> object:
-    """Return what ranks can compare without waiting for a device; host tensors by their value.
+    """Return a value that ranks can compare without waiting for a device; host tensors as values.
 
-    Of anything else nobody knows whether it is alike on all ranks: ``None``.
+    Other objects may differ between ranks, so they become ``None``.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1:
@@ -186,9 +188,9 @@ def plain(value: object) -> object:
 
 
 def bound_of(name: str, value: Any) -> float:
-    """A bound of norms or values, as a float; inf bounds nothing.
+    """Return a bound of norms or values as a float; inf means no bound.
 
-    A negative one would turn gradients around, and NaN would reach the weights.
+    A negative bound would reverse gradients, and NaN would reach the weights.
 
     Raises:
         TypeError: it is not a number.

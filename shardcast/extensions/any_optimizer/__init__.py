@@ -1,6 +1,6 @@
-"""Optimizers of any other class than those that are fused: what it needs, and its update.
+"""Optimizers of classes without a fused update: probing what they need, and running them.
 
-No option asks for it but the class of an optimizer, see :func:`.option_values.load_extension`.
+The class of an optimizer loads this, not an option; see :func:`.option_values.load_extension`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Muon on whole matrices, those of equal shape in one batch.
+"""Muon on whole matrices; matrices of equal shape form one batch.
 
 The arithmetic is that of ``torch.optim.Muon`` (Jordan et al., 2024; "original" learning rates) and
-of Moonshot's variant (Liu et al., 2025, arXiv 2502.16982; ``match_rms_adamw``). What differs is the
-number of kernel calls: torch orthogonalises one matrix after another, here every shape is one
-batched Newton-Schulz iteration, so that the calls do not grow with the depth of a model.
+of Moonshot's variant (Liu et al., 2025, arXiv 2502.16982; ``match_rms_adamw``). torch
+orthogonalizes one matrix after another. Here each shape is one batched Newton-Schulz iteration, so
+the number of kernel calls does not grow with the depth of a model.
 
 Beyond torch's class, a parameter may be a stack of matrices, ``(experts, rows, columns)``, added
-with ``add_param_group``; and a group may have ``row_splits``, sizes of blocks of rows that are
-matrices of their own (fused query, key and value projections).
+with ``add_param_group``. A group may have ``row_splits``: sizes of blocks of rows that are separate
+matrices (fused query, key and value projections).
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from shardcast.plan.partition import ELEMENT
 if TYPE_CHECKING:
     from shardcast.plan.originals import ParamGroup
 
-ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")  # of learning rates
-BATCH = 1 << 26  # elements that are orthogonalised at a time, which bounds the memory of it
+# adjustments of learning rates
+ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
+BATCH = 1 << 26  # elements that are orthogonalized at a time, which bounds memory
 
 
 def update_cost(name: str, shape: Sequence[int], group: ParamGroup) -> float:
-    """About how many floating-point operations the update of one parameter takes.
+    """Return about how many floating-point operations the update of one parameter takes.
 
-    Of an m x n matrix, m <= n, each of the Newton-Schulz iterations multiplies m x n by n x m,
-    m x m by m x m and m x m by m x n.
+    For an m x n matrix, m <= n, each Newton-Schulz iteration multiplies m x n by n x m, m x m by m
+    x m and m x m by m x n.
 
     Raises:
-        ValueError: the parameter is no matrix, or an option of the group does not fit it; torch's
-            class looks at one group only.
+        ValueError: the parameter is not a matrix, or an option of its group does not fit it.
+            (torch's class checks only one group.)
     """
     _check(name, shape, group)
     *stack, rows, columns = shape
@@ -55,7 +56,7 @@ def _check(name: str, shape: Sequence[int], group: ParamGroup) -> None:
             "needs; give it to another optimizer, such as AdamW"
         )
     adjust = group.get("adjust_lr_fn")
-    if adjust not in ADJUSTMENTS:  # a later torch may know more
+    if adjust not in ADJUSTMENTS:  # a later torch may have more
         raise ValueError(
             f"adjust_lr_fn: expected one of {ADJUSTMENTS}, got {adjust!r}; scale the lr of the "
             "group instead"
@@ -71,7 +72,7 @@ def _check(name: str, shape: Sequence[int], group: ParamGroup) -> None:
 
 @torch.no_grad()
 def step_(optimizer: torch.optim.Optimizer) -> None:
-    """One step of all groups of a ``torch.optim.Muon``, in place; parameters need gradients."""
+    """Step all groups of a ``torch.optim.Muon``, in place; its parameters need gradients."""
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if param.grad is not None]
         if params:
@@ -113,7 +114,7 @@ def _step_group(
 def _matrices(
     param: Tensor, update: Tensor, splits: Sequence[int] | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The matrices of a parameter, views, each with its update."""
+    """Return the matrices of a parameter as views, each with its update."""
     *_, rows, columns = param.shape
     sizes = list(splits or [rows])
     stacked = (param.view(-1, rows, columns), update.reshape(-1, rows, columns))
@@ -122,7 +123,7 @@ def _matrices(
 
 
 def rate_factor(adjust: str | None, rows: int, columns: int) -> float:
-    """Return what the learning rate of a matrix is multiplied by, as ``torch.optim.Muon`` does."""
+    """Return the factor of a matrix's learning rate, as in ``torch.optim.Muon``."""
     if adjust is None or adjust == "original":
         return math.sqrt(max(1, rows / columns))
     if adjust == "spectral_unclamped":  # torch >= 2.15
@@ -133,9 +134,9 @@ def rate_factor(adjust: str | None, rows: int, columns: int) -> float:
 def orthogonalize(
     batch: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """The nearest semi-orthogonal matrix of each of a ``(k, rows, columns)`` batch, in bf16.
+    """Return the nearest semi-orthogonal matrices of a ``(k, rows, columns)`` batch, in bf16.
 
-    A quintic Newton-Schulz iteration whose singular values end within about (0.7, 1.2).
+    Uses a quintic Newton-Schulz iteration; singular values end within about (0.7, 1.2).
     """
     a, b, c = coefficients
     tall = batch.shape[1] > batch.shape[2]

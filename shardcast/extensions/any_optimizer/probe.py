@@ -1,13 +1,14 @@
 """Does the update of a parameter depend on all parameters? Measured by steps of a twin.
 
-A twin has the class, the attributes and the group options of the optimizer, and tiny parameters on
-the host in place of the model's. If the update is the same without every second parameter,
-:func:`shardcast.shard` gives each parameter to one owner; else no partition can be right. Beside it
-stand refusals by name: an optimizer inside, collectives in the step, state that checkpoints lose.
+A twin has the class, attributes and group options of the optimizer, and tiny parameters on the host
+instead of the model's. If the update stays the same without every second parameter,
+:func:`shardcast.shard` gives each parameter one owner. Otherwise no partition can be right. Some
+classes are refused by name: those with an optimizer inside, with collectives in the step, or with
+state that checkpoints would lose.
 
-The classes of torch are known and not measured. A class whose twin cannot run here (it needs a
-closure or an accelerator, or draws random numbers) counts as one that depends on each parameter
-alone; its first steps are watched, see :mod:`.update`.
+torch's classes are known and not measured. If a twin cannot run here (it needs a closure or an
+accelerator, or draws random numbers), the class is assumed to treat each parameter by itself; its
+first steps are watched, see :mod:`.update`.
 """
 
 from __future__ import annotations
@@ -24,30 +25,29 @@ from shardcast.extensions.any_optimizer.muon import update_cost
 from shardcast.extensions.any_optimizer.twins import Samples, TwinParam, Twins, unnoticed
 from shardcast.plan.originals import ELEMENTWISE, OptimizerTraits, ParamGroup, is_known
 
-# Scales of the gradients of two parameters, step by step: a norm over both is that of the larger
-# one, which is above any bound in one step and below it in another. RAdam begins in its sixth step.
+# Scales of two parameters' gradients, step by step. A norm over both is about that of the larger
+# one, which exceeds any bound in one step and not in another. RAdam starts in its sixth step.
 SCALES = ((1.0, 1e-3, 1.0, 30.0) * 2, (1e4, 1.0, 1e-4, 1.0) * 2)
-# Rows, columns and further lengths of parameters. Some classes quantize the state of large ones.
+# Rows, columns and other lengths of parameters. Some classes quantize state of large ones.
 SMALL, LARGE = (6, 4, 3), (160, 128, 1)
-# How much the update of a parameter alone may differ, and if several matrices may be
-# multiplied at once, in bf16.
+# Tolerance for the update of a parameter alone, and for bf16 products that may be batched.
 ALONE, PRODUCTS = 1e-6, 0.05
-ROUNDED = 4 * torch.finfo(torch.float32).eps  # of a parameter: sums may be in another order
-ATTRIBUTES = 10_000  # objects, and bytes of them, that a twin may copy
-REACH = 4  # attributes of attributes that are looked at
+ROUNDED = 4 * torch.finfo(torch.float32).eps  # of a parameter, because the order of sums may differ
+ATTRIBUTES = 10_000  # objects, and bytes, that a twin may copy
+REACH = 4  # depth to which attributes of attributes are searched
 
 
 class _RefusedError(TypeError):
-    """The class cannot be sharded, as its twin shows."""
+    """The class cannot be sharded, as a twin showed."""
 
 
 def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
-    """Measure ``optimizer``, which stays as it is. Local; equal on ranks with equal optimizers.
+    """Return the traits of ``optimizer``, measured on twins; it stays unchanged.
 
-    Classes of torch's need no measurement.
+    torch's classes are not measured. Local; equal on ranks with equal optimizers.
 
     Raises:
-        TypeError: its class cannot be sharded over any number of ranks; names the remedy.
+        TypeError: its class cannot be sharded over any number of ranks; the error has a remedy.
     """
     if is_known(optimizer):
         is_muon = isinstance(optimizer, torch.optim.Muon)
@@ -65,7 +65,8 @@ def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
     except _RefusedError:
         raise
     except Exception as error:  # the class cannot run on tiny host tensors
-        if observer.raised_in_distributed(error):  # there is no process group yet
+        # the class used a process group, and there is none yet
+        if observer.raised_in_distributed(error):
             raise collective_refusal(optimizer) from error
         _refuse_list(optimizer, error)
         return OptimizerTraits(elementwise=False)
@@ -76,7 +77,7 @@ def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
 
 
 def _refuse_holder(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError for an optimizer with another one inside, which knows no masters."""
+    """Raise TypeError for an optimizer with another one inside, which would not get masters."""
     params = {param for group in optimizer.param_groups for param in group["params"]}
     for path, value in _attributes(optimizer):
         if not isinstance(value, torch.optim.Optimizer) or value is optimizer:
@@ -93,8 +94,9 @@ def _refuse_holder(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_common_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for state that belongs to no parameter: no rank would save it."""
-    for key in optimizer.state if isinstance(optimizer.state, dict) else ():  # else it is sharded
+    """Raise for state that belongs to no parameter, because no rank would save it."""
+    # otherwise it is a sharded optimizer
+    for key in optimizer.state if isinstance(optimizer.state, dict) else ():
         if not isinstance(key, Tensor):
             raise _RefusedError(
                 f"optimizer: {type(optimizer).__name__} cannot be sharded: its state {key!r} "
@@ -104,7 +106,7 @@ def _refuse_common_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_list(optimizer: torch.optim.Optimizer, error: Exception) -> None:
-    """Raise TypeError for a class whose step fails on a twin, and that has a list of parameters."""
+    """Raise TypeError for a class that has a list of parameters, and whose twin fails."""
     params = {param for group in optimizer.param_groups for param in group["params"]}
     for path, value in _attributes(optimizer):
         if isinstance(value, Tensor) and value in params:
@@ -117,7 +119,7 @@ def _refuse_list(optimizer: torch.optim.Optimizer, error: Exception) -> None:
 
 
 def _attributes(root: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
-    """Every object that attributes and containers lead to, nearest first, with its path."""
+    """Yield each object in attributes and containers, nearest first, with its path."""
     seen = {id(root)}
     level: list[tuple[str, object]] = [("optimizer", root)]
     for _ in range(REACH):
@@ -143,14 +145,14 @@ def _parts(value: object) -> list[tuple[str, object]]:
 
 
 def _can_be_copied(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a twin of its attributes is small, and separate from the script's objects."""
+    """Return whether copies of its attributes are small, and separate from the script's objects."""
     params = {param for group in optimizer.param_groups for param in group["params"]}
     size = 0
     for _, value in _attributes(optimizer):
-        if isinstance(value, (nn.Module, torch.Generator)):  # a generator makes it random
+        if isinstance(value, (nn.Module, torch.Generator)):  # a generator makes the class random
             return False
         if not isinstance(value, Tensor) or value not in params:
-            size += 1 + getattr(value, "nbytes", 0)  # of a tensor, or of numpy's
+            size += 1 + getattr(value, "nbytes", 0)  # of a tensor or NumPy array
     return size < ATTRIBUTES
 
 
@@ -181,9 +183,9 @@ def _measured(optimizer: torch.optim.Optimizer) -> str:
 def takes_parameters_alone(
     optimizer: torch.optim.Optimizer, name: str, args: Sequence[Any], named: Mapping[str, Any]
 ) -> bool:
-    """Return whether a method of the class works on each parameter by itself, and returns nothing.
+    """Return whether a method treats each parameter by itself, and returns nothing.
 
-    Measured by what a twin's next step makes of it; the optimizer stays as it is. Local; equal on
+    Measured by its effect on a twin's next step; the optimizer stays unchanged. Local; equal on
     ranks that pass equal arguments.
     """
     results = []
@@ -200,16 +202,16 @@ def takes_parameters_alone(
             tolerance = PRODUCTS if seen.multiplies else ALONE
             is_alone = not _dependence(twins, samples, together, tolerance, call)
             return is_alone and not draws() and all(result is None for result in results)
-    except Exception:  # it cannot run so, or calls collectives
+    except Exception:  # it cannot run on twins, or calls collectives
         return False
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the update of an element needs that element alone.
+    """Return whether the update of an element needs only that element.
 
-    Known of the classes of torch. Of any other a twin tells: the update of an element has the same
-    bits whatever every second element of its parameter is. One that draws random numbers, or that
-    cannot run here, is not. Local; the optimizer stays as it is.
+    This is known for torch's classes. For others a twin tells: updates must keep their bits when
+    every second element of a parameter changes. A class that draws random numbers, or cannot run
+    here, is not elementwise. Local; the optimizer stays unchanged.
     """
     if is_known(optimizer):
         return type(optimizer) in ELEMENTWISE
@@ -220,7 +222,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
             others = [[_with_others(sample) for sample in of_group] for of_group in samples]
             one, other = twins.stepped(samples), twins.stepped(others)
             is_random = draws()
-    except Exception:  # such as a class that needs a closure
+    except Exception:  # for example, the class needs a closure
         return False
     pairs = [
         (param.detach().reshape(-1)[::2], same.detach().reshape(-1)[::2])
@@ -231,7 +233,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _with_others(sample: TwinParam) -> TwinParam:
-    """Return it with other values in every second element."""
+    """Return a parameter with other values in every second element."""
 
     def changed(values: Tensor) -> Tensor:
         other = values.clone()
@@ -248,10 +250,10 @@ def _dependence(
     tolerance: float,
     call: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> str:
-    """Return what differs if every second parameter is left out; empty if nothing does.
+    """Return what differs without every second parameter; empty if nothing differs.
 
     Args:
-        call: see :meth:`.Twins.stepped`, of which ``together`` comes.
+        call: see :meth:`.Twins.stepped`, which returned ``together``.
     """
     for turn in (0, 1):
         alone = twins.stepped([of_group[turn::2] for of_group in samples], call)
@@ -265,13 +267,14 @@ def _dependence(
                 update = float((param.detach() - sample.value).abs().max())
                 rounded = min(ROUNDED * float(sample.value.abs().max()), PRODUCTS * update)
                 difference = float((param.detach() - same.detach()).abs().max())
-                if not difference <= max(tolerance * update, rounded):  # alone it may be NaN
+                # `not <=`, because the difference may be NaN
+                if not difference <= max(tolerance * update, rounded):
                     return "its update of a parameter"
     return ""
 
 
 def numbers(group: ParamGroup) -> dict[str, float]:
-    """Return what a class computes and keeps in a group; whole numbers are counts."""
+    """Return numbers that a class computes and keeps in a group; integers are counts."""
     return {
         name: float(value)
         for name, value in group.items()
@@ -306,12 +309,12 @@ def _is_separable(
     samples = twins.samples(SMALL, SCALES)
     try:
         return not _dependence(twins, samples, twins.stepped(samples), tolerance)
-    except Exception:  # no such value of the option
+    except Exception:  # the option has no such value
         return False
 
 
 def _refuse_subclasses(twin: torch.optim.Optimizer) -> None:
-    """Raise for state of a subclass of tensors, which cannot be cast or copied in general."""
+    """Raise for state in a tensor subclass, which cannot be cast or copied in general."""
     for param in (param for group in twin.param_groups for param in group["params"]):
         for name, value in twin.state[param].items():
             if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
@@ -323,7 +326,7 @@ def _refuse_subclasses(twin: torch.optim.Optimizer) -> None:
 
 
 def collective_refusal(optimizer: torch.optim.Optimizer) -> TypeError:
-    """The error for a class that calls collectives in its step."""
+    """Return the error for a class that calls collectives in its step."""
     name = type(optimizer).__name__
     remedy = "torch.optim.Muon" if "muon" in name.lower() else "a class for one process"
     return TypeError(

@@ -1,6 +1,6 @@
-"""Twins of an optimizer: its class, attributes and group options over tiny parameters on the host.
+"""Twins of an optimizer: its class, attributes and group options over tiny host parameters.
 
-Stepping one shows how the class updates, and changes nothing that the script can see.
+Stepping a twin shows how the class updates, without any effect that the script can see.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from shardcast._compat import bare_step
 if TYPE_CHECKING:
     from shardcast.plan.originals import ParamGroup
 
-# What a twin has of its own: torch's, and a step that was put around that of the class.
+# Attributes that a twin does not copy: torch's own, and a step that wraps the class's step.
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 OWN = ("state", "param_groups", "step", *HOOKS)
-# In place of lr, which a schedule may have set to 0, and of a decay too weak to be measured.
+# Replace an lr that a schedule may have set to 0, and a decay too weak to measure.
 RATES = {"lr": 0.1, "weight_decay": 0.5}
-GROUPS = 6  # groups with different options that are tried
+GROUPS = 6  # largest number of groups with different options to try
 
 
 def bare_twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer with the same class and attributes, without groups, state and hooks."""
-    twin = object.__new__(type(optimizer))  # copy.copy keeps but three attributes
-    # A scheduler marks what it puts around a method, and so does ``shard`` what it refuses.
+    """Return an optimizer with equal class and attributes, without groups, state and hooks."""
+    twin = object.__new__(type(optimizer))  # copy.copy keeps only three attributes
+    # Schedulers mark methods that they wrap, and ``shard`` marks methods that it disables.
     twin.__dict__.update(
         (name, value)
         for name, value in vars(optimizer).items()
@@ -47,7 +47,7 @@ def bare_twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class TwinParam:
-    """A parameter of a twin: its value before the first step, its gradient of each step."""
+    """A parameter of a twin: its initial value, and its gradient in each step."""
 
     value: Tensor
     grads: tuple[Tensor, ...]
@@ -56,23 +56,24 @@ class TwinParam:
     def drawn(
         cls, shape: tuple[int, ...], scales: Sequence[float], generator: torch.Generator
     ) -> TwinParam:
-        """A random one; ``scales`` are of its gradients."""
+        """Return a random one; ``scales`` are those of its gradients."""
 
         def draw() -> Tensor:
             return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
-        direction = draw()  # gradients agree by half, since some classes then grow their step size
+        # half of each gradient is common, because some classes then grow their step size
+        direction = draw()
         return cls(draw(), tuple(scale * (direction + draw()) for scale in scales))
 
 
-Samples = list[list[TwinParam]]  # of each group
+Samples = list[list[TwinParam]]  # samples of each group
 
 
 class Twins:
-    """Twins of one optimizer, with each kind of its groups once.
+    """Twins of one optimizer, with one group for each kind of its groups.
 
     Args:
-        changes: options that are tried in place of the optimizer's own.
+        changes: options to try instead of the optimizer's own.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, **changes: Any) -> None:
@@ -89,10 +90,10 @@ class Twins:
         self._dims = [sorted(dims) for dims in dims_of_kinds.values()]
 
     def samples(self, lengths: tuple[int, int, int], scales: Sequence[Sequence[float]]) -> Samples:
-        """Return a parameter with each of ``scales``, for every group and number of dimensions.
+        """Return a parameter for each of ``scales``, every group and number of dimensions.
 
         Args:
-            lengths: of the first two dimensions, and of each further one.
+            lengths: lengths of the first two dimensions, and of each further one.
         """
         generator = torch.Generator("cpu").manual_seed(0)
         rows, columns, more = lengths
@@ -108,13 +109,13 @@ class Twins:
     def stepped(
         self, samples: Samples, call: Callable[[torch.optim.Optimizer], None] | None = None
     ) -> torch.optim.Optimizer:
-        """A twin over ``samples`` after a step with each of their gradients.
+        """Return a twin over ``samples`` after one step with each of their gradients.
 
         Args:
-            call: is called with it then, and followed by one more step with the last gradients.
+            call: called with the twin then, and followed by one more step with the last gradients.
         """
         params = (param for group in self._optimizer.param_groups for param in group["params"])
-        # Attributes may hold the model's parameters, which a step must not reach.
+        # Attributes may hold the model's parameters, which a step must not change.
         stand_ins: dict[int, Any] = {id(param): nn.Parameter(torch.empty(0)) for param in params}
         twin = bare_twin(self._optimizer)
         twin.__dict__.update(copy.deepcopy(vars(twin), stand_ins))
@@ -139,7 +140,7 @@ class Twins:
 
 
 def switch(optimizer: torch.optim.Optimizer, mode: str) -> bool:
-    """Call ``train`` or ``eval`` of a schedule-free class; whether it has it."""
+    """Call ``train`` or ``eval`` of a schedule-free class; return whether it has it."""
     method = getattr(optimizer, mode, None)
     if not callable(method):
         return False
@@ -148,18 +149,18 @@ def switch(optimizer: torch.optim.Optimizer, mode: str) -> bool:
 
 
 def _kind(name: str, value: Any) -> Any:
-    """Equal for options with which a class, in all likelihood, updates in the same way."""
-    if name == "lr" or isinstance(value, (list, tuple, dict)):  # rates, names, parameters
+    """Return a key, equal for options with which a class very likely updates alike."""
+    if name == "lr" or isinstance(value, (list, tuple, dict)):  # learning rates, names, parameters
         return type(value)
     if isinstance(value, (bool, str)) or value is None:
         return value
     if isinstance(value, (int, float)):
-        return value == 0  # a decay, say
+        return value == 0  # for example a decay
     return type(value)
 
 
 def _options(group: ParamGroup) -> dict[str, Any]:
-    """The options of a group for a twin of it."""
+    """Return the options of a group for its twin."""
     options = {
         name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in group.items()
@@ -176,9 +177,9 @@ def _options(group: ParamGroup) -> dict[str, Any]:
 
 @contextmanager
 def unnoticed() -> Iterator[Callable[[], bool]]:
-    """Step twins without a trace: eagerly, on the host, and random generators get their state back.
+    """Step twins without side effects: eagerly, on the host, restoring random generators.
 
-    Gives a function that tells whether a generator of the host has been used.
+    Yields a function that tells whether a generator of the host was used.
     """
     numpy = sys.modules.get("numpy")
 
@@ -203,6 +204,6 @@ def unnoticed() -> Iterator[Callable[[], bool]]:
 
 
 def has_own(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    """Return whether the class of ``optimizer`` has such a public method that torch's has not."""
+    """Return whether the class of ``optimizer`` adds a public method of that name."""
     added = not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
     return added and callable(getattr(type(optimizer), name, None))

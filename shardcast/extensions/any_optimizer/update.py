@@ -26,18 +26,18 @@ from shardcast.step.update.fusion import choose_executor
 from shardcast.step.update.rules import AssignRule, NoRule
 from shardcast.step.update.state import OwnMethod, Ready, ShardState, Update
 
-PROBATION = 10  # steps in which a class that torch does not have is watched
+PROBATION = 10  # steps in which a third-party class is watched
 
 
 class AnyOptimizerUpdate(Update):
     """Any torch optimizer, run on masters: one master parameter per fragment, in its group.
 
-    The inner optimizer is the user's own object's twin: same class, same attributes, but masters
-    in place of model parameters. Under the ``whole`` partition masters have their parameter's
-    shape, under ``even`` they are 1-d.
+    The inner optimizer is a twin of the user's: same class and attributes, but with masters instead
+    of model parameters. With the ``whole`` partition masters have their parameter's shape; with
+    ``even`` they are 1-d.
 
-    Muon updates its packs in turns, so that those that are done are synced meanwhile. A
-    turn is as large as the batches that Muon makes anyway: more kernels are not launched for it.
+    Muon updates its packs in turns, so that finished packs are synced meanwhile. A turn is as large
+    as one of Muon's batches, so the number of kernel launches does not grow.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AnyOptimizerUpdate(Update):
         super().__init__(optimizer, config, epilogues, ready)
         self._comm = comm
         self.elementwise = type(optimizer) in ELEMENTWISE
-        self._watched = 0 if is_known(optimizer) else PROBATION  # steps
+        self._watched = 0 if is_known(optimizer) else PROBATION  # steps left
         self._params: dict[Shard, list[nn.Parameter]] = {}
         self._inner = twins.bare_twin(optimizer)
         if isinstance(optimizer, torch.optim.Muon):
@@ -72,10 +72,10 @@ class AnyOptimizerUpdate(Update):
         return nn.Parameter(flat.view(fragment.shape))
 
     def _read_groups(self, shards: Sequence[Shard] = ()) -> None:
-        """Give the inner groups the outer ones' present options and no others, and masters.
+        """Set the inner groups' options to the outer ones' current options, and their masters.
 
         Args:
-            shards: whose masters; by default those of all.
+            shards: shards whose masters to use; by default all.
         """
         groups = self._inner.param_groups
         groups += [{} for _ in self._optimizer.param_groups[len(groups) :]]
@@ -91,8 +91,8 @@ class AnyOptimizerUpdate(Update):
     def __call__(self, decision: Decision) -> None:
         """See :meth:`Update.__call__`.
 
-        The class decides on the host whether to step, so on an accelerator this waits for the
-        decision once.
+        The class decides on the host whether to step, so on an accelerator this waits once for the
+        decision.
         """
         if decision.skip.tolist():
             for shard in self._params:
@@ -108,14 +108,14 @@ class AnyOptimizerUpdate(Update):
         self._update(last, decision)
         self._write_groups()
         if early:
-            self._read_groups()  # with all masters again
+            self._read_groups()  # all masters again
 
     def _turns(self) -> list[list[Shard]]:
-        """The shards, those that are updated together in one list. Equal on all ranks."""
+        """Return lists of shards that are updated together. Equal on all ranks."""
         if self.elementwise and self._is_apart:
-            return [[shard] for shard in self._shards]  # one goes up beside the next
+            return [[shard] for shard in self._shards]  # one is copied up while the next is updated
         if not isinstance(self._optimizer, torch.optim.Muon):
-            return [self._shards]  # of one step() of the class, which may count them
+            return [self._shards]  # one step() for all, because the class may count steps
         turns: list[list[Shard]] = [[]]
         elements = 0
         for shard in self._shards:
@@ -131,12 +131,12 @@ class AnyOptimizerUpdate(Update):
         if len(shards) < len(self._shards):
             self._read_groups(shards)
         for shard in owned:
-            shard.absorb(publishes=True)  # what a script wrote
+            shard.absorb(publishes=True)  # takes in values that a script wrote
         measured = any(epilogue.sums for epilogue in self._active)
         old = {shard: shard.data.clone() for shard in owned if measured}
         for shard in owned:
             self._set_gradients(shard, decision, decision.factors)
-        with torch.enable_grad():  # some optimizers compute with autograd
+        with torch.enable_grad():  # some optimizers use autograd
             if self._watched and self._comm.size > 1:
                 self._watched -= 1
                 self._step_watched(shards[0].pack.data.device)
@@ -154,7 +154,7 @@ class AnyOptimizerUpdate(Update):
     def _set_gradients(
         self, shard: Shard, decision: Decision, factors: Mapping[GroupId, Tensor | None]
     ) -> None:
-        """Give masters their gradients times ``factors``, until :meth:`_take_masters`."""
+        """Set the masters' gradients, times ``factors``, until :meth:`_take_masters`."""
         own = shard.mean
         shard.home.arrive()
         grads = own.to(MASTER_DTYPE)
@@ -172,7 +172,7 @@ class AnyOptimizerUpdate(Update):
         for param, fragment, is_present in zip(
             self._params[shard], shard.fragments, present, strict=True
         ):
-            if is_present:  # else grad is None: the class leaves the parameter alone
+            if is_present:  # otherwise grad is None, and the class skips the parameter
                 grad = grads[shard.local(fragment.start, fragment.stop)]
                 param.grad = grad.view(param.shape)
 
@@ -198,7 +198,7 @@ class AnyOptimizerUpdate(Update):
             return
         self._read_groups()
         for shard in self._params:
-            shard.absorb()  # what a script wrote
+            shard.absorb()  # takes in values that a script wrote
             if shard.grads is not None:
                 unscale = dict.fromkeys(shard.pack.layout.groups, decision.unscale)
                 self._set_gradients(shard, decision, unscale)
@@ -210,24 +210,25 @@ class AnyOptimizerUpdate(Update):
             shard.home.send()
 
     def _write_groups(self) -> None:
-        """Give the outer groups what the inner optimizer keeps in its own, such as counters."""
+        """Copy numbers that the inner optimizer keeps in its groups, such as counters, outwards."""
         groups = zip(self._optimizer.param_groups, self._inner.param_groups, strict=True)
-        for outer, inner in groups:  # in place: a script and its schedulers hold the outer ones
+        # in place, because the script and its schedulers hold the outer groups
+        for outer, inner in groups:
             for key in outer.keys() - inner.keys():
                 del outer[key]
             outer.update((key, value) for key, value in inner.items() if key != "params")
 
     def _step_watched(self, device: torch.device) -> None:
-        """Step a class that torch does not have; what its probe could not see is seen here.
+        """Step a third-party class, and check what its probe could not see.
 
         Raises:
             TypeError: on every rank: the step called a collective.
-            RuntimeError: on every rank: a number in the groups differs between ranks, so it was
-                computed from all of a rank's parameters and no partition can be right.
+            RuntimeError: on every rank: a number in the groups differs between ranks. So it was
+                computed from all of a rank's parameters, and no partition can be right.
         """
 
         def stepped() -> dict[str, float]:
-            try:  # compiled functions would not be compiled again under a StepObserver
+            try:  # compiled functions would not be recompiled under a StepObserver
                 with torch.compiler.set_stance("force_eager"), observer.StepObserver():
                     self._step()
             except observer.CollectiveError as error:
@@ -239,7 +240,7 @@ class AnyOptimizerUpdate(Update):
             }
 
         numbers_of_ranks = self._comm.collect(stepped, device, "step")
-        # A rank that owns no parameters may have fewer numbers, and raises with the others.
+        # A rank without parameters may have fewer numbers, but raises with the others.
         for option in dict.fromkeys(name for numbers in numbers_of_ranks for name in numbers):
             values = [numbers[option] for numbers in numbers_of_ranks if option in numbers]
             if any(value != values[0] for value in values):
@@ -251,26 +252,26 @@ class AnyOptimizerUpdate(Update):
                 )
 
     def _take_masters(self, shard: Shard) -> None:
-        """Take in what an optimizer put elsewhere, and the gradients away."""
+        """Copy masters that the class stored elsewhere, and remove the gradients."""
         for param, part in zip(self._params[shard], shard.fragments, strict=True):
-            param.grad = None  # else the gradients of the pack would live on
+            param.grad = None  # otherwise the pack's gradients would stay alive
             flat = shard.data[shard.local(part.start, part.stop)]
-            if param.data_ptr() != flat.data_ptr():  # it assigned param.data
+            if param.data_ptr() != flat.data_ptr():  # the class assigned param.data
                 flat.copy_(param.detach().reshape(-1))
                 param.data = flat.view(param.shape)
 
     def _run_epilogues(self, shard: Shard, old: Tensor | None, decision: Decision) -> None:
-        """Publish the masters by a pass that has the epilogues too.
+        """Publish the masters in a pass that includes the epilogues.
 
         Args:
-            old: the masters before the step, where epilogues compare; overwritten.
+            old: the masters before the step, if epilogues compare them; overwritten.
         """
         if old is None or not shard.casts:
-            shard.publish()  # else the pass takes published values for edits of a script
+            shard.publish()  # otherwise the pass would take published values for a script's edits
         state = self._states[shard]
         home, row = shard.home, row_of(self._config, shard.pack.layout.dtype)
         old_masters = None
-        if old is not None:  # a pack in fp32 is updated already
+        if old is not None:  # an fp32 pack is updated already
             old_masters = Encoded(Codec(), old.numel(), row, home.zeros, first=old)
             state.stored["new"] = shard.master
         fusion = state.prepare(NoRule() if old is None else AssignRule(), self._active)
@@ -283,7 +284,7 @@ class AnyOptimizerUpdate(Update):
     def switch(self, mode: str) -> bool:
         self._read_groups()
         for shard in self._params if callable(getattr(self._inner, mode, None)) else ():
-            shard.absorb()  # what a script wrote in the other mode
+            shard.absorb()  # values that a script wrote in the other mode
         if not twins.switch(self._inner, mode):
             return False
         self._write_groups()
@@ -317,9 +318,10 @@ class AnyOptimizerUpdate(Update):
         )
 
     def memory(self) -> Iterator[Tensor]:
-        """See :meth:`Update.memory`. What a class keeps in objects of its own is not found.
+        """See :meth:`Update.memory`. Tensors in a class's own objects are not found.
 
-        An array of numpy holds such a tensor, not its memory, which then has to stay where it is.
+        A NumPy array refers to a tensor rather than its memory; that memory then has to stay in
+        place.
         """
         yield from super().memory()
         for params in self._params.values():
@@ -330,7 +332,7 @@ class AnyOptimizerUpdate(Update):
                     yield value
 
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
-        """See :meth:`Update.fragment_state`; all in the shape of the master parameter."""
+        """See :meth:`Update.fragment_state`; every tensor has the master parameter's shape."""
         averages = super().fragment_state(shard, number, decode)
         if shard not in self._params:
             return {}
@@ -352,11 +354,11 @@ class AnyOptimizerUpdate(Update):
         loaded = {}
         for name, value in state.items():
             if isinstance(value, Tensor):
-                # The caller's tensors stay its own; the class writes into these.
+                # Copies, because the class writes into them.
                 value = value.detach().clone().to(param.device)
                 if value.dim() and self.elementwise:
                     value = value.view(param.shape)
-                if value.is_floating_point() and name != "step":  # as torch's load_state_dict
+                if value.is_floating_point() and name != "step":  # as in torch's load_state_dict
                     value = value.to(param.dtype)
             loaded[name] = value
         self._inner.state.pop(param, None)
@@ -368,9 +370,9 @@ class AnyOptimizerUpdate(Update):
     def _read_by_class(
         self, number: GroupId, param: Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return a loaded state as the class makes it, which may keep values in another dtype.
+        """Return a loaded state as the class converts it; it may keep values in another dtype.
 
-        As by torch's ``load_state_dict``, which calls ``__setstate__`` at its end.
+        Like torch's ``load_state_dict``, this calls ``__setstate__`` at the end.
         """
         inner = self._inner
         if type(inner).__setstate__ is torch.optim.Optimizer.__setstate__:
