@@ -109,7 +109,10 @@ def ended(folder: Path, tests: tuple[str, ...], limit: float) -> str:
         time.sleep(0.1)
     if noticed.exists():
         return noticed.read_text()
-    return "" if done[1] == 0 else f"status {os.waitstatus_to_exitcode(done[1])}"
+    status = os.waitstatus_to_exitcode(done[1])
+    if status in (4, 5):  # as pytest says that it was given a wrong name, or a word in none
+        return "BROKEN: there is no such test"
+    return f"status {status}" if status else ""
 
 
 def tried(mutation: Mutation, folder: Path, limit: float) -> str:
