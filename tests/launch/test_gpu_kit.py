@@ -14,18 +14,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 import warm
 from commands import command
 from gpu import __main__ as kit
-from gpu import cuda_tests
-from gpu.bench import Bench, flat_model
+from gpu.bench import Bench
 from gpu.report import Result, write
-from gpu.step_profile import STEP, summary
-
-import shardcast
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -60,13 +53,6 @@ def test_the_dry_run_gives_figures_of_every_part_without_an_error(tmp_path: Path
     assert "figures mean nothing" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "report.png").stat().st_size > 1000
     assert len(list(tmp_path.iterdir())) == 3  # a machine that is lent may give back a few files
-
-
-def test_what_the_kit_times_is_an_update_of_low_precision() -> None:
-    model = flat_model((1 << 24) + 10, torch.device("cpu"))
-    shardcast.shard(model, torch.optim.SGD(model.parameters()), param_dtype=torch.bfloat16)
-    assert [param.numel() for param in model] == [1 << 24, 10]
-    assert {param.dtype for param in model} == {torch.bfloat16}
 
 
 def part(monkeypatch: pytest.MonkeyPatch, body: Callable[[Bench], object]) -> None:
@@ -113,38 +99,6 @@ def test_a_broken_part_is_reported_with_what_it_had_found(
     assert why in text and "| torch |" in text
 
 
-def test_a_test_that_ends_its_process_is_told_and_the_others_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a segmentation fault does, or an error of CUDA, after which no other test can run."""
-    (tmp_path / "test_three.py").write_text(
-        "import os\n"
-        "def test_one(): pass\n"
-        "def test_two(): os._exit(7)\n"
-        "def test_three(): assert False, 'no such luck'\n"
-    )
-    monkeypatch.setattr(cuda_tests, "ROOT", tmp_path)
-    monkeypatch.setattr(cuda_tests, "TESTS", "test_three.py")
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'launch'}")
-    monkeypatch.setattr(sys, "executable", warm.executable())
-    bench = Bench(True, tmp_path / "rows.json")
-    with pytest.raises(RuntimeError, match=r"::test_two, .*::test_three$"):
-        cuda_tests.run(bench)
-    rows = json.loads(bench.path.read_text())
-    assert [row["result"] for row in rows] == ["passed", "crashed", "failed"]
-    assert "ended its process with 7" in rows[1]["why"] and "no such luck" in rows[2]["why"]
-
-
-def test_a_row_that_fails_becomes_part_of_the_report_and_the_next_one_runs(tmp_path: Path) -> None:
-    bench = Bench(True, tmp_path / "rows.json")
-    for number in range(2):
-        with bench.row(number=number) as found:
-            found["ratio"] = 1 / number
-    rows = json.loads(bench.path.read_text())
-    assert "division by zero" in rows[0]["error"]
-    assert rows[1] == {"number": 1, "ratio": 1.0}
-
-
 def kernel(name: str, start: float, stream: int, correlation: int) -> dict[str, Any]:
     args = {"stream": stream, "correlation": correlation}
     return {"cat": "kernel", "name": name, "ts": start, "dur": 10.0, "args": args}
@@ -153,22 +107,3 @@ def kernel(name: str, start: float, stream: int, correlation: int) -> dict[str, 
 def launch(start: float, correlation: int) -> dict[str, Any]:
     args = {"correlation": correlation}
     return {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": start, "dur": 1, "args": args}
-
-
-@pytest.mark.parametrize(("stream", "same"), [(7, True), (20, False)])
-def test_a_profile_counts_the_kernels_that_the_step_launched(stream: int, same: bool) -> None:
-    """They run later than they are launched; those of the backward before do not count."""
-    events = [
-        {"cat": "user_annotation", "name": STEP, "ts": 100.0, "dur": 50.0},
-        launch(90.0, 1),
-        kernel("gemm", 140.0, 7, 1),
-        launch(110.0, 2),
-        kernel("triton_update", 200.0, 7, 2),
-        launch(120.0, 3),
-        kernel("ncclDevKernel_Broadcast", 215.0, stream, 3),
-    ]
-    figures = summary(events)
-    assert figures["kernels"] == 2
-    assert figures["gaps_us"] == 5 and figures["busy_us"] == 20
-    assert figures["sync_kernels"] == 1
-    assert figures["sync_on_compute_stream"] is same

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import signal
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import comparison
@@ -19,8 +18,7 @@ import torch.distributed as dist
 import warm
 import yaml
 from commands import TORCHRUN, command, python
-from corpus import Corpus
-from gpt import GPT, GPTConfig, gpt_7b
+from gpt import gpt_7b
 from processes import Processes
 from train import main, parse_arguments, train
 
@@ -30,7 +28,6 @@ from shardcast.testing import SpawnedWorld
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-TINY = GPTConfig(context=16, width=32, depth=2, heads=2)
 TINY_RUN = (
     "--device cpu --steps 6 --warmup-steps 2 --width 32 --depth 1 --heads 2 --context 32 "
     "--batch-size 4 --log-interval 2 --validation-interval 3 --validation-sequences 8 "
@@ -41,119 +38,10 @@ TINY_RUN = (
 # -- text --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def text_directory(tmp_path: Path) -> Path:
-    """60 files of 400 bytes; every byte of a file is the file's number."""
-    for number in range(60):
-        (tmp_path / f"{number:02}.txt").write_bytes(bytes([number]) * 400)
-    return tmp_path
-
-
-def test_files_are_trained_on_or_held_out_wherever_they_lie_and_a_single_one_is_cut(
-    text_directory: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    corpus = Corpus.load([text_directory], context=8)
-    train, held_out = set(corpus.train.tolist()), set(corpus.held_out.tolist())
-    assert train | held_out == set(range(60)) and not train & held_out
-    assert len(held_out) == 3  # one file in twenty
-    capped = Corpus.load([text_directory], context=8, max_bytes=15_900)
-    assert capped.train.numel() + capped.held_out.numel() == 15_900
-    moved = tmp_path_factory.mktemp("elsewhere") / "text"
-    text_directory.rename(moved)
-    assert Corpus.load([moved], context=8).digest == corpus.digest
-    (path := moved.parent / "one.txt").write_bytes(bytes(range(250)) * 4)
-    single = Corpus.load([path], context=8)
-    assert bytes(torch.cat([single.train, single.held_out])) == path.read_bytes()
-    assert single.held_out.numel() == 50
-    with pytest.raises(FileNotFoundError, match="absent"):
-        Corpus.load([moved / "absent"], context=8)
-    path.write_bytes(b"only a little")
-    with pytest.raises(ValueError, match="held-out text has 0 bytes"):
-        Corpus.load([path], context=8)
-
-
-def test_batches_depend_on_step_and_index_alone_and_ranks_share_the_held_out_ones(
-    text_directory: Path,
-) -> None:
-    corpus = Corpus.load([text_directory], context=8)
-    tokens, targets = corpus.train_batch(seed=1, step=2, index=3, size=4)
-    assert tokens.shape == targets.shape == (4, 8) and targets.dtype == torch.int64
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    torch.manual_seed(99)
-    assert torch.equal(tokens, corpus.train_batch(seed=1, step=2, index=3, size=4)[0])
-    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
-        assert not torch.equal(tokens, corpus.train_batch(*other, size=4)[0])
-
-    def rows(rank: int, world: int) -> list[tuple[int, ...]]:
-        batches = corpus.held_out_batches(10, size=3, rank=rank, world=world)
-        return [tuple(row) for tokens, _ in batches for row in tokens.tolist()]
-
-    assert len(rows(0, 1)) == 10
-    for world in (2, 3):
-        of_ranks = sorted(row for rank in range(world) for row in rows(rank, world))
-        assert of_ranks == sorted(rows(0, 1))
-
-
 # -- model -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gpt_begins_at_the_entropy_of_a_byte_and_does_not_look_ahead(dtype: torch.dtype) -> None:
-    model, tokens = GPT(TINY).to(dtype), torch.randint(256, (3, 16))
-    (changed := tokens.clone())[:, 9] += 1
-    changed %= 256
-    before, after = model(tokens), model(changed)
-    assert before.shape == (3, 16, 256) and before.dtype == dtype
-    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=0)
-    assert not torch.equal(before[:, 9:], after[:, 9:])
-    loss = model(tokens, tokens)
-    assert loss.shape == () and loss.dtype == torch.float32 and 5.0 < loss.item() < 6.0  # ln 256
-    told = model.generate(tokens[:1, :3], 20, torch.Generator().manual_seed(0))
-    assert told.shape == (1, 23) and torch.equal(told[:, :3], tokens[:1, :3])
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_pipeline_stages_one_after_the_other_are_the_whole_model(count: int) -> None:
-    network = GPT(replace(TINY, depth=5, tie_head=True))
-    stages = [copy.deepcopy(network).keep(number, count) for number in range(count)]
-    tokens = torch.randint(256, (2, 16))
-    x = tokens
-    for stage in stages:
-        x = stage(x)
-    assert torch.equal(x, network(tokens))
-    names = [name for stage in stages for name, _ in stage.named_parameters()]
-    tied = ["head.weight"] * (count > 1)
-    assert sorted(names) == sorted([*dict(network.named_parameters()), *tied])
-    with pytest.raises(ValueError, match="6 pipeline stages need as many blocks, there are 5"):
-        network.keep(0, 6)
-
-
 # -- arguments, metrics, configurations ----------------------------------------------------------
-
-
-def run_records(corpus: str = "x", **validation: float) -> list[metrics.Record]:
-    losses = [
-        {"kind": "validation", "step": int(step[1:]), "loss": loss}
-        for step, loss in validation.items()
-    ]
-    return [{"kind": "run", "corpus": corpus}, *losses]
-
-
-def test_runs_are_compared_at_common_steps_on_the_same_text() -> None:
-    comparison = metrics.compare(
-        run_records(s1=5.0, s2=4.0, s3=2.0), run_records(s1=5.0, s2=3.9, s3=2.01, s4=9.0)
-    )
-    assert comparison.steps == [1, 2, 3]
-    assert str(comparison) == (
-        "largest difference of the validation losses: 2.500 % (step 2: 4.0000 and 3.9000 nats)\n"
-        "final difference of the validation losses: 0.500 % (step 3: 2.0000 and 2.0100 nats)"
-    )
-    for other, why in (
-        (run_records(s2=1.0), "no step"),
-        (run_records("y", s1=1), "different text"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            metrics.compare(run_records(s1=1.0), other)
 
 
 def test_the_example_configurations_name_every_option_with_its_default() -> None:
@@ -279,15 +167,6 @@ def check_run(directory: Path, world: int) -> list[metrics.Record]:
     return records
 
 
-def test_train_with_plain_python(tmp_path: Path) -> None:
-    out = run("launch/train.py", *TINY_RUN, "--output", str(tmp_path))
-    check_run(tmp_path, world=1)
-    assert "memory per rank" in out
-    # No terminal: a line at every log interval instead of the bar.
-    lines = re.findall(r"^step (\d+): loss [\d.]+, [\d,]+ tokens/s, grad norm", out, re.MULTILINE)
-    assert lines == ["2", "3", "4", "6"]
-
-
 @pytest.mark.parametrize("config", ["bf16", "fp16", "fp32"])
 def test_train_with_the_example_configurations(
     tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch
@@ -323,16 +202,6 @@ def test_two_processes_under_torchrun_follow_the_ddp_baseline(
     # Two ranks see in two micro-batches what one rank sees in four.
     losses = [metrics.curve(metrics.read(directory), "train") for directory in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # bf16 autocast
-
-
-def test_half_a_line_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
-    first = metrics.Metrics(tmp_path, enabled=True)
-    first.write("train", step=1, loss=2.0)
-    with (tmp_path / metrics.FILE).open("a") as file:
-        file.write('{"kind": "train", "st')
-    assert metrics.curve(metrics.read(tmp_path), "train") == {1: 2.0}
-    metrics.Metrics(tmp_path, enabled=True, append=True).write("train", step=2, loss=1.0)
-    assert metrics.curve(metrics.read(tmp_path), "train") == {1: 2.0, 2: 1.0}
 
 
 def test_a_checkpoint_of_another_run_is_refused(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from shardcast.testing import (
     ThreadedWorld,
     assert_same_sequence,
     fake_world,
-    rendezvous,
     threaded_world,
 )
 
@@ -358,20 +356,6 @@ def test_a_rank_that_never_comes_back_does_not_hang_the_run(count: int) -> None:
     with pytest.raises(RuntimeError, match="have not finished"):
         world.run(sums, 1)
     release.set()
-
-
-@pytest.mark.parametrize(
-    ("waited", "used", "counted"), [(40.0, 0.1, 40.0), (40.0, 12.0, 12.0), (40.0, 80.0, 40.0)]
-)
-def test_a_rank_that_computes_is_late_by_its_time_of_the_processor(
-    waited: float, used: float, counted: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever else the machine does; one that sleeps, or waits for a lock, by the wall."""
-    clocks = SimpleNamespace(monotonic=lambda: waited, process_time=lambda: used)
-    run = rendezvous.ThreadedRun(1, 30.0, ())
-    run._since = run._used = 0.0
-    monkeypatch.setattr(rendezvous, "time", clocks)
-    assert run._turn_time() == counted
 
 
 # --- asynchronous collectives ------------------------------------------------------------------

@@ -17,7 +17,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from long_description import RELATIVE, prepare, without_relative_links
 from packaging.requirements import Requirement
 
 from shardcast.messages import page
@@ -40,31 +39,6 @@ def test_the_source_distribution_has_what_its_commands_need() -> None:
         folder = name.split("/")[0]
         kept = name in included | always or folder in grafted | {"shardcast"}
         assert kept or name.startswith("."), name
-
-
-def test_relative_links_lead_to_files_and_not_out_of_the_long_description() -> None:
-    targets = [target.split("#")[0] for _, target in RELATIVE.findall(README)]
-    assert targets and all((ROOT / target).exists() for target in targets)
-    assert not RELATIVE.search(without_relative_links(README, ""))
-    linked = without_relative_links(README, "https://example.org/project")
-    assert not RELATIVE.search(linked)
-    picture, page = targets[:2]
-    assert f"](https://example.org/project/raw/main/{picture})" in linked
-    assert f"](https://example.org/project/blob/main/{page})" in linked
-
-
-def test_the_tree_that_is_built_names_its_long_description(tmp_path: Path) -> None:
-    for name in ("README.md", "setup.cfg"):
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    prepare(tmp_path, "https://example.org/project")
-    config = configparser.ConfigParser()
-    config.read(tmp_path / "setup.cfg")
-    assert config["metadata"]["long_description"] == "file: LONG_DESCRIPTION.md"
-    assert config["metadata"]["url"] == "https://example.org/project"
-    description = (tmp_path / "LONG_DESCRIPTION.md").read_text()
-    assert "pip install shardcast-optim\n" in description and "clone" not in description
-    with pytest.raises(SystemExit, match=r"does not name README\.md"):
-        prepare(tmp_path, "")
 
 
 def test_errors_name_pages_that_exist_at_the_address_that_the_distribution_names() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -26,19 +25,6 @@ WORKFLOWS: dict[str, dict[Any, Any]] = {
 def steps(workflow: dict[Any, Any]) -> Iterator[dict[str, Any]]:
     for job in workflow["jobs"].values():
         yield from job["steps"]
-
-
-@pytest.mark.parametrize("name", WORKFLOWS)
-def test_a_workflow_has_a_trigger_and_its_jobs_a_machine_a_limit_and_steps(name: str):
-    workflow = WORKFLOWS[name]
-    assert workflow[True], "YAML reads `on` as true"
-    assert workflow["permissions"] == {"contents": "read"}, "more is given to single jobs"
-    for job in workflow["jobs"].values():
-        assert job["runs-on"] and job["timeout-minutes"] <= 300 and job["steps"]
-        assert {*job.get("needs", "").split()} <= workflow["jobs"].keys()
-    for step in steps(workflow):
-        assert ("uses" in step) != ("run" in step), step
-        assert re.fullmatch(r"[\w./-]+@(v\d+|release/v\d+)", step.get("uses", "a/b@v1"))
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
@@ -76,31 +62,6 @@ def test_pre_commit_runs_the_linters_of_ci():
     (hook,) = repo["hooks"]
     assert repo["repo"] == "local" and hook["language"] == "system"
     assert {"run": hook["entry"]} in WORKFLOWS["tests"]["jobs"]["lint"]["steps"]
-
-
-def test_sources_of_others_are_fetched_at_their_commits_once(tmp_path: Path):
-    script = ROOT / "tools/conformance/sources.sh"
-    tool = tmp_path / "tool"
-    tool.mkdir()
-    (tool / "sources.sh").write_text(script.read_text())
-    origin = tmp_path / "base/owner/theirs"
-    origin.mkdir(parents=True)
-    (origin / "file").write_text("first")
-    identity = ["-c", "user.name=name", "-c", "user.email=name@example.org"]
-    for words in (["init", "-q"], ["add", "file"], [*identity, "commit", "-q", "-m", "first"]):
-        subprocess.run(["git", *words], cwd=origin, check=True)
-    subprocess.run(["git", "config", "uploadpack.allowAnySHA1InWant", "true"], cwd=origin)
-    first = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=origin, text=True)
-    (origin / "file").write_text("second")
-    subprocess.run(["git", *identity, "commit", "-q", "-a", "-m", "second"], cwd=origin, check=True)
-    (tool / "sources.txt").write_text(f"# a comment\nowner/theirs {first}")
-    for _ in range(2):  # what is there stays
-        subprocess.run(
-            ["bash", str(tool / "sources.sh"), str(tmp_path / "sources")],
-            env={"PATH": os.environ["PATH"], "BASE": f"file://{tmp_path / 'base'}"},
-            check=True,
-        )
-    assert (tmp_path / "sources/theirs/file").read_text() == "first"
 
 
 def test_sources_are_fetched_at_the_commits_that_the_suites_name():
