@@ -2,7 +2,8 @@
 
 Here is what every training uses; the other modules are for one purpose each.
 
-``tests/test_compat.py`` tries each on the installed torch: what a new release breaks fails there.
+What a new release of torch breaks, a test of what uses it notices; ``tests/test_compat.py`` has the
+few of which no other test could tell.
 """
 
 from __future__ import annotations

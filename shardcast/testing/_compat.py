@@ -1,6 +1,6 @@
 """torch's record of process groups, which :mod:`shardcast.testing` gives each rank's thread anew.
 
-Private interfaces of ``torch.distributed``; ``tests/test_compat.py`` exercises them too.
+Private interfaces of ``torch.distributed``, which nothing else of the package may use.
 """
 
 from __future__ import annotations
