@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from models import run_world, sharded
 from pairwise import WHOLE
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardcast import ShardcastConfig
 from shardcast._compat import inductor
@@ -95,3 +98,44 @@ def test_a_mean_of_equal_values_is_that_value_whatever_their_number():
             out = torch.empty_like(value)
             mean_in_chunks_([value] * size, size, None, out)
             assert torch.equal(out, value)
+
+
+def mean_of_different(group: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One SGD step of lr 1 from 0 on gradients that differ: minus the reduced mean."""
+    model = nn.Linear(5, 7, bias=False)
+    nn.init.zeros_(model.weight)
+    make = lambda m: torch.optim.SGD(m.parameters(), lr=1.0)  # noqa: E731
+    optimizer = sharded(model, group, make, param_dtype=dtype, keep_fp32=())
+    torch.manual_seed(group.rank())
+    grad = torch.randn(7, 5).to(dtype) * (100.0 if group.rank() else 1e-2)
+    model.weight.grad = grad.clone()
+    optimizer.step()
+    return grad, model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_reduction_is_the_mean_summed_in_fp32_and_rounded_once(dtype: torch.dtype):
+    ranks, _ = run_world(3, mean_of_different, dtype)
+    total = torch.stack([grad.float() for grad, _ in ranks])
+    exact = ((total[0] + total[1]) + total[2]) / 3
+    for _, weight in ranks:
+        # The mean is rounded to the gradient dtype, and the weight is that number negated.
+        assert torch.equal(weight, -exact.to(dtype))
+    low = (ranks[0][0] + ranks[1][0] + ranks[2][0]) / 3
+    assert not torch.equal(low, exact.to(dtype)), "the control: low-precision sums differ"
+
+
+def test_small_fp16_gradients_survive_the_mean_of_many_ranks():
+    def step(group: Any) -> Tensor:
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        make = lambda m: torch.optim.SGD(m.parameters(), lr=2.0**10)  # noqa: E731
+        optimizer = sharded(model, group, make, param_dtype=FP16)
+        model.weight.grad = torch.full((1, 4), 2.0**-24, dtype=FP16)  # the smallest there is
+        optimizer.step()
+        return model.weight.detach().clone()
+
+    ranks, _ = run_world(4, step)
+    assert (torch.tensor(2.0**-24).half() / 4) == 0, "the control: divided first, it is gone"
+    for weight in ranks:
+        assert torch.equal(weight, torch.full((1, 4), -(2.0**-14), dtype=FP16))
