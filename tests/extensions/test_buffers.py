@@ -50,38 +50,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def trained(group: Any, steps: int, writes: Any = (), norm: bool = True, **fields: Any) -> Any:
-    """The model after so many steps; ``writes`` says (rank, step) where the centre is written."""
-    model = Net(norm)
-    fields = {"param_dtype": torch.float32, **fields}
-    optimizer = shardcast.shard(model, sgd(model), process_group=group, **fields)
-    for step in range(steps):
-        call = (group.rank(), step) in writes
-        model(batch(group.rank(), step), call).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def outputs(group: Any, ddp: bool, **fields: Any) -> Tensor:
-    torch.set_num_threads(1)
-    if not ddp:
-        return trained(group, 4, **fields).eval()(batch(7)).detach()
-    model = DistributedDataParallel(Net())
-    optimizer = sgd(model)
-    for step in range(4):
-        model(batch(group.rank(), step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.eval()(batch(7)).detach()
-
-
-def test_ranks_with_batch_norm_evaluate_alike_after_training_and_as_under_ddp(gloo: SpawnedWorld):
-    (first, second), (expected, _) = gloo.run(outputs, False), gloo.run(outputs, True)
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
-
-
 class Scaled(nn.Module):
     """Its forward reads, notes and writes a scale and an integer that are buffers."""
 

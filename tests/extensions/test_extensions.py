@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from commands import python
 from models import CASES, assert_same_bits, run_world, sharded, values
 
 from shardcast import ShardcastConfig, checkpoint, option_values
@@ -170,22 +168,3 @@ def test_the_reduction_brings_what_an_all_to_all_brings(monkeypatch: pytest.Monk
         assert_same_bits(values(own), values(trained(group, reduce="all_to_all")[0]))
 
     run_world(2, run)
-
-
-@functools.cache
-def imported() -> set[str]:
-    """Return the modules of ours that a run without options has imported after a step."""
-    script = (
-        "import sys, torch, shardcast; model = torch.nn.Linear(4, 4); "
-        "optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters())); "
-        "model(torch.ones(1, 4)).sum().backward(); optimizer.step(); "
-        "print(*(name for name in sys.modules if name.startswith('shardcast.')))"
-    )
-    return {*python("-c", script).stdout.split()}
-
-
-def test_an_option_that_is_off_is_not_imported():
-    optional = ("shardcast.extensions.", "shardcast.serving")
-    found = {name for name in imported() if name.startswith(optional)}
-    # No option asks for this one: every process of several ranks looks out for the others.
-    assert not {name for name in found if not name.startswith("shardcast.extensions.waiting")}

@@ -21,6 +21,7 @@ import pytest
 import torch
 from models import run_world, sharded
 from pairwise import SEED
+from sequences import Fail
 from spoiled import flip, master, spoil_after_sync
 from stories import SHAPES, Dots, gradient
 from torch import Tensor, nn
@@ -64,18 +65,6 @@ class Failed(Exception):  # noqa: N818
     """What ranks raise."""
 
 
-class Explodes(torch.autograd.Function):
-    """Raises in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise Failed("half way")
-
-
 def explode(_param: Tensor) -> None:
     raise Failed("hook")
 
@@ -94,7 +83,7 @@ class Model(Dots):
         numbers = [n for n in range(len(SHAPES)) if (seed + n) % 4]  # some have none
         terms = [(self.all[n] * gradient(seed, n)).sum() for n in numbers]
         if place == "half way":
-            terms[len(terms) // 2] = Explodes.apply(terms[len(terms) // 2])
+            terms[len(terms) // 2] = Fail.apply(terms[len(terms) // 2])
         return torch.stack(terms).float().sum()
 
     def forward(self, seed: int, place: str) -> Tensor:  # type: ignore[override]

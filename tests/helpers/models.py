@@ -119,19 +119,6 @@ class Tiny(nn.Module):
         return x * self.weight
 
 
-class Branches(nn.Module):
-    """Layers that a forward may leave out: their parameters then have no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
-
-    def forward(self, x: Tensor, use: Iterable[int]) -> Tensor:
-        for number in use:
-            x = torch.tanh(self.layers[number](x))
-        return x
-
-
 @dataclass(frozen=True)
 class Case:
     """A model, its batches and its loss; the loss is a mean over samples."""
