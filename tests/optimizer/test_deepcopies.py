@@ -118,13 +118,6 @@ def test_a_pickled_parameter_says_nothing_of_shardcast(write: Callable[..., Any]
     assert vars(model.a.weight) == {"tag": "mine"}
 
 
-def test_a_closed_model_is_copied_as_any_other_one():
-    model, optimizer = mlp()
-    optimizer.close()
-    assert not any(vars(param) for param in model.parameters())
-    assert_same_bits(values(copy.deepcopy(model)), values(model))
-
-
 def meshed(mesh: Any) -> None:
     model = nn.Linear(4, 8, bias=False)
     local = torch.ones(4, 4)

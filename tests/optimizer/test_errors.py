@@ -705,21 +705,6 @@ def test_models_that_differ_are_refused_on_every_rank_by_the_first_difference(wh
     assert sent <= {torch.int64, torch.uint8}, "rank 0's description, and no tensor of the model"
 
 
-def test_what_one_rank_alone_cannot_shard_is_refused_on_all_before_anything_is_changed():
-    def run(group: Any) -> str:
-        model = MLP()
-        optimizer = adamw(model)
-        if group.rank() == 1:
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            shardcast.shard(model, optimizer, process_group=group)
-        assert model.a.weight.dtype == torch.float32
-        return str(caught.value)
-
-    for message in ThreadedWorld(2).run(run):
-        assert "that is not one of the model's" in message
-
-
 def without_a_master(local: dict[str, Any], _plain: dict[str, Any]) -> dict[str, Any]:
     first, *_ = local["state"]
     return {**local, "state": {**local["state"], first: {}}}
@@ -819,35 +804,3 @@ def test_an_argument_that_one_rank_alone_has_wrong_is_an_error_of_all(
         threaded_world({"dp": 2}, lambda mesh: run(mesh.get_group("dp"), mesh))
     else:
         ThreadedWorld(2).run(run)
-
-
-LOSS = {"loss": 6.0, "window": 4}
-
-
-@pytest.mark.parametrize(
-    ("guard", "losses", "error", "alone", "message"),
-    [
-        (None, (None, 1.0), TypeError, True, "step: expected no loss="),
-        (None, (1.0, 1.0), TypeError, False, "step: expected no loss="),
-        (LOSS, (1.0, torch.ones(2)), ValueError, True, r"got shape \(2,\)"),
-        (LOSS, (1.0, "1"), ValueError, True, "got str"),
-        (LOSS, (None, 1.0), RuntimeError, False, "loss differs"),
-        (LOSS, (torch.ones(2), torch.ones(2)), ValueError, False, r"got shape \(2,\)"),
-    ],
-    ids=str,
-)
-def test_a_loss_that_one_rank_alone_gives_wrongly_is_an_error_of_all(
-    guard: Any, losses: tuple[Any, Any], error: type[Exception], alone: bool, message: str
-):
-    def run(group: Any) -> None:
-        is_told = group.rank() == 0 and alone
-        told = f"rank 1: .*{message}" if is_told else message
-        model = MLP()
-        optimizer = sharded(model, group, guard=guard)
-        install(model, 0)
-        before = values(model)
-        with pytest.raises(error, match=told):
-            optimizer.step(loss=losses[group.rank()])
-        assert_same_bits(values(model), before)
-
-    ThreadedWorld(2).run(run)

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import shardcast
+from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -683,3 +684,27 @@ def test_computed_weights_stay_fp32_and_train():
     second = model.second.weight.detach()
     assert not torch.equal(second, before)
     torch.testing.assert_close(second @ second.t(), torch.eye(8))
+
+
+def test_a_forward_that_converts_a_module_is_refused_by_name_on_every_rank():
+    """As that of Switch's router; what the error says to keep in fp32 trains."""
+
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.classifier = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.classifier.to(FP32)
+            return self.classifier(self.first(x).float())
+
+    def run(group: Any, **fields: Any) -> None:
+        model = Router()
+        optimizer = sharded(model, group, param_dtype=BF16, **fields)
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"'classifier\.weight' from torch\.bfloat16 to") as told:
+        ThreadedWorld(2).run(run)
+    assert "keep_fp32=('classifier.*',)" in str(told.value)
+    ThreadedWorld(2).run(lambda group: run(group, keep_fp32="classifier.*"))

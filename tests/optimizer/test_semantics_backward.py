@@ -138,23 +138,6 @@ def test_closing_after_a_failed_backward_waits_for_what_it_sent():
     assert on_ranks(script, pack_params=1, accumulate="sharded") == [True] * 2, "it was on the way"
 
 
-@pytest.mark.parametrize("clear", ["optimizer", "model"])
-def test_a_backward_that_failed_everywhere_may_be_tried_again(clear: str):
-    def script(model: Any, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
-        for step in range(4):
-            if step == 2:
-                hidden = model[:2](batch)
-                hidden.register_hook(fail)
-                with pytest.raises(MemoryError):
-                    model[2:](hidden).square().mean().backward()
-                (optimizer if clear == "optimizer" else model).zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    check(sgd, script, worlds=(1, 2), tol=1e-6)
-
-
 def test_sgd_takes_a_plain_state_of_a_buffer_not_begun():
     def script(model: nn.Module, optimizer: Any, _batch: Tensor, _sharded: bool) -> None:
         state = {n: {"momentum_buffer": None} for n in range(6)}

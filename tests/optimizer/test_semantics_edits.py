@@ -20,38 +20,6 @@ from shardcast.testing import ThreadedWorld
 pytestmark = pytest.mark.timeout(60)
 
 
-def by_hand(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
-    """Functional style: gradients are computed, not accumulated, and then set."""
-    for _ in range(3):
-        params = list(model.parameters())
-        grads = torch.autograd.grad(model(batch).square().mean(), params)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def outliving(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> None:
-    """Gradients of several tasks that are kept over the next backward, and combined."""
-    for _ in range(3):
-        kept = []
-        for task in range(2):
-            model(batch)[:, task].pow(2).mean().backward()
-            if is_sharded:
-                optimizer.gather_gradients()
-            kept.append([param.grad for param in model.parameters()])
-            optimizer.zero_grad()
-        for param, first, second in zip(model.parameters(), *kept, strict=True):
-            param.grad = first - 0.5 * second
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("script", [by_hand, outliving])
-def test_gradients_that_a_script_sets_are_averaged(script: Any):
-    check(lambda model: sgd(model, momentum=0.9), script, tol=1e-6)
-
-
 def edits_in_place(param: Tensor) -> None:
     assert param.grad is not None
     param.grad.mul_(0.3)
@@ -153,30 +121,6 @@ def test_on_an_accelerator_the_step_after_a_clip_decides_nothing(
         assert ("edits of gradients after the clip" in error) == (edits == "on one rank")
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_is_gathered_after_a_clip_is_clipped(size: int):
-    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> list[float]:
-        norms = []
-        for gathers_before in (False, True):
-            model(batch).square().mean().backward()
-            if gathers_before:
-                optimizer.gather_gradients()
-            norm = float(optimizer.clip_grad_norm_(0.01))
-            optimizer.gather_gradients()
-            grads = [param.grad for param in model.parameters()]
-            norms.append(float(torch.stack([grad.norm() for grad in grads]).norm()))
-            before = [param.detach().clone() for param in model.parameters()]
-            optimizer.step()
-            for param, old, grad in zip(model.parameters(), before, grads, strict=True):
-                torch.testing.assert_close(param.detach(), old - 0.1 * grad)
-            assert norm > 0.02
-            optimizer.zero_grad()
-        return norms
-
-    for norms in on_ranks(script, size):
-        assert norms == pytest.approx([0.01, 0.01], rel=1e-3)
-
-
 # -- warnings -------------------------------------------------------------------------------------
 
 
@@ -267,18 +211,6 @@ def several(model: nn.Module, optimizer: Any, x: Tensor) -> None:
     optimizer.zero_grad()
     loss_of(model, x).backward()
     loss_of(model, x).backward()
-
-
-def test_gradients_that_are_dropped_and_accumulated_are_not_warned_of():
-    def run(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-        for _ in range(2):
-            several(model, optimizer, x)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        on_ranks(run, 2)
 
 
 class Net(nn.Module):

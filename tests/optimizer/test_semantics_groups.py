@@ -252,17 +252,3 @@ def test_groups_that_are_replaced_are_used(kind: Any, act: Any):
             optimizer.param_groups[0]["lr"] = 0.1  # of the new dictionary
 
     check(interleaved(kind), steps(6, replace))
-
-
-def test_a_group_that_is_added_after_dropped_gradients_leaves_nothing_under_way():
-    """A strict world raises where a script ends and a collective was never waited for."""
-
-    def run(group: Any) -> None:
-        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
-        optimizer = shardcast.shard(model, inner, process_group=group, param_dtype="fp32")
-        model[0](torch.ones(1, 4)).sum().backward()
-        optimizer.zero_grad()
-        optimizer.add_param_group({"params": [*model[1].parameters()]})
-
-    ThreadedWorld(2).run(run)

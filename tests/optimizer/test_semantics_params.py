@@ -170,21 +170,6 @@ def test_batch_norm_is_kept_in_fp32_and_channels_last_weights_keep_their_values(
     assert model(torch.randn(2, 3, 8, 8)).dtype == low
 
 
-def test_buffers_are_cast_by_policy_and_made_equal_in_every_step_on_request():
-    def run(group: Any) -> Tensor:
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-        optimizer = shardcast.shard(
-            model, adamw(model), process_group=group, cast_buffers=True, autocast=False
-        )
-        torch.manual_seed(group.rank())
-        model(torch.randn(2, 3, 8, 8)).float().sum().backward()
-        optimizer.step()
-        assert model[1].running_mean.dtype == torch.bfloat16
-        return model[1].running_mean
-
-    assert equal(*ThreadedWorld(2).run(run))
-
-
 def test_expanded_and_transposed_buffers_become_rank_zeros():
     def run(group: Any) -> tuple[Tensor, Tensor]:
         model = nn.Linear(7, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -23,6 +24,8 @@ from models import (
 )
 from torch import Tensor, nn
 
+from shardcast import _compat
+from shardcast.optimizer import setup
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import fake_world
 
@@ -115,15 +118,6 @@ def test_a_group_of_one_rank_issues_no_collective():
         assert group.log == []
 
 
-def test_more_ranks_than_elements_leave_some_ranks_without_any():
-    def count(group: Any) -> list[int]:
-        optimizer = sharded(CASES["tiny"].build(), group, alignment=8)
-        return [len(packed_of(optimizer).shards[0].fragments), optimizer.memory_report()["state"]]
-
-    ranks, _ = run_world(4, count)
-    assert [fragments for fragments, _ in ranks] == [1, 1, 0, 0]
-
-
 def empty_model(group: Any) -> dict[str, Tensor]:
     model = nn.Module()
     model.nothing = nn.Parameter(torch.empty(0, 4))
@@ -173,3 +167,23 @@ def test_the_other_public_modules_are_imported_when_they_are_used():
     )
     done = python("-c", code)
     assert done.stdout == "module 'shardcast' has no attribute 'chekpoint'\n", done.stderr
+
+
+def test_a_cpu_that_multiplies_slowly_is_named_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compat, "has_products", lambda dtype: dtype == FP32)
+    monkeypatch.setattr(setup, "slowdown", lambda _dtype: 7.0)
+    monkeypatch.setattr(setup, "told", set())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for dtype in (FP32, BF16, BF16, torch.float16):
+            sharded(MLP(), param_dtype=dtype)
+    texts = [str(one.message) for one in told]
+    assert len(texts) == 2 and all("7 times" in text for text in texts)
+    assert "bfloat16" in texts[0] and "float16" in texts[1] and "bfloat16" not in texts[1]
+
+
+def test_a_measured_ratio_leaves_the_number_of_threads_alone():
+    before = torch.get_num_threads()
+    setup.slowdown.cache_clear()
+    assert setup.slowdown(BF16) > 0.0
+    assert torch.get_num_threads() == before
