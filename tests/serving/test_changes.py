@@ -66,16 +66,6 @@ def weights(model: nn.Module) -> Values:
     }
 
 
-def differing(before: Values, after: Values) -> dict[str, list[int]]:
-    """Places of elements whose bits differ."""
-    found = {}
-    for name, old in before.items():
-        left, right = (t.reshape(-1, 1).view(torch.uint8) for t in (old, after[name]))
-        if places := (left != right).any(1).nonzero().view(-1).tolist():
-            found[name] = places
-    return found
-
-
 class Story:
     """One training that a reader follows: what its rank told at each point, and what was there."""
 

@@ -1,9 +1,4 @@
-"""``optimizer.sleep()``: memory is free until ``wake()``, and the training does not notice.
-
-What DeepSpeed's ``tests/unit/v1/zero/test_offload_states.py`` demands of ``offload_states`` is
-demanded here: of each kind of state alone and of all, the memory falls, and comes back with the
-values.
-"""
+"""``optimizer.sleep()``: memory is free until ``wake()``, and the training does not notice."""
 
 from __future__ import annotations
 
@@ -341,17 +336,6 @@ def test_an_array_of_a_state_of_any_class_has_its_memory_left():
     optimizer.wake()
 
 
-def test_a_parameter_in_its_own_memory_sleeps_too():
-    model = nn.Linear(64, 64, bias=False)  # which shard() leaves where it is
-    optimizer = shardcast.shard(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), param_dtype=FP32
-    )
-    before = model.weight.detach().clone()
-    assert optimizer.sleep() == before.nbytes
-    optimizer.wake()
-    assert torch.equal(model.weight, before)
-
-
 def test_rollouts_with_parameters_that_stay():
     def run(group: Any) -> None:
         both = []
@@ -395,51 +379,6 @@ def test_a_backward_of_a_graph_from_before_says_wake_and_brings_nothing():
         return float(model.bias[0])
 
     assert run_world(2, run)[0] == [pytest.approx(-0.1)] * 2
-
-
-def test_gradients_and_a_clip_of_them_are_dropped():
-    def run(group: Any) -> None:
-        model, optimizer = made(group)
-        CASES["mlp"].loss(model, CASES["mlp"].batch(3)).backward()
-        kept = model.a.weight.grad
-        optimizer.clip_grad_norm_(1e-3)
-        assert optimizer.memory_report()["gradients"] > 0
-        optimizer.sleep()
-        assert all(param.grad is None for param in model.parameters())
-        assert optimizer.memory_report()["gradients"] == 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with pytest.raises(RuntimeError, match=r"wake\(\)"):
-                optimizer.step()
-        optimizer.wake()
-        go_on(model, optimizer, 1, 2)
-        expected = made(group)
-        go_on(*expected, 1, 2)
-        assert_same_bits(everything(model, optimizer), everything(*expected))
-        assert kept is not None  # a script may keep a gradient, which has memory of its own then
-
-    run_world(2, run)
-
-
-@pytest.mark.parametrize(
-    "keep", [("masters", "state"), ("parameters", "state"), ("parameters", "masters"), ()]
-)
-@pytest.mark.parametrize("kind", [adamw, adafactor])
-def test_each_kind_of_state_can_sleep_alone(keep: tuple[str, ...], kind: Any):
-    """The cases of DeepSpeed's test; as there each kind falls and comes back to the bit."""
-    model = CASES["gpt"].build()
-    optimizer = sharded(model, None, kind, param_dtype=BF16)
-    go_on(model, optimizer, 0, 1, "gpt")
-    before, report = everything(model, optimizer), held(optimizer)
-    moved = optimizer.sleep(keep)
-    now = held(optimizer)
-    kinds = {"parameters", "masters", "state"}
-    assert all(now[name] == (report[name] if name in keep else 0) for name in kinds)
-    assert moved == sum(report[name] for name in kinds.difference(keep))
-    assert optimizer.wake() == moved and optimizer.wake() == 0
-    assert held(optimizer) == report
-    assert_same_bits(everything(model, optimizer), before)
-    assert all(param.untyped_storage().nbytes() == param.nbytes for param in model.parameters())
 
 
 def resident() -> int:
@@ -512,30 +451,6 @@ def test_a_full_disk_is_named_on_all_ranks_and_nothing_sleeps(
     run_world(2, run)
 
 
-def test_the_state_of_a_handle_says_wake():
-    model = CASES["mlp"].build()
-    matrices = [param for param in model.parameters() if param.dim() == 2]
-    vectors = [param for param in model.parameters() if param.dim() == 1]
-    both = [torch.optim.Muon(matrices), torch.optim.AdamW(vectors)]
-    optimizer: Any = shardcast.shard(model, both)
-    for handle in optimizer.optimizers:
-        with optimizer.asleep(), pytest.raises(RuntimeError, match=r"state.*wake\(\)"):
-            handle.state  # noqa: B018
-        assert handle.state is not None
-
-
-@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.AdamW])
-@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async])
-def test_a_save_of_any_class_says_wake_whatever_stays(kind: Any, save: Any, tmp_path: Path):
-    for keep in ((), ("parameters",), ("masters",), ("state",), ("parameters", "state")):
-        model = CASES["mlp"].build()
-        optimizer = shardcast.shard(model, kind(model.parameters()), averages={"ema": 0.5})
-        go_on(model, optimizer, 0, 1)
-        with optimizer.asleep(keep), pytest.raises(RuntimeError, match=r"wake\(\)"):
-            save(tmp_path, model, optimizer, step=1)
-        assert not [*tmp_path.iterdir()]
-
-
 def test_where_one_rank_has_no_memory_all_sleep_on(monkeypatch: pytest.MonkeyPatch):
     allocate, full = sleep.Memory.allocate, set[int]()
 
@@ -561,27 +476,6 @@ def test_where_one_rank_has_no_memory_all_sleep_on(monkeypatch: pytest.MonkeyPat
         assert_same_bits(everything(model, optimizer), before)
 
     run_world(2, run)
-
-
-def test_a_checkpoint_after_ten_sleeps_has_what_is_trained(tmp_path: Path):
-    def run(group: Any, sleeps: int) -> Any:
-        model, optimizer = made(group, param_dtype=BF16)
-        for step in range(1, 11):
-            go_on(model, optimizer, step, step + 1)
-            if sleeps:
-                with optimizer.asleep():
-                    pass
-                checkpoint.save(tmp_path, model, optimizer, step=step, keep=2)
-        if not sleeps:
-            model, optimizer = made(group, param_dtype=BF16)
-            assert checkpoint.load(tmp_path, model, optimizer).step == 10
-        go_on(model, optimizer, 11, 13)
-        return everything(model, optimizer)
-
-    slept, _ = run_world(2, run, 10)
-    loaded, _ = run_world(2, run, 0)
-    for left, right in zip(slept, loaded, strict=True):
-        assert_same_bits(left, right)
 
 
 def test_a_save_in_the_background_has_what_was_there_before(tmp_path: Path):
@@ -622,16 +516,6 @@ def test_close_wakes(restore: bool):
         assert_same_bits(values(model), values(expected[0]))
         with pytest.raises(RuntimeError, match="was closed"):
             optimizer.sleep()
-
-    run_world(2, run)
-
-
-def test_an_exception_inside_leaves_it_awake_without_the_others():
-    def run(group: Any) -> None:
-        model, optimizer = made(group)
-        with pytest.raises(KeyError), optimizer.asleep():
-            raise KeyError("rollout")
-        go_on(model, optimizer, 1, 2)
 
     run_world(2, run)
 
