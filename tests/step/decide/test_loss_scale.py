@@ -15,7 +15,6 @@ from models import (
     run_world,
     sharded,
     train,
-    values,
 )
 from torch import nn
 
@@ -87,48 +86,12 @@ def test_the_dynamic_scale_backs_off_and_grows_as_torchs_grad_scaler(size: int, 
         assert seen == expected
 
 
-def test_the_scale_leaves_no_trace_in_what_is_learned():
-    """A power of two is exact both ways, so fp32 training with it equals training without."""
-    model, twin = CASES["mlp"].build(), CASES["mlp"].build()
-    with_scale, without = sharded(model, loss_scale=1024.0), sharded(twin)
-    for step in range(5):
-        train(model, with_scale, [step])
-        train(twin, without, [step])
-        assert torch.equal(with_scale.grad_norm, without.grad_norm)
-    assert_same_bits(values(model), values(twin))
-
-
 def test_fp16_has_a_dynamic_scale_and_bf16_none():
     dynamic = sharded(nn.Linear(2, 2), param_dtype=FP16, loss_scale=None)
     assert dynamic.loss_scale == 2.0**16
     assert sharded(nn.Linear(2, 2), param_dtype=BF16).loss_scale is None
     loss = torch.ones((), requires_grad=True)
     assert sharded(nn.Linear(2, 2), param_dtype=BF16).scale_loss(loss) is loss
-
-
-def test_a_resumed_scale_goes_on_and_one_that_the_saved_run_had_not_stays():
-    def optimizer(scale: Any) -> Any:
-        return sharded(
-            nn.Linear(2, 2),
-            param_dtype=FP16,
-            loss_scale=scale,
-            loss_scale_init=4.0,
-            loss_scale_growth_interval=2,
-        )
-
-    def step(optimizer: Any, size: float = 1.0) -> float:
-        loss = packed_of(optimizer).model(torch.ones(1, 2)).float().sum() * size
-        optimizer.scale_loss(loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(optimizer.loss_scale)
-
-    saved, resumed = optimizer("dynamic"), optimizer("dynamic")
-    assert [step(saved, INF), step(saved)] == [2.0, 2.0]
-    resumed.load_state_dict(saved.state_dict())
-    assert step(resumed) == step(saved) == 4.0, "of two good steps one was made before"
-    resumed.load_state_dict(optimizer(1).state_dict())
-    assert float(resumed.loss_scale) == 4.0
 
 
 @pytest.mark.parametrize("order", ["zero, scale", "scale, zero"])

@@ -12,8 +12,6 @@ import torch
 from models import CASES, Tensors, assert_same_bits, everything, run_world, sharded, values
 from torch import Tensor, nn
 
-import shardcast
-
 pytestmark = pytest.mark.timeout(60)
 
 STEPS = 3
@@ -122,13 +120,6 @@ def test_a_step_of_counted_tokens_is_that_of_one_process_on_all_of_them(way: str
     )
     for trained in ranks:
         torch.testing.assert_close(trained, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_without_the_count_the_mean_would_be_another_one(monkeypatch: pytest.MonkeyPatch):
-    """Negative control."""
-    monkeypatch.setattr(shardcast.ShardedOptimizer, "count", lambda self, tokens: None)
-    with pytest.raises(AssertionError):
-        test_a_step_of_counted_tokens_is_that_of_one_process_on_all_of_them("two ranks")
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import python
 from models import CASES, assert_same_bits, install, parts, run_world, sharded, values, whole
 from pairwise import thinned
 from torch import Tensor, nn
 
 from shardcast import ShardcastConfig
 from shardcast.memory.codecs import Codec
-from shardcast.optimizer.sharded import packed_of
 from shardcast.step.update import rules
 from shardcast.step.update.fusion import (
     CompiledExecutor,
@@ -94,11 +91,6 @@ def falls(step: int, both: Any) -> None:
 )
 def test_twenty_fp32_steps_of_one_rank_equal_torch_bit_for_bit(case: str, combination: str):
     check(maker(combination), maker(combination, foreach=False), case, edit=falls)
-
-
-@pytest.mark.parametrize("combination", ["adam_amsgrad", "sgd_nesterov"])
-def test_a_foreach_optimizer_has_the_same_bits(combination: str):
-    check(maker(combination), maker(combination, foreach=True))
 
 
 @pytest.mark.parametrize("combination", FUSED)
@@ -240,81 +232,6 @@ def test_numbers_on_the_device_give_the_numbers_of_the_host_within_one_ulp(
             largest = torch.stack([moment.abs(), right.abs(), grad.abs()]).amax(0)
             assert bool(((left - right).abs() <= largest * 2**-22).all())
         assert torch.equal(also[1], also[2].half())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@needs_compiler
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [(SGD, {}), *thinned(2, [(ADAMW, {}), (ADAMW, {"master": "split16", "moments": "bf16"})])],
-    ids=str,
-)
-def test_lengths_places_and_numbers_trigger_no_recompilation(
-    kind: type[torch.optim.Optimizer], fields: dict[str, Any]
-):
-    """One graph per group of flags; a schedule of any number, and any pack, runs the same one."""
-    torch._dynamo.reset()
-    model = CASES["gpt"].build()
-    options = {"momentum": 0.9} if kind is SGD else {}
-    optimizer = sharded(
-        model,
-        optimizer=lambda m: kind(m.parameters(), lr=1e-2, weight_decay=0.1, **options),
-        param_dtype=torch.bfloat16,
-        pack_params=3,
-        max_grad_norm=1.0,
-        fuse="compile",
-        **fields,
-    )
-    lengths = {master.published.numel() for master in packed_of(optimizer).shards}
-    assert len(lengths) > 3
-    install(model, 0)
-    optimizer.step()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for step in range(1, 5):
-            install(model, step)
-            for position, param in enumerate(model.parameters()):
-                if step > 2 and position % 3 == step % 3:
-                    param.grad = None  # so runs begin and end inside of packs
-            (group,) = optimizer.param_groups
-            group["lr"] *= 0.9
-            group["weight_decay"] *= 0.5
-            if kind is SGD:
-                group["momentum"] -= 0.1
-            else:
-                group["betas"] = (0.8 + step / 100, 0.99)
-            optimizer.step()
-
-
-TWO_MODELS = """
-import sys, torch
-from torch._dynamo.utils import counters
-import shardcast
-for sizes in [(5, 7), (40, 3)]:
-    model = torch.nn.Linear(*sizes)
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer = shardcast.shard(model, optimizer, fuse="compile")
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-found = counters["inductor"]
-print(found["fxgraph_cache_hit"], found["fxgraph_cache_miss"])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@needs_compiler
-def test_the_next_process_finds_the_compiled_update_in_the_cache(tmp_path: Path):
-    """And each of them compiles once for two models of other sizes."""
-    found = []
-    for _ in range(2):
-        # Without looking for the vectors of this machine, which compiles for eight seconds.
-        plain = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-        run = python("-c", TWO_MODELS, **plain)
-        assert run.returncode == 0, run.stderr
-        found.append(tuple(int(number) for number in run.stdout.split()))
-    assert found == [(0, 1), (1, 0)]
 
 
 @pytest.mark.parametrize(

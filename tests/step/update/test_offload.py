@@ -432,29 +432,6 @@ def test_a_mean_that_another_reduction_adds_to_goes_down_again(bus: Late):
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
-def test_a_pack_is_sent_and_synced_before_the_next_one_is_updated(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-):
-    seen: list[tuple[str, str]] = []
-
-    def noted(name: str, owner: Any, packs: Callable[..., Any]) -> None:
-        before = getattr(owner, name)
-
-        def call(self: Any, *args: Any) -> Any:
-            seen.extend((name, pack.layout.slots[0].name) for pack in packs(self, *args))
-            return before(self, *args)
-
-        monkeypatch.setattr(owner, name, call)
-
-    noted("arrive", offload.HostHome, lambda home: [home.pack])
-    noted("send", offload.HostHome, lambda home, *_: [home.pack])
-    noted("begin", Sync, lambda _sync, packs: [*packs])
-    trained(None, kind, steps=1, offload=True)
-    names = [name for name, _ in Model().named_parameters()]
-    assert seen == [(call, name) for name in names for call in ("arrive", "send", "begin")]
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
 def test_a_rank_that_owns_nothing_syncs_as_the_others_do(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import shardcast
 from shardcast import _compat
 from shardcast.step.update import fusion
-from shardcast.step.update.state import ShardState
 
 pytestmark = pytest.mark.timeout(60)
 SIZES = (3, 700, 64, 130, 64, 1, 2000, 129, 513, 64, 320, 77, 640)
@@ -97,37 +96,6 @@ def test_a_training_with_numbers_of_the_device_is_that_with_numbers_of_the_host(
     assert_same_bits(*ranks)
     for name, weight in expected.items():
         torch.testing.assert_close(ranks[0][name], weight, rtol=2**-7, atol=1e-5)
-
-
-@pytest.mark.usefixtures("accelerator")
-def test_a_step_like_the_last_one_prepares_nothing(monkeypatch: pytest.MonkeyPatch):
-    asked: list[slice] = []
-    operands = ShardState.operands
-
-    def counted(self: ShardState, part: slice, *others: Any, **named: Any) -> Any:
-        asked.append(part)
-        return operands(self, part, *others, **named)
-
-    monkeypatch.setattr(ShardState, "operands", counted)
-
-    def run(group: Any) -> list[int]:
-        model, optimizer = optimizer_of(group)
-        counts, grads = [], [torch.randn_like(param) for param in model]
-        for step in range(7):
-            for param, grad in zip(model, grads, strict=True):
-                param.grad = grad.clone()
-            if step in (3, 4):
-                model[1].grad = None
-            optimizer.param_groups[0]["lr"] *= 0.5
-            before = len(asked)
-            optimizer.step()
-            counts.append(len(asked) - before)
-            optimizer.zero_grad()
-        return counts
-
-    first, *later = shardcast.testing.threaded_world(1, run)[0]
-    assert first > 0 and later[:2] == [0, 0], "the rate alone has changed"
-    assert later[2] > 0 and later[4] > 0, "a gradient is absent, and is there again"
 
 
 @pytest.mark.usefixtures("accelerator")

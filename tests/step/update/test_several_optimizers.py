@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcast
 from shardcast import checkpoint
-from shardcast.extensions.any_optimizer import muon
-from shardcast.optimizer.sharded import packed_of
-from shardcast.testing import ThreadedWorld, assert_same_sequence
+from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
 TOL = 1e-6
@@ -99,36 +96,6 @@ def test_several_optimizers_together_equal_those_of_plain_torch(build: Build, to
     check(build=build, tol=tol)
 
 
-def clipped(model: nn.Module, optimizers: Any) -> None:
-    train(model, optimizers, 6, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-
-
-def test_a_clip_is_one_of_the_norm_over_all_parameters():
-    check(like=clipped, tol=5 * TOL, max_grad_norm=0.5)
-
-
-@pytest.mark.filterwarnings("ignore:step skipped")
-@pytest.mark.parametrize("name", ["0.weight", "4.bias"], ids=["of Muon", "of AdamW"])
-def test_a_non_finite_gradient_of_one_optimizer_skips_the_step_of_all(name: str):
-    """Moments and counters are as before too."""
-
-    def spoiled(model: nn.Module, optimizers: Any) -> None:
-        train(model, optimizers, 2)
-        train(
-            model,
-            optimizers,
-            range(2, 3),
-            lambda: model.get_parameter(name).grad.view(-1)[0].fill_(math.nan),
-        )
-        train(model, optimizers, range(3, 5))
-
-    def without(model: nn.Module, optimizers: Any) -> None:
-        train(model, optimizers, 2)
-        train(model, optimizers, range(3, 5))
-
-    check(spoiled, like=without)
-
-
 def added(model: Any, optimizers: Any) -> None:
     model.append(nn.Linear(3, 4))
     for param in model[-1].parameters():
@@ -170,34 +137,6 @@ def test_a_step_has_one_small_all_reduce_and_one_reduction_and_sync_of_each_pack
 
     reductions, norm, syncs = ["all_to_all_single"] * 2, ["all_reduce"], ["all_gather_single"] * 2
     assert ThreadedWorld(2).run(run)[0] == reductions + norm + syncs
-
-
-@pytest.mark.parametrize(("size", "overlap"), [(2, False), (3, True)])
-def test_packs_that_muon_is_done_with_are_synced_beside_the_others(
-    monkeypatch: pytest.MonkeyPatch, size: int, overlap: bool
-):
-    def run(group: Any) -> tuple[nn.Module, list[bool]]:
-        model = mlp()
-        optimizer = shard(
-            model, pair(model), group, pack_params=1, overlap_sync=overlap, sync="broadcast"
-        )
-        train(model, optimizer.optimizers, 3)
-        model(BATCH).sum().backward()
-        del group.log[:]
-        optimizer.step()
-        beside = [call.async_op for call in group.log if call.op == "broadcast"]
-        optimizer.wait_sync()
-        return model, beside
-
-    together = ThreadedWorld(size).run(run)
-    monkeypatch.setattr(muon, "BATCH", 1)  # each of the three packs is a turn of its own
-    world = ThreadedWorld(size)
-    in_turns = world.run(run)
-    assert_same_sequence(world.logs)
-    for (model, beside), (expected, before) in zip(in_turns, together, strict=True):
-        assert difference(model, expected) == 0
-        assert before == [overlap] * 6
-        assert beside == [True, True, *([overlap] * 4)]
 
 
 # -- handles --------------------------------------------------------------------------------------
@@ -267,60 +206,6 @@ def test_handles_of_one_class_are_told_apart_by_their_places():
         third.zero_grad()
 
 
-class Mixed(nn.Module):
-    """Two operations, mixed by weights of a search, as in DARTS."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.alphas = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shares = self.alphas.softmax(0)
-        return shares[0] * self.one(x) + shares[1] * self.other(x)
-
-    def weights(self) -> list[nn.Parameter]:
-        return [*self.one.parameters(), *self.other.parameters()]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_weights_and_alphas_of_a_search_take_turns_as_with_plain_optimizers(size: int):
-    """As the page on several models says, and as handles by turns say that it does not work."""
-
-    def search(group: Any, sharded: bool) -> list[Tensor]:
-        model = Mixed()
-        given = [
-            torch.optim.SGD(model.weights(), lr=0.1, momentum=0.9),
-            torch.optim.Adam([model.alphas], lr=1e-2),
-        ]
-        whole: Any = shard(model, given, group, param_dtype="fp32") if sharded else None
-        for step in range(4):
-            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
-            moves, rests = [model.alphas], model.weights()
-            for optimizer in reversed(given):
-                model.zero_grad()
-                model(x).square().mean().backward()
-                for param in rests:
-                    param.grad = None
-                (whole or optimizer).step()
-                moves, rests = rests, moves
-        return [param.detach().clone() for param in model.parameters()]
-
-    def run(group: Any) -> None:
-        for mine, plain in zip(search(group, True), search(group, False), strict=True):
-            torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-7)
-        model = Mixed()
-        given = [torch.optim.SGD(model.weights(), lr=0.1), torch.optim.Adam([model.alphas])]
-        of_weights, of_alphas = shard(model, given, group, param_dtype="fp32").optimizers
-        model(torch.ones(1, 4)).sum().backward()
-        of_alphas.step()
-        with pytest.raises(RuntimeError, match=r"as of DARTS, set \.grad"):
-            of_weights.zero_grad()
-
-    ThreadedWorld(size).run(run)
-
-
 @pytest.mark.parametrize("between", ["a backward", "zero_grad", "an edit"])
 def test_gradients_that_change_between_the_steps_of_handles_are_named(between: str):
     """With optimizers apart the first one would not have seen the change."""
@@ -379,31 +264,6 @@ def test_the_joint_list_of_groups_of_several_optimizers_is_not_changed():
 
 
 # -- state ----------------------------------------------------------------------------------------
-
-
-def test_a_list_of_plain_states_is_loaded_by_every_rank_or_by_none():
-    expected = plain()
-
-    def run(group: Any) -> float:
-        model, twin = mlp(), mlp()
-        optimizer, other = shard(model, pair(model), group), shard(twin, pair(twin), group)
-        optimizer.optimizers[1].param_groups[0]["lr"] = 3e-2  # options are loaded too
-        train(twin, other.optimizers, 3)
-        comm = packed_of(optimizer).comm
-        states = comm.exchange(other.full_state_dicts(), torch.device("cpu"))[0]
-        model.load_state_dict(twin.state_dict())
-        last = group.rank() == group.size() - 1
-        for given in (states[:1], [], [other.state_dict()]):
-            with pytest.raises(ValueError, match="state"):
-                optimizer.load_state_dict(given if last else states)
-        with pytest.raises(ValueError, match=r"'momentum_buffer' of parameter '\d.bias'"):
-            optimizer.load_state_dict(states[::-1])
-        optimizer.load_state_dict(states)
-        train(model, optimizer.optimizers, range(3, 6))
-        return difference(model, expected)
-
-    for size in (1, 3):
-        assert max(ThreadedWorld(size).run(run)) <= TOL
 
 
 def test_groups_added_to_the_first_optimizer_are_numbered_within_it(tmp_path: Path):
