@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -66,16 +65,6 @@ def one_step(
 
 
 # -- the doors --------------------------------------------------------------------------------
-
-
-def test_importing_shardcast_imports_no_adapter_and_no_accelerate() -> None:
-    code = (
-        "import sys, shardcast; "
-        "print([m for m in sys.modules if m.split('.')[0] in ('accelerate', 'transformers', "
-        "'lightning') or m in ('shardcast.accelerate', 'shardcast.accelerate.accelerator')])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
-    assert done.stdout.strip() == "[]", done.stderr
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -188,20 +177,6 @@ def test_run_makes_an_unedited_script_shard(
     run_here(str(script), "--steps", "3")
     expected = "ShardcastAccelerator torch.bfloat16 ['--steps', '3'] beside the script __main__"
     assert capsys.readouterr().out.strip() == expected
-
-
-def test_an_accelerator_that_run_made_is_pickled(
-    tmp_path: Path, run_here: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import pickle\n"
-        "from accelerate import Accelerator\n"
-        "accelerator = Accelerator(cpu=True)\n"
-        "print(type(pickle.loads(pickle.dumps(accelerator))) is type(accelerator))\n"
-    )
-    run_here(str(script))
-    assert capsys.readouterr().out.strip() == "True"
 
 
 @pytest.mark.parametrize(
@@ -473,35 +448,6 @@ def test_free_memory_removes_the_hooks_with_the_optimizer_and_training_may_go_on
     del optimizer, ready
     gc.collect()
     assert hooks(model) == 0
-
-
-def test_every_way_of_saving_the_model_keeps_every_parameter(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_model
-
-    accelerator = accelerator_of("bf16")
-    model, optimizer = prepared(accelerator)
-    one_step(accelerator, model, optimizer)
-    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    accelerator.save_model(model, tmp_path / "safe")
-    accelerator.save_model(model, tmp_path / "torch", safe_serialization=False)
-    accelerator.save(accelerator.get_state_dict(model), tmp_path / "state.pt")
-    torch.save(accelerator.unwrap_model(model).state_dict(), tmp_path / "plain.pt")
-    save_model(model, str(tmp_path / "safetensors"))
-    found = [
-        load_file(tmp_path / "safe" / "model.safetensors"),
-        torch.load(tmp_path / "torch" / "pytorch_model.bin"),
-        torch.load(tmp_path / "state.pt"),
-        torch.load(tmp_path / "plain.pt"),
-        load_file(tmp_path / "safetensors"),
-    ]
-    for number, state in enumerate(found):
-        assert state.keys() == expected.keys()
-        assert {value.dtype for value in state.values()} == {FP32 if number < 3 else BF16}
-        assert all(torch.equal(state[name].to(BF16), expected[name]) for name in expected)
-        starts = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
-        assert len(starts) == len(state), "no shared storage"
-    size = (tmp_path / "plain.pt").stat().st_size
-    assert size < 2 * sum(p.numel() for p in model.parameters()) + 6000, "no hidden packs"
 
 
 @pytest.mark.parametrize("own_prefix", [False, True])

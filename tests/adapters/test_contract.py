@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import test_lightning
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from benchmarks.counters import Casts
+from accelerate import DistributedDataParallelKwargs
 from test_accelerate_processes import fresh
 from torch import nn
 
@@ -82,71 +81,6 @@ def test_a_param_dtype_that_is_named_wins_over_fp32_and_must_agree_otherwise(
     assert dtype_in(tmp_path, "fp32", source) == BF16
     with pytest.raises(ValueError, match=r"precision is '(fp)?16.*' but .* param_dtype 'bf16'"):
         dtype_in(tmp_path, "fp16", source)
-
-
-class Counted(nn.Sequential):
-    """Counts the casts of its parameters in each forward and backward."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(2)
-        norm = nn.LayerNorm(12)
-        super().__init__(nn.Linear(7, 12), norm, nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 1))
-        self.casts = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.counted(super().__call__, *args, **kwargs)
-
-    def counted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with Casts(self.parameters()) as casts:
-            result = call(*args, **kwargs)
-        self.casts += casts.count
-        return result
-
-
-def loss_by_accelerate(_folder: Path, net: Counted, precision: str, strategy: str) -> float:
-    fresh()
-    kind: Any = {"ddp": Accelerator, "shardcast": ShardcastAccelerator}[strategy]
-    accelerator = kind(cpu=True, mixed_precision=precision)
-    model, _ = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
-    inputs, targets = next(iter(test_lightning.loader()))
-    loss = (model(inputs) - targets).square().mean()
-    accelerator.backward(loss)
-    fresh()
-    return float(loss)
-
-
-def loss_by_lightning(folder: Path, net: Counted, precision: str, strategy: str) -> float:
-    module = test_lightning.Net()
-    module.net = net
-    options = {"precision": precision, "strategy": strategy, **test_lightning.MANUAL}
-    trainer = test_lightning.trainer_of(str(folder), 1, max_steps=1, **options)
-    trainer.fit(module, test_lightning.loader())
-    return module.losses[0]
-
-
-@pytest.mark.parametrize(
-    ("loss_by", "precision", "autocast"),
-    [
-        (loss_by_accelerate, "bf16", True),
-        (loss_by_lightning, "bf16-mixed", True),
-        (loss_by_lightning, "bf16-true", False),
-    ],
-)
-def test_forward_and_backward_cast_no_parameter(
-    loss_by: Any, precision: str, autocast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    plain, net, stock = torch.Tensor.backward, Counted(), Counted()
-    for counted, strategy in ((net, "shardcast"), (stock, "ddp"))[: 1 + autocast]:
-        monkeypatch.setattr(
-            torch.Tensor, "backward", lambda *args, it=counted, **kw: it.counted(plain, *args, **kw)
-        )
-        loss = loss_by(tmp_path, counted, precision, strategy)
-        if strategy == "shardcast":
-            ours = loss
-    assert net.casts == 0
-    if autocast:
-        assert stock.casts >= 3, "the control: autocast casts the weights"
-        assert ours == pytest.approx(loss, rel=2e-3)
 
 
 def buffers_in_accelerate(_folder: Path, source: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import shutil
 import sys
@@ -228,27 +227,6 @@ def test_ranks_are_equal_and_two_optimizers_of_a_subclass_resume_exactly(
         assert equal(mine["weights"], theirs["weights"])
         assert equal(mine["masters"], theirs["masters"])
         assert mine["log"] == theirs["log"]
-
-
-class Rates(transformers.TrainerCallback):
-    """Notes the learning rates of all groups after each step."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[float]] = []
-
-    def on_step_end(self, *_: Any, optimizer: Any, **__: Any) -> None:
-        self.seen.append([group["lr"] for group in optimizer.param_groups])
-
-
-def test_the_schedule_of_trainer_drives_the_groups_of_two_optimizers(tmp_path: Path):
-    trainer = trainer_of(str(tmp_path), optimizers=lambda model: (pair(model), None))
-    rates, before = Rates(), weights(trainer.model)
-    trainer.add_callback(rates)
-    trainer.train()
-    cosine = [(1 + math.cos(math.pi * step / STEPS)) / 2 for step in range(1, 1 + STEPS)]
-    assert rates.seen == [pytest.approx([2e-2 * it, 5e-3 * it], abs=1e-9) for it in cosine]
-    for name, value in weights(trainer.model).items():
-        assert not torch.equal(value, before[name]), name
 
 
 def halving(model: Any) -> Any:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import multiprocessing
 import os
-import re
 import resource
 import shutil
 import signal
@@ -15,13 +12,11 @@ import stat
 import subprocess
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import kill_saves
 import pytest
 import torch
 from faults import Counting, at_each_point, no_space
@@ -84,27 +79,6 @@ def chosen(counting: Counting) -> list[int]:
 def hidden(folder: Path) -> list[str]:
     """What saves that failed, or deletions, left behind."""
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
-
-
-def kill_some(log: Path) -> None:
-    with log.open("w") as file, contextlib.redirect_stdout(file):
-        try:
-            kill_saves.main(["--random=10", "--points=150"])
-        except Exception:
-            traceback.print_exc(file=file)
-            raise
-
-
-@pytest.mark.slow
-def test_killed_processes_leave_one_step_whole(tmp_path: Path):
-    """Two gloo processes; `kill_saves.py --random 100 --points 1` does more."""
-    log = tmp_path / "log"
-    killer = multiprocessing.get_context("forkserver").Process(target=kill_some, args=(log,))
-    killer.start()
-    killer.join(100)
-    killer.kill()  # if it has not ended
-    assert killer.exitcode == 0, log.read_text()
-    assert len(re.findall(r"^\d\d+ kills", log.read_text(), re.MULTILINE)) == 2
 
 
 def test_one_rank_that_fails_at_any_point_makes_all_raise_and_none_hang(tmp_path: Path):
@@ -350,30 +324,6 @@ def test_any_other_flush_that_fails_is_an_error(
         checkpoint.save(tmp_path, *job(), step=1)
     assert caught.value.errno == number
     assert checkpoint.latest(tmp_path) is None
-
-
-def test_a_long_file_is_flushed_while_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(storage, "WRITTEN", 1 << 11)
-    monkeypatch.setattr(storage, "BESIDE", 1 << 12)
-    sizes, fsync, data = list[int](), os.fsync, os.urandom(100_000)
-    begun = threading.Event()
-
-    def sized(handle: int) -> None:
-        sizes.append(os.fstat(handle).st_size)
-        fsync(handle)
-        begun.set()
-
-    monkeypatch.setattr(os, "fsync", sized)
-    files = storage.Files()
-    for begin in range(0, len(data), 25_000):  # in four plans
-        with files.create_stream(tmp_path / "file", "wb") as stream:
-            stream.write(data[begin : begin + 25_000])
-        assert begun.wait(30)
-    assert files.flush() == {"file": (len(data), hashlib.sha256(data).hexdigest())}
-    assert (tmp_path / "file").read_bytes() == data
-    assert 0 < sizes[0] < len(data) and sizes[-1] == len(data) and sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["save", "save_async"])

@@ -310,40 +310,6 @@ def test_a_state_that_one_rank_cannot_give_is_an_error_of_all(rank: int, call: A
     ThreadedWorld(2).run(run)
 
 
-class Scaled(nn.Module):
-    """Its scale is a 0-dim parameter; on four ranks some own nothing of a pack."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(7, 3), nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * self.scale
-
-
-@pytest.mark.parametrize("packs", [1, None])
-@pytest.mark.parametrize("fields", [{}, {"master": "split16"}], ids=str)
-def test_a_0_dim_parameter_and_ranks_that_own_nothing_go_round_too(fields: Any, packs: Any):
-    def run(group: Any) -> None:
-        def start() -> tuple[nn.Module, Any]:
-            torch.manual_seed(0)
-            model = Scaled()
-            optimizer = shardcast.shard(
-                model, adamw(model), process_group=group, pack_params=packs, fuse="eager", **fields
-            )
-            return model, optimizer
-
-        (model, optimizer), (other, resumed) = start(), start()
-        train(model, optimizer)
-        state = plain_state(model, optimizer)
-        other.load_state_dict(model.state_dict())
-        with resumed.as_plain():
-            set_optimizer_state_dict(other, resumed, state)
-        assert_goes_on_alike((model, optimizer), (other, resumed))
-
-    ThreadedWorld(4).run(run)
-
-
 # -- state_dict(), which is one rank's part -----------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import torch.distributed as dist
 from processes import Processes
 from train_hybrid import parse_arguments, train
 
-from shardcast.checkpoint import latest
-from shardcast.testing import SpawnedWorld, threaded_world
+from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,43 +60,3 @@ def test_a_grid_has_the_losses_of_one_process(
     alone: list[metrics.Record], tmp_path: Path, grid: str
 ) -> None:
     assert metrics.largest_difference(alone, on_four(grid, tmp_path))[1] < 1e-5
-
-
-def test_a_pipeline_of_real_processes_has_them_too(
-    gloo: SpawnedWorld, alone: list[metrics.Record], tmp_path: Path
-) -> None:
-    gloo.run(run, "--pp 2 --schedule InterleavedZeroBubble", tmp_path)
-    assert metrics.largest_difference(alone, metrics.read(tmp_path))[1] < 1e-5
-
-
-@pytest.fixture(scope="module")
-def saved(alone: list[metrics.Record], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of a run on 2 x 2 tensor and pipeline-parallel ranks, after step 2 of 4.
-
-    It has the losses of one process too.
-    """
-    output = tmp_path_factory.mktemp("saved")
-    directory = output / "checkpoints"
-    flags = f"--tp 2 --pp 2 --checkpoint-dir {directory} --checkpoint-interval 2"
-    assert metrics.largest_difference(alone, on_four(flags, output))[1] < 1e-5
-    shutil.rmtree(latest(directory))
-    return directory
-
-
-@pytest.mark.parametrize(
-    "grid", ["", "--tp 2 --dp 2", "--pp 2 --dp 2 --schedule Interleaved1F1B"], ids=str
-)
-def test_a_run_goes_on_on_another_grid(
-    alone: list[metrics.Record], saved: Path, tmp_path: Path, grid: str
-) -> None:
-    directory = shutil.copytree(saved, tmp_path / "checkpoints")
-    flags = f"{grid} --checkpoint-dir {directory}"
-    if grid:
-        found = on_four(flags, tmp_path)
-    else:
-        handler = signal.getsignal(signal.SIGTERM)
-        run(None, flags, tmp_path)
-        signal.signal(signal.SIGTERM, handler)  # the script has its own
-        found = metrics.read(tmp_path)
-    assert sorted(metrics.curve(found, "train")) == [3, 4]
-    assert metrics.largest_difference(alone, found)[1] < 1e-5

@@ -18,7 +18,6 @@ from models import (
     run_world,
     sgd,
     sharded,
-    train,
     values,
     whole,
 )
@@ -171,39 +170,6 @@ def test_weights_set_to_zero_by_hand_have_masters_near_zero(zero: float):
     published.fill_(zero)
     assert store.read(ALL).abs().max() < 1e-40
     assert torch.equal(store.read(ALL).signbit(), torch.full_like(exact, zero).signbit())
-
-
-def trained(group: Any, steps: int, case: str = "mlp", **fields: Any) -> tuple[Any, Any]:
-    model, optimizer = job(group, 0, case, pack_params=2, **fields)
-    first = 97 * group.rank()
-    train(model, optimizer, range(first, first + steps), case)
-    return values(model), parts(optimizer)
-
-
-@pytest.mark.parametrize(
-    ("kind", "other", "world", "steps", "fields"),
-    thinned(
-        2,
-        [
-            ("split16", "", 2, 20, {"partition": "even"}),
-            ("offload", "", 2, 20, {"partition": "whole"}),
-            ("offload", "", 3, 10, {"case": "gpt", "accumulate": "sharded"}),
-            ("split16", "", 3, 10, {"case": "gpt", "accumulate": "sharded"}),
-            ("split16 bf16 offload", "bf16", 1, 20, {"partition": "whole"}),
-            ("split16 int8 offload", "int8", 1, 20, {}),
-        ],
-    ),
-)
-def test_masters_kept_otherwise_have_the_bits_of_fp32_masters_on_the_device(
-    kind: str, other: str, world: int, steps: int, fields: dict[str, Any]
-):
-    def run(kind: str) -> list[Any]:
-        fields_of = {"max_grad_norm": 0.5, **fields, **KINDS.get(kind, {})}
-        return run_world(world, lambda group: trained(group, steps, **fields_of))[0]
-
-    for found, expected in zip(run(kind), run(other), strict=True):
-        assert_same_bits(found[0], expected[0])
-        assert_same_bits(found[1], expected[1])
 
 
 # -- fewer bits -----------------------------------------------------------------------------

@@ -261,25 +261,6 @@ def test_torch_has_no_other_in_place_methods_that_compute_an_element_from_others
     assert len(called & stand_in.EDITS) > 100
 
 
-def test_what_a_script_keeps_stays_unread_when_gradients_come_anew():
-    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
-        kept = []
-        for gathers in (False, True):
-            names = parameter(model, optimizer, batch)
-            if gathers:
-                optimizer.gather_gradients()
-            kept.append(names["p"].grad)
-            optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        with pytest.raises(RuntimeError, match=r"'2\.weight'"):
-            kept[0].norm()
-        assert kept[1].isfinite().all()
-        with pytest.raises(RuntimeError, match=r"'2\.weight'"):
-            model[2].weight.grad.norm()
-
-    on_ranks(script)
-
-
 def test_what_was_kept_before_the_gather_is_told_of_and_not_read():
     def script(model: Any, optimizer: Any, batch: Tensor) -> None:
         assert [param.grad for param in model.parameters()] == [None] * 6
