@@ -41,6 +41,22 @@ def test_a_gradient_penalty_costs_no_round_of_its_own():
     assert on_ranks(count) == [3 * 3] * 2, "packs x steps"
 
 
+def test_a_rank_may_ask_for_gradients_alone():
+    """``torch.autograd.grad`` runs the hooks of a backward, of weights and of what comes first."""
+
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
+        for _ in range(3):
+            inputs = batch.clone().requires_grad_()
+            if sharded and packed_of(optimizer).comm.rank == 1:
+                of = [inputs, *model.parameters()]
+                assert all(grad.any() for grad in torch.autograd.grad(model(inputs).sum(), of))
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(sgd, script, tol=1e-6)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_backward_through_a_graph_made_before_the_step_is_refused_as_in_plain_torch(size: int):
     """It would take the new weights and the old activations."""
