@@ -97,13 +97,3 @@ def test_a_broken_part_is_reported_with_what_it_had_found(
     write(tmp_path, [result, good], dry=True)
     text = (tmp_path / "report.md").read_text()
     assert why in text and "| torch |" in text
-
-
-def kernel(name: str, start: float, stream: int, correlation: int) -> dict[str, Any]:
-    args = {"stream": stream, "correlation": correlation}
-    return {"cat": "kernel", "name": name, "ts": start, "dur": 10.0, "args": args}
-
-
-def launch(start: float, correlation: int) -> dict[str, Any]:
-    args = {"correlation": correlation}
-    return {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": start, "dur": 1, "args": args}

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 from benchmarks import __main__ as benchmark
 from benchmarks import digests, report, step, systems, update
-from benchmarks.checkpoint import KINDS
 from benchmarks.counters import Casts
 from benchmarks.models import WORKLOADS, Encoder, Workload
 from benchmarks.systems import OWN, SYSTEMS
@@ -136,19 +134,6 @@ def test_every_command_prints_its_table(
         own = [row for row in rows if row.split("|")[1].strip() in OWN]
         place = 1 + report.COLUMNS.index("casts 1 / 4")
         assert all(row.split("|")[place].strip() == "0 / 0" for row in own), "casts of parameters"
-
-
-def test_checkpoints_are_timed_next_to_those_of_the_same_promise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    given = ["--elements", "1", "--ranks", "1", "--rounds", "1", "--markdown"]
-    benchmark.main(["checkpoint", *given, "--directory", str(tmp_path)])
-    printed = capsys.readouterr().out.splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed if "|" in line]
-    assert [row[0] for row in rows[2:]] == [name for kind in KINDS.values() for name in kind]
-    firsts = {kind[0] for kind in KINDS.values()}
-    assert all(row[2] == "1.00" for row in rows if row[0] in firsts)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore:step skipped", "ignore:state_dict")

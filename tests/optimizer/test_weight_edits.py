@@ -217,7 +217,7 @@ needs_compiler = pytest.mark.needs_compiler
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("way", ["bf16", "fp16", "epilogues"])
+@pytest.mark.parametrize("way", ["bf16", "fp16"])
 def test_a_compiled_update_takes_the_same_edits_and_no_others(way: str):
     """Compiled, a value that was rounded must not stand for one that was not."""
     assert_edits_are_trained(1, way, "elements", (1, 3), fuse="compile")
