@@ -26,7 +26,7 @@ from shardcast.optimizer.groups import activate_packs
 from shardcast.optimizer.model import saved_buffers
 from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 from shardcast.optimizer.state import (
-    agree_on_averages,
+    agree_on_counts,
     forget_averages,
     is_elementwise,
     load_groups,
@@ -338,5 +338,5 @@ class Snapshot:
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters and make all packs equal on all ranks. Collective."""
-        agree_on_averages(self._packed)
+        agree_on_counts(self._packed)
         self._packed.publish()

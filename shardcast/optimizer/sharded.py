@@ -90,7 +90,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for original in originals:
             take_hooks(self, original)
             state.update(original.state)
-        if state:
+        call = f"shard() with state: {bool(state)}"  # as a rank that has stepped before has it
+        if not packed.process_groups.everyone.agree(call, packed.device) or state:
             self._states.apply(self._states.plan_plain(state))
         places = range(len(originals)) if len(originals) > 1 else ()
         self._handles: list[OptimizerHandle] = []
@@ -646,11 +647,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """torch's state by model parameter, read-only: only its numbers, such as ``step``.
+        """torch's state by model parameter, read-only: what every rank knows of it.
 
-        Tensors are sharded, so reading one raises an error: use :meth:`whole`, or :meth:`owned` for
-        this rank's part. A number is known if this rank owns a part of the parameter.
-        :meth:`load_state_dict` replaces the state.
+        That is ``step`` of the classes of ``torch.optim``: how many steps have updated a parameter.
+        Tensors are sharded, and all else is known to its owners alone, so reading it raises an
+        error on every rank: use :meth:`whole`, or :meth:`owned` for this rank's part.
+        :meth:`load_state_dict` replaces the state. Local.
         """
         if self._packed.plain_names is not None:
             return self._packed.plain_names

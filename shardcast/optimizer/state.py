@@ -3,7 +3,7 @@
 A state dictionary has two forms: this rank's own (:meth:`StateDict.dump`, local and without
 collectives), and the plain one of ``torch.optim``. Each rank takes its part of a plain one;
 :class:`FullState` gathers one, on rank 0 or, inside ``as_plain()``, on every rank.
-:class:`StateView` is ``optimizer.state``: its numbers can be read, its tensors raise by name.
+:class:`StateView` is ``optimizer.state``: what all ranks know can be read, all else raises by name.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import warn_first
+from shardcast.comm import Comm, warn_first
+from shardcast.memory.gradients import Gradients
 from shardcast.memory.hashing import hasher_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.groups import activate_packs
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.plan.layout import Fragment, Slot
-from shardcast.plan.originals import Group, ParamGroup
+from shardcast.plan.originals import Group, ParamGroup, is_known
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.step.update.epilogues import STEPS
 
 FORMAT = 1  # of the local state
+STEP = "step"  # how many steps have updated a parameter, in the state of torch's classes
 MASTER = "shardcast_master"  # a master among the state of a parameter, for DCP
 DCP = "torch.distributed.checkpoint"
 Groups = Sequence[ParamGroup]
@@ -196,7 +197,7 @@ class StateDict:
             if master is not None:
                 shard.set_exact(fragment, master)
             packed.update_of(shard).load_fragment(shard, number, values)
-        agree_on_averages(packed)
+        agree_on_counts(packed)
         if plan.decider is not None:
             load_step_state(packed, plan.decider)
         if plan.masters:
@@ -335,13 +336,44 @@ def forget_averages(packed: PackedOptimizer) -> None:
         update.epilogue_steps = [0.0] * len(update.epilogue_steps)
 
 
-def agree_on_averages(packed: PackedOptimizer) -> None:
-    """Count the steps of averages alike on all ranks, after a state was loaded. Collective."""
+def agree_on_counts(packed: PackedOptimizer) -> None:
+    """Count steps alike on all ranks, after a state was loaded. Collective.
+
+    Those of averages, and of each parameter, which its owners know.
+    """
     if any(update.epilogues for update in packed.updates):
         own = [update.epilogue_steps for update in packed.updates]
         by_rank = packed.process_groups.everyone.exchange(own, packed.device)
         for update, counts in zip(packed.updates, zip(*by_rank, strict=True), strict=True):
             update.epilogue_steps = [max(steps) for steps in zip(*counts, strict=True)]
+    by_comm: dict[Comm, list[tuple[Shard, Gradients]]] = defaultdict(list)
+    for shard in packed.shards:
+        if shard.grads is not None and counts_steps(packed, shard):
+            by_comm[shard.pack.comm].append((shard, shard.grads))
+    for comm, shards in by_comm.items():
+        of_rank = [_own_steps(packed, shard) for shard, _ in shards]
+        of_ranks = comm.exchange(of_rank, packed.device)
+        for (_, grads), of_shard in zip(shards, zip(*of_ranks, strict=True), strict=True):
+            steps = [max(of_slot) for of_slot in zip(*of_shard, strict=True)]
+            packed.decider.presence.take_steps(grads, steps)
+
+
+def counts_steps(packed: PackedOptimizer, shard: Shard) -> bool:
+    """Return whether ``step`` of its parameters is how many steps have updated them.
+
+    In torch's classes it is, except SGD, which keeps none.
+    """
+    optimizer = packed.originals.optimizers[shard.pack.layout.optimizer]
+    return is_known(optimizer) and type(optimizer) is not torch.optim.SGD
+
+
+def _own_steps(packed: PackedOptimizer, shard: Shard) -> list[float]:
+    """Return ``step`` of each slot, 0 of those that this rank owns nothing of. Local."""
+    steps = dict.fromkeys(shard.pack.layout.slots, 0.0)
+    for number, fragment in enumerate(shard.fragments):
+        state = packed.update_of(shard).fragment_state(shard, number, decode=False)
+        steps[fragment.slot] = float(state.get(STEP, 0.0))
+    return [*steps.values()]
 
 
 def caller_of(function: str) -> str:
@@ -386,7 +418,9 @@ def refuse_write(*_args: object, **_named: object) -> NoReturn:
 
 
 class StateView(Mapping[Any, "StateOfParameter"]):
-    """torch's state by model parameter: numbers can be read, tensors raise on every rank alike.
+    """torch's state by model parameter: what all ranks know can be read, all else raises on all.
+
+    They know how many steps have updated a parameter, and how many each average has seen.
 
     Args:
         place: of the optimizer whose parameters it has; of all without it.
@@ -397,26 +431,34 @@ class StateView(Mapping[Any, "StateOfParameter"]):
 
     def __init__(self, packed: PackedOptimizer, place: int | None = None) -> None:
         self._packed = packed
-        self._shards = {
-            param: (shard, slot.name)
+        self._places = {
+            param: (shard, position)
             for shard in packed.shards
             if shard.grads is not None and place in (None, shard.pack.layout.optimizer)
-            for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
+            for position, param in enumerate(shard.pack.in_model)
         }
         self._numbers = {
             param: number for shard in packed.shards for number, _, param in shard.owned()
         }
 
     def __getitem__(self, param: Any) -> StateOfParameter:
-        shard, name = self._shards.get(param, (None, ""))
-        if shard is None:
-            return StateOfParameter(name, {})
+        if param not in self._places:
+            return StateOfParameter("", (), {})
+        shard, position = self._places[param]
+        assert shard.grads is not None
+        known = self._packed.update_of(shard).steps_of_averages()
+        if counts_steps(self._packed, shard):
+            known[STEP] = self._packed.decider.presence.steps(shard.grads)[position]
         if param in self._numbers:
-            return StateOfParameter(name, self._own(shard, self._numbers[param]))
-        return StateOfParameter(name, dict.fromkeys(self._others(shard)), is_here=False)
+            names = self._own(shard, self._numbers[param])
+        elif STEP in known and not known[STEP]:
+            names = ()
+        else:
+            names = self._others(shard)
+        return StateOfParameter(shard.pack.layout.slots[position].name, names, known)
 
-    def _own(self, shard: Shard, number: int) -> dict[str, Any]:
-        return self._packed.update_of(shard).fragment_state(shard, number, decode=False)
+    def _own(self, shard: Shard, number: int) -> Collection[str]:
+        return self._packed.update_of(shard).fragment_state(shard, number, decode=False).keys()
 
     def _others(self, shard: Shard) -> Collection[str]:
         """Return the names of the state of a parameter of which this rank owns nothing."""
@@ -424,15 +466,15 @@ class StateView(Mapping[Any, "StateOfParameter"]):
         for other in self._packed.shards:
             if other.grads is not None and self._packed.update_of(other) is update:
                 for number in range(len(other.fragments)):
-                    if names := self._own(other, number).keys():
+                    if names := self._own(other, number):
                         return names
         return update.state_names if self._packed.comm.steps else ()
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([param for param in self._shards if param in self])
+        return iter([param for param in self._places if param in self])
 
     def __contains__(self, param: Any) -> bool:
-        return param in self._shards and bool(self[param])
+        return param in self._places and bool(self[param])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -449,48 +491,41 @@ class StateOfParameter(Mapping[str, Any]):
     """torch's state of one parameter; see :class:`StateView`.
 
     Args:
-        state: by name.
-        is_here: whether this rank owns a part; else names alone are known.
+        names: of all that the class keeps.
+        known: what every rank knows of it, 0-dim.
     """
 
     __setitem__ = __delitem__ = __ior__ = refuse_write
     clear = pop = popitem = setdefault = update = refuse_write
 
-    def __init__(self, param: str, state: Mapping[str, Any], is_here: bool = True) -> None:
-        self._param, self._state, self._is_here = param, state, is_here
+    def __init__(self, param: str, names: Collection[str], known: Mapping[str, Tensor]) -> None:
+        self._param, self._names, self._known = param, tuple(names), known
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Tensor:
         if name not in self:
             raise KeyError(name)
-        value = self._state[name]
-        if not self._is_here and (name == "step" or name.endswith(STEPS)):
-            raise RuntimeError(
-                f"state: {name!r} of {self._param!r} is at its owners, and this rank owns nothing "
-                "of it: read it there, or from optimizer.full_state_dict() on every rank"
-            )
-        if not self._is_here or (isinstance(value, Tensor) and value.dim()):
+        if name not in self._known:
             raise RuntimeError(
                 f"state: {name!r} of {self._param!r} is spread over the ranks, each of which has a "
-                f"part: read and edit all of it inside `with optimizer.whole({self._param!r}) as "
+                f"part: read and edit a tensor inside `with optimizer.whole({self._param!r}) as "
                 f"params:` on every rank, params[{self._param!r}].state[{name!r}], or each rank "
-                "its own part inside `with optimizer.owned() as parts:`"
+                "its own part inside `with optimizer.owned() as parts:`; numbers of the class are "
+                "in optimizer.full_state_dict(), which every rank calls"
             )
-        if isinstance(value, Tensor):
-            with torch.inference_mode():  # torch refuses to edit it, which would change nothing
-                return value.clone()
-        return value
+        with torch.inference_mode():  # torch refuses to edit it, which would change nothing
+            return self._known[name].clone()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._state
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._state)
+        return len(self._names)
 
     def __repr__(self) -> str:
-        return f"state of {self._param!r}: {', '.join(self._state)}"
+        return f"state of {self._param!r}: {', '.join(self._names)}"
 
 
 def is_elementwise(value: object, fragment: Fragment, flat: bool) -> bool:

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from models import parts
 from oracle import check, mlp, set_grads, steps
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
 import shardcast
+from shardcast import _compat
+from shardcast.comm import Comm
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
+CPU = torch.device("cpu")
 
 
 def interleaved(kind: Any, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -163,7 +165,6 @@ FORMS: list[dict[str, Any]] = [{}, {"moments": "int8"}, {"moments": "bf16"}, {"o
 def test_tensors_of_the_state_raise_by_name_on_every_rank_and_numbers_are_read(fields: Any):
     def run(group: Any) -> None:
         model, optimizer = after_a_step(group, **fields)
-        own = {key[0] for key in parts(optimizer)}
         assert len(optimizer.state) == len(list(model.parameters()))
         for name, param in model.named_parameters():
             state = optimizer.state[param]
@@ -173,20 +174,99 @@ def test_tensors_of_the_state_raise_by_name_on_every_rank_and_numbers_are_read(f
                     state[kind][1:] = 0
                 for words in (repr(kind), repr(name), "optimizer.whole(", "optimizer.owned()"):
                     assert words in str(caught.value)
-            if name in own:
-                assert state["step"] == 1 and state.get("step") == 1
-                with pytest.raises(RuntimeError, match=r"[Ii]nplace update to inference tensor"):
-                    state["step"].zero_()
-            else:
-                with pytest.raises(RuntimeError, match=rf"'step' of '{name}' is at its owners"):
-                    state["step"]
+            assert state["step"] == 1 and state.get("step") == 1
+            with pytest.raises(RuntimeError, match=r"[Ii]nplace update to inference tensor"):
+                state["step"].zero_()
             with pytest.raises(KeyError):
                 state["momentum_buffer"]
-        with pytest.raises(RuntimeError, match=r"spread over the ranks|at its owners"):
+        with pytest.raises(RuntimeError, match="spread over the ranks"):
             {param: dict(state) for param, state in optimizer.state.items()}
 
     for size in (1, 2, 8):
         ThreadedWorld(size).run(run)
+
+
+COUNTED: list[Any] = [torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop]
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "accelerator"])
+@pytest.mark.parametrize("kind", COUNTED)
+def test_every_rank_knows_the_step_of_every_parameter(
+    kind: Any, on_host: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Also of those that others own, and whose gradients this rank did not have."""
+    monkeypatch.setattr(_compat, "is_host", lambda _device: on_host)
+
+    def run(group: Any) -> list[list[float]]:
+        model = mlp()
+        optimizer = shardcast.shard(
+            model, kind(model.parameters()), process_group=group, pack_params=2
+        )
+        params, rank = [*model.parameters()], group.rank()
+        seen: list[list[float]] = []
+
+        def step(has: Callable[[int], bool], value: float = 0.5, between: Any = None) -> None:
+            for number, param in enumerate(params):
+                param.grad = torch.full_like(param, value) if has(number) else None
+            if between is not None:
+                optimizer.clip_grad_norm_(1.0)
+                between()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append([float(optimizer.state[p].get("step", 0)) for p in params])
+            owners = {
+                number: float(values["step"])
+                for rank_state in everyone.exchange(optimizer.state_dict().plain(), CPU)
+                for number, values in rank_state["state"].items()
+                if "step" in values
+            }
+            assert seen[-1] == [owners.get(number, 0.0) for number in range(len(params))]
+
+        everyone = Comm(group)
+        step(lambda number: number != 5)
+        step(lambda number: number % 2 == rank % 2)  # each by some ranks
+        step(lambda number: number == 0 and rank == 1)
+        step(lambda number: True, value=torch.inf)  # skipped
+        step(lambda number: number != 2, value=torch.inf)
+        step(lambda number: number > 1)
+        if not on_host:  # there ranks do not meet for it
+            step(lambda number: True, between=lambda: setattr(params[3], "grad", None))
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(optimizer.state_dict())
+        step(lambda number: number < 2)
+        full = [optimizer.full_state_dict()]
+        full = everyone.exchange(full[0], CPU)[:1]
+        for values in full[0]["state"].values():
+            values["step"] += 10
+        optimizer.load_state_dict(full[0])
+        step(lambda number: True)
+        optimizer.load_state_dict(state)
+        step(lambda number: number == rank)
+        return seen
+
+    for size in (2, 3):
+        first, *others = ThreadedWorld(size).run(run)
+        assert all(other == first for other in others)
+        assert len({*first[1]}) > 1, "they differ"
+
+
+class OwnAdam(torch.optim.AdamW):
+    """May count as it likes."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, OwnAdam])
+def test_numbers_that_owners_alone_know_raise_by_name_on_every_rank(kind: Any):
+    def run(group: Any) -> None:
+        model = mlp()
+        optimizer = shardcast.shard(model, kind(model.parameters()), process_group=group)
+        set_grads(model, 0)
+        optimizer.step()
+        name = "mu_product" if kind is torch.optim.NAdam else "step"
+        for param in model.parameters():
+            with pytest.raises(RuntimeError, match=rf"'{name}' of .*full_state_dict\(\), which"):
+                optimizer.state[param][name]
+
+    ThreadedWorld(2).run(run)
 
 
 def test_there_is_no_state_before_a_first_step():

@@ -51,6 +51,7 @@ class Decider:
         refusal: takes errors of this rank alone, which all ranks are to raise.
         loss_scale: ``None`` where the options have none.
         tokens: what a script counts.
+        presence: the parameters that a step updates, and how many steps have updated each.
         signals: of the core, then those of the options, in their order.
         check: raises what was wrong with the gradients of this rank.
         left: the trained parameters that are no longer in the model, by name.
@@ -73,7 +74,7 @@ class Decider:
         self._divisor = divisor
         self._clip_value: float | None = None  # of the coming step
         self._norm = GradientNorm(grads, originals, process_groups, config.norm_type, device)
-        self._presence = Presence(grads, process_groups, device)
+        self.presence = Presence(grads, process_groups, device)
         self.loss_scale = LossScale(config, process_groups, device) if config.scales_loss else None
         self.check: Callable[[], None] = lambda: None
         self.refusal = Refusal(process_groups, device)
@@ -89,7 +90,7 @@ class Decider:
         self.signals: list[Signal] = [
             self._norm,
             self.refusal,
-            self._presence,
+            self.presence,
             *([] if self.loss_scale is None else [self.loss_scale]),
             self.tokens,
             self._options,
@@ -109,6 +110,7 @@ class Decider:
             self.signals,
             process_groups.everyone,
         )
+        self.presence.made = self.skips.made
         # Those that define a method: in a step the others cost nothing.
         self._gives, self._reads, self._scales, self._judges, self._concludes = (
             defining(method, self.signals)
@@ -201,7 +203,7 @@ class Decider:
             unscale=unscale,
             verdicts=verdicts,
             declined=declined,
-            present=self._presence.anywhere(totals[self._presence]),
+            present=self.presence.anywhere(totals[self.presence]),
             taken=taken,
             multiplier=multiplier,
             increment=increment,

@@ -1,8 +1,11 @@
-"""Presence: the parameters that have a gradient on some rank, which a step updates."""
+"""Presence: the parameters that have a gradient on some rank, which a step updates.
+
+Every rank learns of all of them, so that it can count the steps of parameters that others own, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 import torch
@@ -13,6 +16,7 @@ from shardcast.comm import ProcessGroups
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.pack import Pack
 from shardcast.messages import by_rank
+from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import Signal, known, to_device
 
 CLEARED = 1 << 32  # more than there are ranks; sums of it are exact in fp64
@@ -29,6 +33,9 @@ class Presence(Signal):
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
+
+    Attributes:
+        made: the steps that were made, see :class:`.SkipReport`.
     """
 
     def __init__(
@@ -41,6 +48,11 @@ class Presence(Signal):
         self._here: tuple[int, ...] = ()  # of all packs in order, what this rank adds
         self._uploaded: dict[tuple[int, ...], Tensor] = {}
         self._zero = torch.zeros(1, dtype=torch.float64, device=device)
+        # Of the last decision: what all ranks added, and what was made of it.
+        self._total = self._zero
+        self._present: Mapping[Pack, tuple[bool, ...]] = {}
+        self._missed = self._zero[:0]  # steps that have not updated each place
+        self.made = self._zero.clone()
 
     def numel(self) -> int:
         if len(self._places) != len(self._grads):
@@ -108,14 +120,21 @@ class Presence(Signal):
             self._places.append(slice(start, start + slots))
             self._numel += blocks * slots
             self._asks = self._asks or pack_groups.sums_replicas
+        # Packs are only ever added, at the end; of these no step was made.
+        new = self.made.expand(self._numel + 1 - self._missed.numel())
+        self._missed = torch.cat([self._missed, new])
 
-    def anywhere(self, total: Tensor) -> dict[Pack, tuple[bool, ...]]:
+    def anywhere(self, total: Tensor) -> Mapping[Pack, tuple[bool, ...]]:
         """Return the slots with a gradient on some rank, by pack.
 
         A gradient that is here is present. Only for a slot without one the counts of the other
         ranks are read. On an accelerator, where that waits for the all-reduce, only if this rank
         owns a part of it.
         """
+        self._total, self._present = total, self._anywhere(total)
+        return self._present
+
+    def _anywhere(self, total: Tensor) -> dict[Pack, tuple[bool, ...]]:
         local = [here < 0 for here in self._here]
         on_host = _compat.is_host(self._device)
         owned = (on_host or owns for grads in self._grads for owns in grads.owned)
@@ -127,3 +146,38 @@ class Presence(Signal):
             }
         slots = iter(local)
         return {grads.pack: tuple(islice(slots, len(grads.owned))) for grads in self._grads}
+
+    # -- the steps of each parameter --------------------------------------------------------------
+
+    def conclude(self, decision: Decision) -> None:
+        """Note what the step does not update, on every rank alike; never waits for a device.
+
+        Usually that is nothing, and nothing is launched.
+        """
+        present = decision.present
+        if all(map(all, present.values())):
+            return
+        # A rank reads of others' slots only what it needs; the sum has all of them.
+        absent = torch.fmod(self._total, CLEARED).eq_(0)
+        if present is not self._present:  # a script has edited gradients after the decision
+            for grads, places in zip(self._grads, self._places, strict=True):
+                slots = zip(present[grads.pack], self._present[grads.pack], strict=True)
+                for place, (now, before) in enumerate(slots, places.start):
+                    if now != before:
+                        absent[place].fill_(float(not now))
+        self._missed.addcmul_(absent, decision.taken)
+
+    def steps(self, grads: Gradients) -> Tensor:
+        """Return how many steps have updated each slot of a pack, 1-d fp32, equal on all ranks."""
+        places = self._slots(grads)
+        return (self.made - self._missed[places]).float()
+
+    def take_steps(self, grads: Gradients, steps: Sequence[float]) -> None:
+        """Go on from other counts, on all ranks alike: those of a state that was loaded."""
+        places = self._slots(grads)
+        self._missed[places] = self.made - self._missed.new_tensor(steps)
+
+    def _slots(self, grads: Gradients) -> slice:
+        if len(self._places) != len(self._grads):
+            self._arrange()
+        return self._places[self._grads.index(grads)]

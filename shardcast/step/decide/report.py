@@ -25,12 +25,14 @@ class Counts(NamedTuple):
     """The parts of a report behind its norm, and of the totals that are counted of them.
 
     Attributes:
+        made: the steps that were made so far; in a report 1.
         skipped, in_row: the skipped steps, so far and in a row; in a report 1.
         last: the mistakes of signals that do not add theirs up: of the norm, in the last skipped
             step.
         mistakes: those of all other signals, see :meth:`Report.by_signal`.
     """
 
+    made: Any
     skipped: Any
     in_row: Any
     last: Any
@@ -59,15 +61,21 @@ class Report:
         of_last = sum(len(signal.skips) for signal in last)
         skips_step = sorted((it for signal in adding for it in signal.skips), reverse=True)
         mistakes = len(skips_step)
-        self._ends = [*accumulate([1, 1, of_last, mistakes], initial=0)]
+        self._ends = [*accumulate([1, 1, 1, of_last, mistakes], initial=0)]
         self.length = self._ends[-1]
-        self._one_each = torch.ones(2, dtype=torch.float64, device=device)
-        self._skipping = slice(3, 3 + of_last + sum(skips_step))
+        self._one_each = torch.ones(3, dtype=torch.float64, device=device)
+        self._skipping = slice(4, 4 + of_last + sum(skips_step))
         # A report skips a step if this product is not 0: with a norm that is not finite it is NaN.
-        skips_if = [0.0, 0.0, 0.0, *[0.0] * of_last, *map(float, skips_step)]
+        skips_if = [0.0, 0.0, 0.0, 0.0, *[0.0] * of_last, *map(float, skips_step)]
         self._skips_if = to_device(skips_if, torch.float64, device)
-        made = [[1, 0, *[1] * (of_last + mistakes), 1], [0, 0, *[0] * of_last, *[1] * mistakes, 1]]
-        skipped = [[1, 1, *[0] * of_last, *[1] * mistakes, 0], [*[1] * self.length, 0]]
+        made = [
+            [1, 1, 0, *[1] * (of_last + mistakes), 1],
+            [1, 0, 0, *[0] * of_last, *[1] * mistakes, 1],
+        ]
+        skipped = [
+            [1, 1, 1, *[0] * of_last, *[1] * mistakes, 0],
+            [0, *[1] * (self.length - 1), 0],
+        ]
         self._if_made = to_device(made, torch.float64, device)
         self._if_skipped = to_device(skipped, torch.float64, device)
 
@@ -174,6 +182,9 @@ class SkipReport:
         usual: a skip now and then is the normal work of a dynamic loss scale: no warning.
         signals: may have numbers of their own for the host, and know why a step was skipped.
         everyone: the ranks that a signal skips steps for; else those of ``comm``.
+
+    Attributes:
+        made: how many steps were made, ``(1,)`` on the device; it counts on in place.
     """
 
     def __init__(
@@ -193,14 +204,14 @@ class SkipReport:
         self._refuse, self._bound, self._usual = refuse, bound, usual
         self._report = report
         self._noting = [signal for signal in signals if signal.noted]
-        # Steps skipped so far and in a row; of the last skipped one, per rank, its first pack that
-        # is not finite; of all steps since they were reported the mistakes. As in reports.
+        # Steps made, skipped so far and in a row; of the last skipped one, per rank, its first pack
+        # that is not finite; of all steps since they were reported the mistakes. As in reports.
         self._sizes = [report.length, *(signal.noted for signal in self._noting)]
         self._sent = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
         self._totals, *noted = self._sent.split(self._sizes)
         for signal, numbers in zip(self._noting, noted, strict=True):
             signal.numbers = numbers
-        self._skipped, self._in_row, _, self._mistakes = report.counts(self._totals)
+        self.made, self._skipped, self._in_row, _, self._mistakes = report.counts(self._totals)
         self._host = HostCopy(device)
         self._reported = 0.0
 
@@ -222,7 +233,7 @@ class SkipReport:
         totals = self._host.read()
         if totals is None:
             return
-        (skipped,), (in_row,), last, mistakes = self._report.counts(totals)
+        _, (skipped,), (in_row,), last, mistakes = self._report.counts(totals)
         is_news, self._reported = skipped != self._reported, skipped
         if any(mistakes) and not _compat.is_host(self._device):  # on a CPU refused at once
             self._mistakes.zero_()

@@ -388,8 +388,13 @@ class Update(ABC):
         if shard not in self._states:
             return {}
         values = self._states[shard].read(number, [*self._places], decode)
+        counts = self.steps_of_averages()
+        return values | {name + STEPS: counts[name + STEPS] for name in values}
+
+    def steps_of_averages(self) -> dict[str, Tensor]:
+        """Return how many steps each average has seen, as on all ranks; 0-dim."""
         counts = self._epilogue_steps.clone()  # which later steps do not change
-        return values | {name + STEPS: counts[self._places[name]] for name in values}
+        return {name + STEPS: counts[place] for name, place in self._places.items()}
 
     def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         """Overwrite the state of one fragment; a frozen one has none."""
