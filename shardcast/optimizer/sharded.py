@@ -129,10 +129,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: on all ranks, if any rank passed ``options``, or a loss that no guard uses.
-            RuntimeError: inside :meth:`no_sync`, or after ``max_skipped_steps`` skips in a row. On
-                all ranks, if any rank did not scale its loss although there is a loss scale, edited
-                gradients after a clip, loaded other weights, or has other group options. On an
-                accelerator these errors come one or two steps later. Until then such steps are
+            RuntimeError: after ``max_skipped_steps`` skips in a row. On all ranks, if any rank is
+                inside :meth:`no_sync`, did not scale its loss although there is a loss scale,
+                edited gradients after a clip, loaded other weights, or has other group options. On
+                an accelerator these errors come one or two steps later. Until then such steps are
                 skipped, unless ``clip_grad_norm_`` already decided them.
         """
         packed = self._packed
@@ -375,7 +375,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Collective: every rank.
 
         Raises:
-            RuntimeError: inside :meth:`no_sync`.
+            RuntimeError: on all ranks, if any rank is inside :meth:`no_sync`.
         """
         clip = self._clip.pending()
         self._land("gather_gradients")

@@ -80,6 +80,8 @@ class Reducer:
         self.history: dict[str, Any] = {**NOTHING}
         self.buckets: dict[Pack, Bucket] = {}
         self._syncs = True
+        self._before_quiet = 0, True  # acts and due, where no_sync() was entered last
+        self._mistake: Exception | None = None  # of the last finish()
         self._gathered = False  # since the last backward: all edits are right
         self._told: set[str] = set()
         self._backward: Callable[[], Backward | None] = nothing  # weak: the engine holds it
@@ -174,7 +176,7 @@ class Reducer:
             sends: they are reduced all the same, where there is no room to accumulate locally.
         """
         syncs, self._syncs = self._syncs, sends
-        self.due = True
+        self._before_quiet, self.due = (self.acts, self.due), True
         try:
             yield
         finally:
@@ -207,16 +209,17 @@ class Reducer:
 
         Collective: every rank. It makes the pass for gradients that no synchronized backward
         brought (set by hand, or accumulated under :meth:`no_sync`). Afterwards :meth:`check` says
-        what went wrong.
-
-        Raises:
-            RuntimeError: inside :meth:`no_sync`.
+        what went wrong, a call inside :meth:`no_sync` too: other ranks may be outside of it, and
+        wait for this rank's gradients.
         """
         if not self._syncs:
-            raise RuntimeError(
+            self._mistake = RuntimeError(
                 "step() was called inside no_sync(): the gradients were not reduced; leave the "
                 "context before the last backward and the step"
             )
+            acts, due = self._before_quiet
+            if self.acts == acts:  # no backward has come since
+                self.due = due
         self.touched = False
         self._complete()
         if self.due or self.alone:  # alone no backward makes a pass due
@@ -242,6 +245,9 @@ class Reducer:
         Raises:
             RuntimeError, TypeError: what a backward brought, or a script did, cannot be right.
         """
+        mistake, self._mistake = self._mistake, None
+        if mistake is not None:
+            raise mistake
         for grads in self.grads:
             if grads.mistake is not None:
                 raise grads.mistake

@@ -74,6 +74,20 @@ def is_stepped_by_a_scaler(optimizer: Any, _model: nn.Module, is_wrong: bool) ->
         optimizer.found_inf = torch.zeros(())  # as torch.amp.GradScaler says it
 
 
+def inside_no_sync(call: str, *arguments: Any, again: bool) -> Callable[..., Any]:
+    """A call inside ``no_sync``, with the last backward or without it."""
+
+    def act(optimizer: Any, model: nn.Module, is_wrong: bool) -> None:
+        if again:
+            optimizer.zero_grad()
+        with optimizer.no_sync() if is_wrong else contextlib.nullcontext():
+            if again:
+                backward(model)
+            getattr(optimizer, call)(*arguments)
+
+    return act
+
+
 # What a rank does wrongly before the step, the kind of the error, and its text.
 MISTAKES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "a bound": (clips(-1.0), ValueError, "max_norm: expected a number above 0, got -1.0"),
@@ -88,6 +102,15 @@ MISTAKES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "an argument": (steps_with(grad_scale=1.0), TypeError, "got grad_scale="),
     "an argument after a clip": (steps_with(clipped=True, grad_scale=1.0), TypeError, "got grad_"),
     "a loss after a clip": (steps_with(clipped=True, loss=1.0), TypeError, "expected no loss="),
+    **{
+        f"{call} inside no_sync{' with its backward' * again}": (
+            inside_no_sync(call, *arguments, again=again),
+            RuntimeError,
+            "step() was called inside no_sync()",
+        )
+        for call, *arguments in (["step"], ["clip_grad_norm_", 1.0], ["gather_gradients"])
+        for again in (False, True)
+    },
     "a scaler": (is_stepped_by_a_scaler, RuntimeError, "called by torch.amp.GradScaler"),
 }
 
