@@ -1,9 +1,9 @@
 """A process group as a step uses it.
 
-Tensor collectives run on the current stream: with ``async_op=False`` the process group launches
-on the stream that computes (torch >= 2.8, PyTorch PR 148590), so no event, no ``record_stream``
-and no side stream is needed, and whatever runs next sees the result. The work of others runs at
-the same time until it is waited for.
+Tensor collectives run on the current stream: with ``async_op=False`` the process group launches on
+the computing stream (torch >= 2.8, PyTorch PR 148590). So no event, ``record_stream`` or side
+stream is needed, and later work sees the result. Collectives with ``async_op=True`` run
+concurrently until they are waited for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardcast.messages import page
 from shardcast.plan.algorithms import GROUPED
 from shardcast.plan.precision import MASTER_DTYPE
 
-BROADCAST = {  # by gloo, which knows no 16-bit integers, no fp8: those go as bytes
+BROADCAST = {  # for gloo, which lacks 16-bit integers and fp8; these are sent as bytes
     torch.float32,
     torch.float64,
     torch.float16,
@@ -37,50 +37,50 @@ BROADCAST = {  # by gloo, which knows no 16-bit integers, no fp8: those go as by
     torch.complex64,
     torch.complex128,
 }
-TAG, TURNS = 0x5C000000, 1 << 16  # our sends, apart from those of a script
+TAG, TURNS = 0x5C000000, 1 << 16  # tags of our sends, distinct from a script's
 
 
 class TensorCollectives:
     """The ranks that share one model: a process group, or this process alone.
 
-    Ranks here are group ranks, ``0 .. size-1``. Every method must be called by all ranks of the
-    group in the same order; on a world of one they do nothing. ``about`` says whose collective it
-    is, for the error that comes when other ranks do not join it. What they return is to be waited
-    for where they are called with ``async_op``, or have no such argument; until then nobody may
-    write, free or use the tensors.
+    Ranks are group ranks, ``0 .. size-1``. All ranks of the group must call every method in the
+    same order; with one rank they do nothing. ``about`` names the collective for the error that is
+    raised if other ranks do not join it. If a method is called with ``async_op``, or has no such
+    argument, the caller must wait for the result. Until then it must not write, free or use the
+    tensors.
 
     Attributes:
         steps: optimizer steps made so far.
         gave_up: a collective failed.
-        watch: of this rank.
+        watch: watch of this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        # Held weakly: a model that outlives destroy_process_group() must not keep the threads of
-        # gloo, which take the interpreter when they let go of a tensor. A process that ends while
-        # they do is aborted ("terminate called without an active exception").
+        # A weak reference: a model that outlives destroy_process_group() must not keep gloo's
+        # threads alive. They take the interpreter lock when they release a tensor, and a process
+        # that exits at that time is aborted ("terminate called without an active exception").
         self._group = _compat.weak_group(group)
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self.steps, self.gave_up = 0, False
         self._turn = 0
-        self._backends: dict[str, str] = {}  # by kind of device
+        self._backends: dict[str, str] = {}  # backend by kind of device
         self.watch = Watch.begin(self)
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the process group was not destroyed."""
+        """Return whether the process group still exists."""
         return self._group is None or self._group() is not None
 
     @property
     def store(self) -> Any:
-        """The store of the process group; None without one, or once it was destroyed."""
+        """Store of the process group; ``None`` without a group, or after it was destroyed."""
         group = None if self._group is None else self._group()
         return None if group is None else groups.store_of(group)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group; None for this process alone."""
+        """The process group; ``None`` for this process alone."""
         if self._group is None:
             return None
         group = self._group()
@@ -92,7 +92,7 @@ class TensorCollectives:
         return group
 
     def backend(self, device: torch.device) -> str:
-        """Name of the backend that moves tensors of ``device``, e.g. ``gloo`` or ``nccl``."""
+        """Return the name of the backend for tensors on ``device``, e.g. ``gloo`` or ``nccl``."""
         if (cached := self._backends.get(device.type)) is not None:
             return cached
         group = self.group
@@ -106,15 +106,15 @@ class TensorCollectives:
         return backend
 
     def sends_messages(self, device: torch.device) -> bool:
-        """Return whether spans travel as messages from rank to rank rather than in collectives.
+        """Return whether spans are sent as messages from rank to rank instead of in collectives.
 
-        On gloo: its all-to-all copies the own piece too, its broadcasts wait for one another,
-        and both run on the threads of collectives.
+        True on gloo: its all-to-all also copies a rank's own piece, its broadcasts wait for one
+        another, and both run on the threads of collectives.
         """
         return device.type == "cpu" and self.backend(device) == "gloo"
 
     def broadcast(self, tensor: Tensor, source: int, about: object = "") -> None:
-        """Overwrite ``tensor`` on every rank by that of ``source``; of any dtype and strides."""
+        """Overwrite ``tensor`` on every rank with that of ``source``; any dtype and strides."""
         if self.size == 1:
             return
         received = tensor.contiguous()
@@ -128,9 +128,9 @@ class TensorCollectives:
     def broadcast_all(
         self, pieces: Sequence[tuple[int, Tensor]], about: object = "", async_op: bool = False
     ) -> Work:
-        """Overwrite each contiguous float tensor by that of the rank next to it.
+        """Overwrite each contiguous float tensor with that of the rank listed with it.
 
-        One launch where the backend groups calls (NCCL), else one for each piece.
+        One launch if the backend groups calls (NCCL), otherwise one per piece.
         """
         work = Work(self, "broadcasts", about)
         calls = [
@@ -150,9 +150,9 @@ class TensorCollectives:
     def all_gather_all(
         self, pairs: Sequence[tuple[Tensor, Tensor]], about: object = "", async_op: bool = False
     ) -> Work:
-        """:meth:`all_gather` of each ``(output, input)``; one launch where the backend groups.
+        """:meth:`all_gather` each ``(output, input)``, in one launch if the backend groups calls.
 
-        One for each dtype: NCCL refuses several in a call.
+        One launch per dtype, because NCCL refuses several dtypes in a call.
         """
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for pair in pairs if self.size > 1 else ():
@@ -183,7 +183,7 @@ class TensorCollectives:
                 _compat.all_gather_flat(output, input, self.group)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, about: object = "") -> Work:
-        """Start to sum 1-d ``input`` over ranks, one equal piece for each."""
+        """Start to sum 1-d ``input`` over ranks; each rank gets one piece of equal length."""
         work = Work(self, "a reduce-scatter", about)
         with work:
             flat = _compat.reduce_scatter_flat
@@ -200,11 +200,11 @@ class TensorCollectives:
     ) -> Work:
         """Start to exchange 1-d pieces: ``sent[r]`` elements go to rank ``r``.
 
-        The piece that stays here need not be in ``output``: read it from ``input``.
+        This rank's own piece may be missing in ``output``: read it from ``input``.
 
         Args:
-            received, sent: lengths by rank; without them all are equal, which takes the host no
-                time for each rank.
+            received, sent: lengths by rank. Without them all are equal, which saves the host time
+                per rank.
         """
         work = Work(self, "an all-to-all", about)
         if self.size == 1:
@@ -220,11 +220,11 @@ class TensorCollectives:
         return work
 
     def send_to_all(self, pieces: Sequence[Tensor], about: object = "") -> Work:
-        """Start to overwrite ``pieces[r]``, contiguous, by that of rank ``r``.
+        """Start to overwrite ``pieces[r]``, contiguous, with that of rank ``r``.
 
-        Where :meth:`sends_messages`. Empty pieces are left out. It must be waited for, at once:
-        a message that is dropped breaks the connection, and one that outlives a profiler that
-        saw its start corrupts memory (torch 2.13).
+        Use it if :meth:`sends_messages`. Empty pieces are left out. Wait for it at once: a dropped
+        message breaks the connection, and one that outlives a profiler which saw its start corrupts
+        memory (torch 2.13).
         """
         work = Work(self, "messages", about)
         self._send_and_receive(pieces, [pieces[self.rank]] * self.size, work)
@@ -233,11 +233,11 @@ class TensorCollectives:
     def _send_and_receive(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], work: Work
     ) -> None:
-        self._turn = (self._turn + 1) % TURNS  # several may be under way between the same ranks
+        self._turn = (self._turn + 1) % TURNS  # several may be in flight between the same ranks
         options: dict[str, Any] = {"group": self.group, "tag": TAG + self._turn}
         with work:
-            # Receives first: between two ranks, gloo would have the word that one may begin wait
-            # behind what is sent to it, and the link is busy in one direction at a time.
+            # Receives first. Otherwise, between two ranks, gloo would queue the ready signal behind
+            # the data, and the link would be busy in only one direction at a time.
             for distance in range(1, self.size):
                 source = (self.rank - distance) % self.size
                 if outputs[source].numel():
@@ -249,20 +249,21 @@ class TensorCollectives:
 
 
 class Work:
-    """The collectives of one call, waited for as one, and a context in which they are launched.
+    """The collectives of one call: wait for all of them at once, and launch them in its context.
 
-    In both an error of the backend says what this rank was waiting for, and a long wait is told.
+    In both cases an error of the backend names what this rank was waiting for, and a long wait is
+    reported.
 
     Args:
         op: the collective.
-        about: whose it is; turned into text only to tell of it.
+        about: its purpose; converted to text only for messages.
     """
 
     __slots__ = ("_about", "_op", "comm", "launched")
 
     def __init__(self, comm: TensorCollectives, op: str, about: object) -> None:
         self.comm, self._op, self._about = comm, op, about
-        self.launched: list[Any] = []  # None: of what has run
+        self.launched: list[Any] = []  # None: already finished
 
     def __str__(self) -> str:
         return f"{self._op} of {self._about}" if self._about else self._op
@@ -280,7 +281,7 @@ class Work:
     ) -> None:
         comm = self.comm
         comm.watch.waits = None
-        # Subclasses, such as one for a lack of memory, say themselves what is the matter.
+        # Subclasses, such as out-of-memory errors, explain themselves.
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             return
         comm.watch.gave_up = comm.gave_up = True
@@ -297,7 +298,7 @@ class Work:
         ) from error
 
     def wait(self) -> None:
-        """Return when all are done; on an accelerator it is the current stream that waits."""
+        """Wait for all of them; on an accelerator the current stream waits."""
         with self:
             for launched in self.launched:
                 if launched is not None:
@@ -305,21 +306,21 @@ class Work:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether its elements lie in memory one by one, so that it can be sent as it is."""
+    """Return whether a tensor's elements are all stored, so that it can be sent as it is."""
     return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def copy_strided_(tensor: Tensor, values: Tensor) -> None:
-    """``tensor.copy_(values)``; along an expanded dimension elements share memory: writes one."""
+    """Run ``tensor.copy_(values)``; along an expanded dimension write the shared element once."""
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
     tensor[once].copy_(values[once])
 
 
 def redistributed(grad: Any, placements: Sequence[Any]) -> Tensor:
-    """The local tensor of a DTensor that is to lie in another way, in its own dtype.
+    """Return the local tensor of a DTensor with other placements, in its own dtype.
 
-    Sums are made in the dtype of masters: torch's own reduction would be in that of the gradient.
-    All ranks of its mesh must call it.
+    Sums are made in the dtype of masters, because torch would sum in the gradient's. Collective:
+    every rank of its mesh.
     """
     sums = any(placement.is_partial() for placement in grad.placements)
     exact = grad.to(MASTER_DTYPE) if sums else grad

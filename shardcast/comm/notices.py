@@ -1,7 +1,7 @@
-"""Warnings of a job: each is said once, by one rank, with the number of steps.
+"""Warnings of a job: one rank gives each of them once, with the number of steps.
 
-:mod:`shardcast.messages` warns in this process alone; a job of a thousand ranks would say all
-things a thousand times.
+:mod:`shardcast.messages` warns in this process alone; in a job of a thousand ranks every warning
+would appear a thousand times.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from shardcast.comm.group import TensorCollectives
 from shardcast.comm.watch import Watch
 from shardcast.messages import warn
 
-SAID = "shardcast/said/{}"  # a key in the store of the group
+SAID = "shardcast/said/{}"  # key in the group's store
 
 
 def warn_first(message: str, key: str = "") -> None:
-    """Warn once in a job: the rank that comes here first does so, for all. Local.
+    """Warn once per job, by the first rank that gets here. Local.
 
     Args:
-        key: what is one warning, where messages of ranks differ.
+        key: identifies the warning, if messages differ between ranks.
     """
     comm = Watch.widest()
     store, rank, steps = None, None, 0
@@ -35,13 +35,13 @@ def warn_first(message: str, key: str = "") -> None:
         try:
             if store.add(SAID.format(said), 1) > 1:
                 return
-        except RuntimeError:  # its process has ended: nobody else can have said it
+        except RuntimeError:  # the store's process has ended; no other rank can have warned
             pass
     warn(_dated(message, steps, "" if rank is None else f"first on rank {rank}"))
 
 
 def warn_once_for(comm: TensorCollectives, message: str) -> None:
-    """Warn of what all ranks of ``comm`` know: the first of them does so, as often as it comes."""
+    """Warn on the first rank of ``comm`` about something that all its ranks know."""
     if comm.rank == 0:
         warn(_dated(message, comm.watch.steps))
 

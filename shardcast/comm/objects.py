@@ -1,4 +1,4 @@
-"""A process group as set-up and errors use it: values of the host, and agreement on them."""
+"""A process group for set-up and errors: exchanges host values and agrees on them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Comm(TensorCollectives):
-    """The ranks that share one model, and collectives of picklable values.
+    """The ranks that share one model, with collectives of picklable values.
 
-    torch's own of those put them on the current device, which need not be that of the model.
-    Every method must be called by all ranks of the group; ``device`` is one of a kind that the
-    group's backend serves.
+    torch's own object collectives use the current device, which may not be the model's. All ranks
+    of the group must call every method; ``device`` must be of a kind that the group's backend
+    supports.
     """
 
     @classmethod
     def resolve(cls, process_group: dist.ProcessGroup | None) -> Comm:
-        """The group to use: the given one, else the default one, else this process alone.
+        """Return the group to use: the given one, else the default one, else this process alone.
 
         Raises:
             ValueError: this rank is not a member of ``process_group``.
-            RuntimeError: ``WORLD_SIZE`` announces several processes but no group joins them.
+            RuntimeError: ``WORLD_SIZE`` is above 1 but there is no process group.
         """
         announced = int(os.environ.get("WORLD_SIZE", "1"))
         if process_group is not None:
@@ -68,7 +68,7 @@ class Comm(TensorCollectives):
         return cls(group)
 
     def topology(self, device: torch.device) -> Topology:
-        """Return what joins the ranks, equal on all of them; one collective of 8 bytes per rank."""
+        """Return the links between ranks, equal on all ranks. Collective: 8 bytes per rank."""
         backend, on_host = self.backend(device), device.type == "cpu"
         machines = self._numbers(_digest(machine()), device, "the machines")
         node = machines.count(machines[0])
@@ -78,7 +78,7 @@ class Comm(TensorCollectives):
         return Topology(backend, node if apart else 1, on_host)
 
     def exchange(self, value: object, device: torch.device) -> list[Any]:
-        """All ranks' values, in rank order; small ones, for every rank gets all of them."""
+        """Return all ranks' values in rank order. Keep them small: every rank gets all of them."""
         if self.size == 1:
             return [value]
         data = _bytes(value, device)
@@ -91,14 +91,15 @@ class Comm(TensorCollectives):
         return _unpickled(row[:length] for row, length in zip(rows, lengths, strict=True))
 
     def gather(self, value: object, device: torch.device) -> list[Any]:
-        """All ranks' values, in rank order, on rank 0; nothing on the others."""
+        """Return all ranks' values in rank order on rank 0; other ranks get nothing."""
         if self.size == 1:
             return [value]
         data = _bytes(value, device)
         lengths = self._numbers(data.numel(), device, "values")
         sent = [data.numel()] + [0] * (self.size - 1)
         received = lengths if self.rank == 0 else [0] * self.size
-        gathered = data.new_empty(sum(received))  # not padded: one rank may have nearly everything
+        # not padded, because one rank may have nearly everything
+        gathered = data.new_empty(sum(received))
         self.all_to_all(gathered, data, received, sent, "values").wait()
         if self.rank != 0:
             return []
@@ -106,7 +107,7 @@ class Comm(TensorCollectives):
         return _unpickled(self._on_host(gathered).split(lengths))
 
     def share(self, value: T, device: torch.device) -> T:
-        """Rank 0's value on every rank; the values of the others are not read."""
+        """Return rank 0's value on every rank; the other ranks' values are ignored."""
         if self.size == 1:
             return value
         data = _bytes(value, device) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
@@ -119,31 +120,32 @@ class Comm(TensorCollectives):
         return shared
 
     def agree(self, text: str, device: torch.device, about: object = "") -> bool:
-        """Return whether all ranks pass the same text; one collective of 8 bytes per rank."""
+        """Return whether all ranks pass the same text. Collective: 8 bytes per rank."""
         return len(set(self._numbers(_digest(text), device, about))) == 1
 
     def together(self, fn: Callable[[], T], device: torch.device, call: str = "") -> T:
-        """Run ``fn`` on this rank; what it returns if all ranks succeed, else all ranks raise.
+        """Run ``fn`` on this rank. Return its result if all ranks succeed; else all ranks raise.
 
-        The one way in which something that may fail on one rank alone is done on all of them: a
-        rank that raised by itself would leave the others waiting in their next collective. All
-        ranks must call it, for their own ``fn``, which must not contain collectives of this
-        group. Where all succeed it costs one collective of 8 bytes per rank.
+        Use this for anything that may fail on one rank alone: a rank that raised by itself would
+        leave the others waiting in their next collective. ``fn`` must not contain collectives of
+        this group.
+
+        Collective: every rank, each with its own ``fn``. On success it costs 8 bytes per rank.
 
         Args:
-            call: what is being done, for example ``"save"``; ranks that meet here in different
-                calls all raise an error that names each rank's.
+            call: name of the caller, such as ``"save"``. If ranks meet here in different calls, all
+                of them raise an error that names each rank's call.
 
         Raises:
-            Exception: on a rank whose ``fn`` raised: that very exception.
-            ValueError, TypeError, RuntimeError: on the other ranks, with the ranks that failed
-                and their messages; of the kind that was raised there if that is ValueError or
-                TypeError, else RuntimeError.
+            Exception: on a rank whose ``fn`` raised: that exception.
+            ValueError, TypeError, RuntimeError: on the other ranks, with the failed ranks and their
+                messages. The type is the failed rank's if that is ValueError or TypeError, else
+                RuntimeError.
         """
         error: Exception | None = None
         try:
             value = fn()
-        except Exception as raised:  # whatever it is, the other ranks must raise too
+        except Exception as raised:  # for any exception the other ranks must raise, too
             error = raised
         outcome = call if error is None else f"{call} failed on rank {self.rank}"
         alike = self.agree(outcome, device, call)
@@ -155,10 +157,10 @@ class Comm(TensorCollectives):
         return value
 
     def collect(self, fn: Callable[[], T], device: torch.device, call: str = "") -> list[T]:
-        """:meth:`together` for values that all ranks need: those of all ranks, in rank order.
+        """:meth:`together`, but return the results of all ranks, in rank order.
 
         Args:
-            fn: what it returns should be small: every rank gets all of it, pickled.
+            fn: its result should be small, because every rank gets all results, pickled.
         """
         own = self.together(lambda: pickle.dumps(fn()), device, call)
         return [pickle.loads(value) for value in self.exchange(own, device)]
@@ -167,32 +169,32 @@ class Comm(TensorCollectives):
         """Raise the same error on every rank if a description differs between ranks.
 
         Args:
-            lines: what this rank has planned, one fact per line, details indented.
+            lines: this rank's plan, one fact per line, details indented.
 
         Raises:
-            RuntimeError: names the first line that differs, and what each rank has there.
+            RuntimeError: names the first line that differs, and each rank's version.
         """
         if not self.agree("\n".join(lines), device, "descriptions"):
             raise differing(self, lines, device)
 
     def _on_host(self, values: Tensor) -> Tensor:
-        """Return what was received, on the host, which waits for it where there is a device."""
+        """Return received data on the host; on an accelerator this waits for it."""
         with Work(self, "a collective", "values"):
             return values.cpu()
 
     def _numbers(self, number: int, device: torch.device, about: object) -> list[int]:
-        """All ranks' integers, in rank order."""
+        """Return all ranks' integers, in rank order."""
         if self.size == 1:
             return [number]
         own = torch.tensor([number], device=device)
         numbers = own.repeat(self.size)
-        with Work(self, "an all-gather", about):  # the host waits for it too
+        with Work(self, "an all-gather", about):  # the host waits for the collective, too
             _compat.all_gather_flat(numbers, own, self.group)
             return [int(number) for number in numbers.tolist()]
 
 
 def machine() -> str:
-    """Return what processes of one machine have in common, containers on it too."""
+    """Return an id that processes of one machine share, even in different containers."""
     try:
         return BOOT_ID.read_text()
     except OSError:  # not Linux
@@ -208,21 +210,21 @@ def _bytes(value: object, device: torch.device) -> Tensor:
 
 
 def _unpickled(pieces: Iterable[Tensor]) -> list[Any]:
-    """Return the values of contiguous bytes on the host."""
+    """Unpickle the values of contiguous bytes on the host."""
     return [
-        pickle.loads(ctypes.string_at(piece.data_ptr(), piece.numel()))  # needs no numpy
+        pickle.loads(ctypes.string_at(piece.data_ptr(), piece.numel()))  # works without NumPy
         for piece in pieces
     ]
 
 
 def differing(comm: Comm, lines: Sequence[str], device: torch.device) -> RuntimeError:
-    """The error that names the first line that differs, and what each rank has there.
+    """Return an error that names the first line that differs, and each rank's version of it.
 
-    Every rank of ``comm`` must call it.
+    Collective: every rank of ``comm``.
     """
-    # Parameters are indented deepest: a difference is named there before it is in totals.
+    # Parameters are indented deepest, so that an error names them before totals.
     ordered = sorted(lines, key=lambda line: len(line.lstrip()) - len(line))
-    # No rank gets the lines of all the others, which of a thousand ranks are gigabytes.
+    # No rank gets the lines of all others; for a thousand ranks these are gigabytes.
     reference = comm.share(ordered, device)  # rank 0's
     longest = max(len(reference), len(ordered))
     places = (n for n in range(longest) if reference[n : n + 1] != ordered[n : n + 1])
@@ -236,7 +238,7 @@ def differing(comm: Comm, lines: Sequence[str], device: torch.device) -> Runtime
 
 
 def failure_of(error: Exception | None) -> tuple[str, str] | None:
-    """Return the kind and message of an error."""
+    """Return the type and message of an error."""
     if error is None:
         return None
     kinds = (kind.__name__ for kind in (ValueError, TypeError) if isinstance(error, kind))
@@ -245,7 +247,7 @@ def failure_of(error: Exception | None) -> tuple[str, str] | None:
 
 
 def raised_elsewhere(outcomes: Sequence[tuple[str, tuple[str, str] | None]]) -> Exception:
-    """The error of a rank that had none: others failed, or are in different calls.
+    """Return the error for a rank without one: others failed, or are in different calls.
 
     Args:
         outcomes: call and failure of each rank.

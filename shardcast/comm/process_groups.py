@@ -1,4 +1,4 @@
-"""The process groups of one job, by what they are for."""
+"""The process groups of one job, by purpose."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardcast.plan.parallel_dims import PLAIN, PackGroups, ParallelDims
 
 
 class ProcessGroups:
-    """The process groups of this rank; others than :meth:`flat` ones are made by extensions.
+    """The process groups of this rank; extensions make those that are not :meth:`flat`.
 
     Attributes:
-        everyone: all ranks of the job: they set up, save and load together.
-        dp: the data-parallel ranks, which hold the same parameters (of experts: the same number).
-        shard: the ranks of ``dp`` that own the spans of packs; fewer where there are replicas.
-        model: the model-parallel ranks of one data-parallel coordinate, in the order of the mesh.
+        everyone: all ranks of the job, which set up, save and load together.
+        dp: data-parallel ranks, which hold the same parameters (and equally many experts).
+        shard: the ranks of ``dp`` that own the spans of packs; fewer if there are replicas.
+        model: model-parallel ranks at one data-parallel coordinate, in the order of the mesh.
         parallel_dims: the dimensions, for planning.
     """
 
@@ -40,29 +40,29 @@ class ProcessGroups:
 
     @classmethod
     def flat(cls, comm: Comm) -> ProcessGroups:
-        """Data parallelism alone."""
+        """Return groups for data parallelism alone."""
         return cls(comm, comm, comm, Comm(None), {}, ParallelDims(comm.size))
 
     @property
     def is_data_parallel(self) -> bool:
-        """Return whether the job is data-parallel alone, each rank owning a span of every pack."""
+        """Return whether each rank owns a span of every pack, with data parallelism alone."""
         return self.everyone is self.shard
 
     def check_alike(self, plan: Any, device: torch.device) -> None:
-        """Raise a RuntimeError on every rank, naming the first difference, where plans differ.
+        """Raise RuntimeError on every rank if plans differ; names the first difference.
 
         Args:
-            plan: of this rank, a :class:`.setup.Plan`.
+            plan: this rank's :class:`.setup.Plan`.
         """
         if self.dp.size > 1:
             self.dp.check_equal(plan.facts(), device)
 
     def comm(self, name: str) -> Comm:
-        """The ranks of a group that a :class:`PackGroups` names."""
+        """Return the ranks of a group that a :class:`PackGroups` names."""
         return self.shard if name == PLAIN else self._groups[name]
 
     def data_parallel(self, pack_groups: PackGroups) -> Comm:
-        """The data-parallel ranks that hold the same parameters."""
+        """Return the data-parallel ranks that hold the same parameters."""
         return self.dp if pack_groups.shard == PLAIN else self.comm(pack_groups.shard)
 
     def end_watch(self) -> None:
@@ -71,18 +71,18 @@ class ProcessGroups:
             comm.watch.end(comm)
 
     def comms(self, names: Sequence[str]) -> list[Comm]:
-        """The ranks of several such groups."""
+        """Return the ranks of several such groups."""
         return [self.comm(name) for name in names]
 
 
-REPLICAS, SHARDS = "dp_replicate", "dp_shard"  # torchtitan's names of such dimensions
+REPLICAS, SHARDS = "dp_replicate", "dp_shard"  # torchtitan's names of these dimensions
 
 
 def ranks_of_shards(config: ShardcastConfig, size: int) -> int:
-    """Over how many of ``size`` data-parallel ranks masters and state are sharded.
+    """Return the number of ranks, out of ``size``, over which masters and state are sharded.
 
     Raises:
-        ValueError: a number that does not divide the ranks.
+        ValueError: the number does not divide the ranks.
     """
     asked = config.shard_ranks
     if isinstance(asked, str) or asked >= size:
@@ -96,12 +96,12 @@ def ranks_of_shards(config: ShardcastConfig, size: int) -> int:
 
 
 def over_fewer_ranks(config: ShardcastConfig, process_groups: ProcessGroups) -> ProcessGroups:
-    """The groups of ranks that are to share masters and state; the present ones if all.
+    """Return groups in which fewer ranks share masters and state; the given groups if all do.
 
-    Every data-parallel rank must call it, with an agreed configuration: two groups are made.
+    Collective: every data-parallel rank, with an agreed configuration. Creates two groups.
 
     Raises:
-        ValueError: on every rank, for a number that does not divide them.
+        ValueError: on every rank: the number does not divide the ranks.
     """
     comm = process_groups.dp
     ranks = ranks_of_shards(config, comm.size)
@@ -123,10 +123,10 @@ def over_fewer_ranks(config: ShardcastConfig, process_groups: ProcessGroups) -> 
 
 
 def _among(comm: Comm, ranks: Sequence[int], name: str) -> Comm:
-    """A group of some ranks of ``comm``, this rank among them. All of them must call it.
+    """Return a group of some ranks of ``comm``, including this one. Collective: all of these.
 
     Raises:
-        ValueError: torch does not know this group, as mock groups of threads.
+        ValueError: torch does not know this group, such as mock groups of threads.
     """
     group: Any = comm.group
     try:

@@ -1,7 +1,7 @@
-"""Gradients of one pack on their way to the owners of its spans, one way of reducing per class.
+"""One pack's gradients on their way to the owners of its spans; one class per algorithm.
 
-Everything that is in flight, and the buffers that it needs, lives in one object: nobody may change
-or free what was sent until :meth:`Reduction.wait` has returned.
+Everything in flight, with its buffers, belongs to one object. Nobody may change or free sent data
+until :meth:`Reduction.wait` has returned.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from shardcast.comm.objects import Comm
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.precision import sum_dtype
 
-# From so many ranks on, what arrived is summed by one call over all rows. It takes pieces in an
-# order of torch's own, equal in every run, and cannot tell whose was not finite.
+# From so many ranks on, one call sums all received rows. Its order is torch's, equal in every run,
+# and it cannot tell whose row was not finite.
 MANY = 33
 
 
 class Buffer:
-    """Memory for what one pack after another sends or receives; views are made once for a length.
+    """Memory that one pack after another sends from or receives into, with cached views.
 
     Attributes:
-        data: for the present pack, 1-d, of any values.
+        data: part for the current pack, 1-d, with any values.
     """
 
     __slots__ = ("_memory", "_pieces", "data")
@@ -42,7 +42,7 @@ class Buffer:
         return self._memory.nbytes
 
     def fits(self, numel: int) -> bool:
-        """Return whether it has room for so many elements; then ``data`` has that length."""
+        """Return whether it has room for this many elements; then ``data`` has that length."""
         if numel != self.data.numel():
             if numel > self._memory.numel():
                 return False
@@ -54,17 +54,17 @@ class Buffer:
         return self._memory.dtype == dtype and self._memory.device == device
 
     def pieces(self, count: int) -> list[Tensor]:
-        """Return ``data`` in parts of ``count`` elements, the same tensors from pack to pack."""
+        """Return ``data`` in parts of ``count`` elements; the same tensors for every pack."""
         if not self._pieces or self._pieces[0].numel() != count:
             self._pieces = self.data.split(count)
         return [*self._pieces]
 
 
 class Buffers:
-    """The free buffers of a pass, for what its packs send and receive.
+    """Free buffers of a reduction pass, for packs to send from and receive into.
 
-    An accelerator keeps none: torch's allocator reuses memory there, and knows which streams still
-    use it.
+    On an accelerator none are kept, because torch's allocator reuses memory and knows which streams
+    still use it.
     """
 
     def __init__(self) -> None:
@@ -72,11 +72,11 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are kept."""
+        """Return the bytes of kept buffers."""
         return sum(buffer.nbytes for buffer in self._free)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
-        """A free one, or a new one."""
+        """Return a free buffer, or a new one."""
         small = None
         for position, buffer in enumerate(self._free):
             if buffer.is_like(dtype, device):
@@ -84,34 +84,34 @@ class Buffers:
                     return self._free.pop(position)
                 small = position
         if small is not None:
-            del self._free[small]  # a larger one takes its place
+            del self._free[small]  # a larger one replaces it
         return Buffer(numel, dtype, device)
 
     def free(self) -> None:
-        """Keep none."""
+        """Release all buffers."""
         self._free.clear()
 
     def give(self, buffer: Buffer) -> None:
-        """Take a buffer back, which is free again."""
+        """Take back a buffer, which is free again."""
         if _compat.is_host(buffer.data.device):
             self._free.append(buffer)
 
 
-TakeBuffer = Callable[[int], Buffer]  # for so many elements of the wire dtype, of any values
+TakeBuffer = Callable[[int], Buffer]  # returns a buffer for so many elements of the wire dtype
 
 
 class Reduction(ABC):
-    """The gradients of one pack that one rank has under way.
+    """A reduction in flight: one pack's gradients on one rank.
 
     Args:
-        sent: the gradients of the pack in the wire dtype, unchanged until :meth:`wait` returns.
-        own: the own span of what is sent.
+        sent: the pack's gradients in the wire dtype, unchanged until :meth:`wait` returns.
+        own: this rank's span of ``sent``.
 
     Attributes:
         received: a buffer that is free again after :meth:`wait`.
-        by_rank: whether what :meth:`wait` returns is a piece for each rank.
-        mean_: writes the mean of what :meth:`wait` returned, as :data:`.reduce.mean.Mean` does, in
-            an order of its own; ``None``: any does.
+        by_rank: whether :meth:`wait` returns one piece per rank.
+        mean_: writes the mean of the pieces from :meth:`wait` in a specific order, like
+            :data:`.reduce.mean.Mean`; ``None``: any order.
     """
 
     received: Buffer
@@ -126,17 +126,17 @@ class Reduction(ABC):
         self._launch(buffer)
 
     def _launch(self, buffer: TakeBuffer) -> None:  # noqa: B027, some have a constructor of their own
-        """Start the first collective."""
+        """Launch the first collective."""
 
     def advance(self) -> None:  # noqa: B027, most have nothing to do
-        """Launch what follows on the first collective, if anything does.
+        """Launch the collective that follows the first one, if any.
 
-        Every rank must call it at the same place among its collectives, or not at all.
+        Every rank must call it at the same point among its collectives, or not at all.
         """
 
     @abstractmethod
     def wait(self) -> list[Tensor]:
-        """Return what is to be added up for the own span, 1-d; one piece if that was done."""
+        """Return the pieces to sum for this rank's span, 1-d; one piece if already summed."""
 
 
 class ReduceScatterReduction(Reduction):
@@ -152,7 +152,7 @@ class ReduceScatterReduction(Reduction):
 
 
 class AllToAllReduction(Reduction):
-    """By one all-to-all: the pieces of all ranks come here."""
+    """By one all-to-all: this rank gets all ranks' pieces of its span."""
 
     def _launch(self, buffer: TakeBuffer) -> None:
         comm, lengths, count = self._comm, self._pack.lengths, self._own.numel()
@@ -176,23 +176,25 @@ class AllToAllReduction(Reduction):
 
 
 class TwoLevelReduction(Reduction):
-    """By two all-to-alls: inside each node, then between ranks of equal number on all nodes.
+    """By two all-to-alls: within each node, then between ranks of equal number on all nodes.
 
-    With ``L`` ranks on each of ``N`` nodes, rank ``l`` of a node first gets what the ranks of its
-    node have for the ranks ``l`` of all nodes, and sums it in the dtype of sums. These sums go on
-    in that dtype, each to its node: nothing is rounded between the wire dtype, in which every
-    gradient leaves its rank, and the mean. Needs spans of equal length. Both collectives are on the
-    one process group, with empty pieces for all other ranks.
+    With ``L`` ranks on each of ``N`` nodes, rank ``l`` of a node first gets its node's pieces for
+    the ranks ``l`` of all nodes, and sums them in the dtype of sums. These sums are sent on in that
+    dtype, each to its node. So nothing is rounded between the wire dtype, in which a gradient
+    leaves its rank, and the mean. It needs spans of equal length. Both collectives use the same
+    process group, with empty pieces for all other ranks.
     """
 
-    _second: tuple[Tensor, Tensor] | None = None  # sums of this node, and of all nodes
+    _second: tuple[Tensor, Tensor] | None = None  # this node's sums, and those of all nodes
 
     def _launch(self, buffer: TakeBuffer) -> None:
         comm, sent, node = self._comm, self._sent, self._pack.algorithms.node
         self._node, self._nodes = node, comm.size // node
         self._count = self._own.numel()
-        self._home, self._number = divmod(comm.rank, node)  # which node, and which of its ranks
-        # In the order of those they go to: a pass over the pack, little next to what it saves.
+        # index of the node, and of the rank in it
+        self._home, self._number = divmod(comm.rank, node)
+        # In the order of receivers. This is a pass over the pack, which costs little compared with
+        # the traffic it saves.
         by_number = sent.view(self._nodes, node, self._count).transpose(0, 1).contiguous()
         self._sent = by_number.view(node, self._nodes * self._count)
         self.received = buffer(sent.numel())
@@ -211,7 +213,7 @@ class TwoLevelReduction(Reduction):
             rows = self.received.data.view(self._sent.shape)
             rows[self._number] = self._sent[self._number]
             sums = rows.sum(0, dtype=sum_dtype(rows.dtype))
-            self._sent = rows[:0]  # the copy is free again
+            self._sent = rows[:0]  # release the copy
             self._second = sums, torch.empty_like(sums)
             splits = [0] * self._comm.size
             splits[self._number :: self._node] = [self._count] * self._nodes
@@ -228,12 +230,12 @@ class TwoLevelReduction(Reduction):
 
 
 class ReplicaSumReduction(Reduction):
-    """The sum of another reduction's result over the ranks that hold the same span, in fp32.
+    """Sum of another reduction's result over the ranks that hold the same span, in fp32.
 
-    The all-reduce runs during the backward as well: it is launched with the next pack.
+    The all-reduce also runs during the backward; it is launched with the next pack.
 
     Args:
-        add: gives the fp32 sum of what the ``first`` reduction brings, 1-d.
+        add: returns the fp32 sum of the ``first`` reduction's pieces, 1-d.
     """
 
     def __init__(
@@ -244,10 +246,11 @@ class ReplicaSumReduction(Reduction):
         add: Callable[[Sequence[Tensor]], Tensor],
     ) -> None:
         self._first, self._comm, self._pack, self._add = first, comm, pack, add
-        self._total: Tensor | None = None  # whose sum is under way
+        self._total: Tensor | None = None  # this rank's part of the sum in flight
 
     def advance(self) -> None:
-        if isinstance(self._first, TwoLevelReduction):  # its own second part comes first
+        # it must first launch its own second collective
+        if isinstance(self._first, TwoLevelReduction):
             self._first.advance()
         else:
             self._advanced()

@@ -1,4 +1,4 @@
-"""Notes of a rank on its collectives, for whoever looks after ranks that wait for long."""
+"""A rank's notes about its collectives, for reports of long waits."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:  # circular: it imports this module
     from shardcast.comm.group import TensorCollectives, Work
 
 
 class Lookout(Protocol):
-    """Looks at watches from time to time, on a thread of its own."""
+    """Checks watches from time to time, on its own thread."""
 
     def end(self, watch: Watch) -> None:
-        """Look at ``watch`` no more."""
+        """Stop checking ``watch``."""
 
     def last_known(self, comm: TensorCollectives) -> str:
-        """Return where the ranks were when one of them had waited for long; empty if none had."""
+        """Return where the ranks were when one had waited long; empty if none had."""
 
 
 class Watch:
-    """A rank of this process: a thread, whether it waits, and the groups it works with.
+    """One rank of this process: its thread, whether it waits, and its groups.
 
     Attributes:
-        lookout: looks at this watch, see :mod:`shardcast.extensions.waiting`; or ``None``.
-        thread: its number.
-        comms: the groups of several ranks.
-        waits: the collective that the rank is in; set and taken back by that.
-        begun: how many it came to, for the same purpose.
+        lookout: checks this watch, see :mod:`shardcast.extensions.waiting`; or ``None``.
+        thread: id of its thread.
+        comms: its groups of several ranks.
+        waits: the collective that the rank is waiting in, which sets and clears it.
+        begun: number of collectives that it has entered.
         gave_up: one of them failed.
     """
 
-    _all: ClassVar[weakref.WeakSet[Watch]] = weakref.WeakSet()  # that are not idle
+    _all: ClassVar[weakref.WeakSet[Watch]] = weakref.WeakSet()  # watches that are not idle
     gave_up = False
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Watch:
 
     @classmethod
     def begin(cls, comm: TensorCollectives) -> Watch:
-        """The one of this thread, which looks after ``comm`` too while that lives."""
+        """Return this thread's watch, and add ``comm`` to it."""
         watch: Watch | None = getattr(_of_thread, "watch", None)
         if watch is None:
             watch = _of_thread.watch = cls()
@@ -55,24 +55,24 @@ class Watch:
 
     @classmethod
     def widest(cls) -> TensorCollectives | None:
-        """The most ranks that this thread, or else this process, works with."""
+        """Return the largest group of this thread, or else of this process."""
         own: Watch | None = getattr(_of_thread, "watch", None)
         watches = [own] if own is not None and not own.is_idle else list(cls._all)
         comms = [
             comm
             for watch in watches
             for comm in list(watch.comms)
-            if comm.size == 1 or comm.store is not None  # not of a group that was destroyed
+            if comm.size == 1 or comm.store is not None  # its group still exists
         ]
         return max(comms, key=lambda comm: comm.size, default=None) if len(watches) == 1 else None
 
     @property
     def steps(self) -> int:
-        """The steps made so far, of the optimizer that made most and can make more."""
+        """Number of steps of the optimizer that made most, among those still in use."""
         return max((comm.steps for comm in list(self.comms) if comm.is_alive), default=0)
 
     def end(self, comm: TensorCollectives) -> None:
-        """Look after ``comm`` no more."""
+        """Remove ``comm``."""
         if {*self.comms} <= {comm}:
             self._all.discard(self)
             if self.lookout is not None:
@@ -81,7 +81,7 @@ class Watch:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether there is nothing to look after."""
+        """Return whether there is nothing to watch."""
         return not self.comms
 
 

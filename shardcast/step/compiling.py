@@ -1,4 +1,4 @@
-"""Compiled or eager: the choice for a device, and the fallback where compiling fails."""
+"""Compiled or eager: the choice for a device, and the fallback if compiling fails."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shardcast.config import ShardcastConfig
 T = TypeVar("T")
 
 COMPILERS = {"cpu": ("c++", "g++", "clang++"), "cuda": ("cc", "gcc", "clang")}
-ATTEMPTS = 2  # at compiling a kernel: what other processes do to the cache passes
+ATTEMPTS = 2  # to compile a kernel; a second one, because other processes may disturb the cache
 
 
 def compiles(config: ShardcastConfig, device: torch.device) -> bool:
-    """Return whether what is fused is compiled on ``device``.
+    """Return whether fused code is compiled on ``device``.
 
-    ``auto`` compiles where Triton can. On CPU a compiler may be missing, and a short job would not
-    earn its compile time back: there torch's own fused kernel runs over the chunks, and with
-    ``eager`` the operations of ``torch.optim``, to the bit.
+    ``auto`` compiles if Triton can. On a CPU a compiler may be missing, and a short job would not
+    gain back the compile time. There torch's own fused kernel runs over chunks; with ``eager``, the
+    operations of ``torch.optim`` run, with the same bits.
 
     Raises:
-        ValueError: ``compile`` on CPU without a C++ compiler.
+        ValueError: ``compile`` on a CPU without a C++ compiler.
     """
     if device.type != "cpu":
         return config.fuse == "compile" or (config.fuse == "auto" and _triton())
@@ -41,25 +41,25 @@ def compiles(config: ShardcastConfig, device: torch.device) -> bool:
 
 
 def _triton() -> bool:
-    """Return whether Triton is installed, with the C compiler that builds its launchers."""
+    """Return whether Triton is installed, and the C compiler that builds its launchers."""
     return importlib.util.find_spec("triton") is not None and _has_compiler("cuda", "CC")
 
 
 def _has_compiler(kind: str, variable: str) -> bool:
-    chosen = os.environ.get(variable, "").split()[:1]  # it may have arguments
+    chosen = os.environ.get(variable, "").split()[:1]  # the variable may include arguments
     return any(shutil.which(name) for name in chosen or COMPILERS[kind])
 
 
 def or_eager(compiled: Callable[..., T], eager: Callable[..., T], kernel: str) -> Callable[..., T]:
-    """Return ``compiled``, which becomes ``eager`` once compiling it has failed twice in a row.
+    """Return ``compiled``, which falls back to ``eager`` after it failed to compile twice.
 
-    An error on one rank alone would leave the others waiting in their next collective, so there
-    is a warning, on this rank. The mean has the same bits either way. An update may differ in the
-    last one, which only ranks notice that own the same elements: replicas and tied stages.
+    An error on one rank would leave the others waiting in their next collective. So this rank only
+    warns. The mean has the same bits either way. An update may differ in the last bit, which
+    matters only to ranks that own the same elements: replicas and tied stages.
 
     Args:
         compiled: one kernel, of one graph, that is compiled when it is called.
-        kernel: what the warning calls it.
+        kernel: name of the kernel in the warning.
     """
     attempts = ATTEMPTS
 
@@ -70,7 +70,7 @@ def or_eager(compiled: Callable[..., T], eager: Callable[..., T], kernel: str) -
                 results = compiled(*args)
                 attempts = ATTEMPTS
                 return results
-            except inductor.compile_errors() as error:  # nothing has run yet
+            except inductor.compile_errors() as error:  # the kernel has not run yet
                 attempts -= 1
                 if not attempts:
                     warn_first(

@@ -1,1 +1,1 @@
-"""decide: what all ranks must agree on before the update (norm, skip, clip, loss scale)."""
+"""decide: all ranks agree on norm, skip, clip and loss scale before the update."""

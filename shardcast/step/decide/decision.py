@@ -1,4 +1,4 @@
-"""The decision for one step: what all ranks agreed on, made by :class:`.Decider`."""
+"""The decision on one step, on which all ranks agree; :class:`.Decider` makes it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from shardcast.step.decide.signal import Signal, Verdict
 
 @dataclass(frozen=True)
 class Decision:
-    """The outcome that all ranks agreed on for one step.
+    """The outcome of one step, on which all ranks agree.
 
     Attributes:
-        norm: 0-dim fp64, the global gradient norm before clipping, without loss scale and
-            of the mean over tokens where they are counted.
-        skip: 0-dim bool: some gradient somewhere is not finite, a rank made a mistake, or a verdict
-            skips it.
-        factors: per optimizer group, 0-dim fp32: what its gradients are to be multiplied with
-            (unscale and clip), or ``None`` where that is 1 by construction.
+        norm: 0-dim fp64, the global gradient norm before clipping, without loss scale; of the mean
+            over tokens if they are counted.
+        skip: 0-dim bool: a gradient on some rank is not finite, a rank made a mistake, or a verdict
+            skips the step.
+        factors: per optimizer group, 0-dim fp32: the factor of its gradients (unscale and clip);
+            ``None``: 1 by construction.
         unscale: the part of these factors that removes loss scale and token count.
-        verdicts: of the signals that have one.
-        declined: 0-dim bool, a verdict skips the step; ``None`` where none does.
-        present: per pack that is reduced, and slot, whether any rank has a gradient; exact for
-            the slots that this rank owns a part of.
-        taken: 1 where the step is made, 0 where it is skipped; 0-dim fp64.
+        verdicts: verdicts of signals that have one.
+        declined: 0-dim bool: a verdict skips the step; ``None`` if there are no verdicts.
+        present: per reduced pack and slot, whether any rank has a gradient; exact for slots of
+            which this rank owns a part.
+        taken: 1 if the step is made, 0 if it is skipped; 0-dim fp64.
         multiplier, increment: 1-d fp64: a step multiplies the totals of :class:`.SkipReport` by the
             first, and adds the second.
     """
@@ -48,9 +48,9 @@ class Decision:
 
     @cached_property
     def on_host(self) -> Decision:
-        """Return it with numbers of the host, all read at once: this waits for the device."""
+        """Return a copy with host numbers, all read at once; waits for the device."""
         read = [self.norm, self.skip, self.taken, self.unscale, *self.factors.values()]
-        kept = {number: None for number in read if number is not None}  # each once
+        kept = {number: None for number in read if number is not None}  # each number once
         values = torch.stack([number.double() for number in kept]).cpu()
         here = {number: value.to(number.dtype) for number, value in zip(kept, values, strict=True)}
         factors = {of: None if it is None else here[it] for of, it in self.factors.items()}

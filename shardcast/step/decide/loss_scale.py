@@ -1,4 +1,4 @@
-"""The loss scale, fixed or dynamic as that of ``torch.amp.GradScaler``, the same on all ranks."""
+"""The loss scale, fixed or dynamic like ``torch.amp.GradScaler``'s, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardcast.memory.gradients import Gradients
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import Signal, to_device
 
-BACKOFF, GROWTH = 0.5, 2.0  # as torch.amp.GradScaler
+BACKOFF, GROWTH = 0.5, 2.0  # as in torch.amp.GradScaler
 
 
 class LossScale(Signal):
-    """The factor of the loss; a mistake for each data-parallel rank that left it out.
+    """The factor of the loss. A data-parallel rank that left it out has made a mistake.
 
     Attributes:
         value: 0-dim fp32 on the device.
@@ -39,7 +39,7 @@ class LossScale(Signal):
         self._interval = config.loss_scale_growth_interval
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self._applied = False  # a loss was scaled since the last step
-        self._needed = False  # a backward brought gradients without it
+        self._needed = False  # a backward produced gradients without it
 
     def apply(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the scale."""
@@ -47,11 +47,11 @@ class LossScale(Signal):
         return loss * self.value
 
     def look(self, gradients: Iterable[Gradients], backward: bool, more: bool = False) -> None:
-        """Look whether gradients came without a scaled loss, before they are reduced. Local.
+        """Check whether gradients came without a scaled loss, before they are reduced. Local.
 
         Args:
-            backward: one was run since the last reduction.
-            more: besides those of the last call.
+            backward: a backward ran since the last reduction.
+            more: check these gradients in addition to those of the last call.
         """
         if not self._applied:
             backward = backward or self._needed
@@ -62,12 +62,14 @@ class LossScale(Signal):
             )
 
     def local(self) -> Tensor:
-        """Return per data-parallel rank 1 if it has gradients of a loss that was not scaled."""
+        """Return, per data-parallel rank, 1 if its gradients come from an unscaled loss."""
         return self._own_rank if self._needed and not self._applied else self._nowhere
 
     def merge(self, readings: Tensor) -> Tensor:
-        """Take a loss for unscaled where some rank of every stage says so: only the last stage of a
-        pipeline has the loss."""
+        """Count a loss as unscaled only if some rank of every stage says so.
+
+        Only the last stage of a pipeline has the loss.
+        """
         dims = self._parallel_dims
         by_dim = readings.view(1, *(dims.sizes[dim] for dim in dims.model), -1)
         if dims.pipeline in dims.model:
@@ -87,7 +89,7 @@ class LossScale(Signal):
         )
 
     def conclude(self, decision: Decision) -> None:
-        """Grow after enough good steps, back off after an overflow; a declined one says nothing."""
+        """Grow after enough good steps; back off after an overflow; ignore declined steps."""
         overflow, ignored = decision.skip, None
         if decision.declined is not None:
             overflow, ignored = overflow & ~decision.declined, overflow & decision.declined
@@ -106,8 +108,9 @@ class LossScale(Signal):
         return {"loss_scale": float(self.value), "growth": float(self._growth)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Undo :meth:`state_dict`; a scale that the saved run did not use stays."""
+        """Load what :meth:`state_dict` returned; keep a scale that the saved run did not use."""
         if state["loss_scale"] is not None:
             self.value.fill_(state["loss_scale"])
-            # The saved interval may have been longer; torch grows only where they become equal.
+            # The saved interval may have been longer; torch grows only when count and interval are
+            # equal.
             self._growth.fill_(min(int(state["growth"]), self._interval - 1))

@@ -1,9 +1,9 @@
-"""The norm of gradients that are cut into spans, packs and ranks, and clipping by it.
+"""The norm of gradients that are split into spans, packs and ranks, and clipping by it.
 
-What can be merged are sums of p-th powers (for inf: maxima), here called powers. They are fp64,
-which makes the norm independent of how the packs are cut, to fp32 precision, and on CPU finite for
-every finite gradient. :class:`GradientNorm` has them summed over ranks, and gives the factor of
-each group; :class:`PNorm` is the arithmetic.
+Sums of p-th powers can be merged (maxima for inf); they are called powers here. They are in fp64,
+so the norm does not depend on how packs are cut, to fp32 precision. On a CPU it is finite for every
+finite gradient. :class:`GradientNorm` sums powers over ranks and returns each group's factor;
+:class:`PNorm` is the arithmetic.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from shardcast.plan.originals import OptimizerList
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import Signal, to_device
 
-LIMITS = 64  # bounds that are kept on the device; a schedule may have one for each step
-EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+LIMITS = 64  # bounds kept on the device; a schedule may have a new one in each step
+EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class NormParts(NamedTuple):
-    """The parts of own spans whose norms are taken.
+    """The parts of own spans whose norms are computed.
 
     Attributes:
-        of: the number of the pack of each, and the slice of its own span.
-        mask: bool, (parts, groups): the group that a part counts for here; ``None``: there is one
-            group, and all count.
-        from_last: the number of the pack of each, counted from the last, which is 1; fp64.
+        of: pack number of each part, and its slice of the own span.
+        mask: bool, (parts, groups): the group to which a part counts; ``None``: there is one group,
+            and all parts count.
+        from_last: pack number of each part, counted from the last pack, which is 1; fp64.
     """
 
     of: tuple[tuple[int, slice], ...]
@@ -44,15 +44,16 @@ class NormParts(NamedTuple):
 
 
 class GradientNorm(Signal):
-    """The norm of each group, the factors that clip it, and the first pack that is not finite.
+    """The norm of each group, the factors that clip it, and the first non-finite pack.
 
-    Its part has for each data-parallel rank the first pack that is not finite, counted from the
-    last, for what comes first is the largest then (0: none); behind it the power of each group,
-    with a maximum of each rank and group. The first are its mistakes, which skip the step.
+    Its slice starts with each data-parallel rank's first non-finite pack, counted from the last
+    pack, so that the first one has the largest number (0: none). After it comes the power of each
+    group; for a maximum, that of each rank and group. Non-finite packs are its mistakes, which skip
+    the step.
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
-        originals: the optimizers, whose groups may have bounds of their own.
+        originals: the optimizers, whose groups may have their own bounds.
     """
 
     name = "norm"
@@ -71,7 +72,7 @@ class GradientNorm(Signal):
         self._model_rank = process_groups.model.rank
         self.skips = (True,) * self._ranks
         self._of = PNorm(p, device)
-        self._bound: float | None = None  # of the coming decision, with those of groups
+        self._bound: float | None = None  # bound of the coming decision; groups may have their own
         self._bounds: dict[GroupId, Any] = {}
         self._pending: Decision | None = None
         self._parts: tuple[Any, NormParts] | None = None
@@ -79,12 +80,13 @@ class GradientNorm(Signal):
         self._row = self._none.new_zeros(0)
 
     def begin(self, bound: float | None, pending: Decision | None) -> None:
-        """Take the bounds of the coming decision; see :meth:`.Decider.decide`."""
+        """Set the bounds of the coming decision; see :meth:`.Decider.decide`."""
         self._bound, self._pending = bound, pending
-        # For the groups that were sharded: with others this rank has an error that all must know.
+        # Only of the sharded groups: with other groups this rank has an error to share with all
+        # ranks.
         self._bounds = dict.fromkeys(self._originals.sharded)
         for number, owner, group in self._originals.numbered():
-            # Some classes have an option of that name.
+            # Some classes have their own option of that name.
             if number in self._bounds and "max_grad_norm" not in owner.defaults:
                 self._bounds[number] = group.get("max_grad_norm")
 
@@ -94,7 +96,7 @@ class GradientNorm(Signal):
 
     def local(self) -> Tensor:
         """Return this rank's part; the next call overwrites it."""
-        if len(self._row) != self.numel():  # not in every step
+        if len(self._row) != self.numel():  # only when its length changes
             self._row = self._none.new_zeros(self.numel())
         parts = self._parts_of()
         powers = self._of.powers([self._grads[number].own[part] for number, part in parts.of])
@@ -104,9 +106,9 @@ class GradientNorm(Signal):
         if not len(powers):
             self._row.zero_()
             return self._row
-        # Not numbers[index]: to index by a tensor of no dimension is to ask for its value.
+        # Not numbers[index], because indexing by a 0-dim tensor reads its value.
         numbers = torch.where(powers < math.inf, self._none, parts.from_last)
-        torch.amax(numbers, 0, out=first)  # for it takes a launch to put it into a row
+        torch.amax(numbers, 0, out=first)  # saves a launch to copy it into the row
         if parts.mask is None:
             of_groups = of_groups[0]
         else:  # a replica that is counted on another rank contributes only its finiteness
@@ -116,10 +118,10 @@ class GradientNorm(Signal):
         return self._row
 
     def _parts_of(self) -> NormParts:
-        """Return the parts of own spans whose norms are taken, each for its group.
+        """Return the parts of own spans whose norms are computed, each for its group.
 
-        Groups that are clipped together count as the first of them: so a pack, whatever the number
-        of its groups, has one part.
+        Groups that are clipped together count as the first of them. So a pack has one part, however
+        many groups it has.
         """
         first: dict[Any, GroupId] = {}
         counted_as = {}
@@ -149,7 +151,7 @@ class GradientNorm(Signal):
         )
 
     def read(self, total: Tensor) -> Tensor:
-        """Return the first packs that are not finite, then the power of each group."""
+        """Return the first non-finite packs, then the power of each group."""
         if not self._of.is_maximum:
             return total
         first, powers = total.split([self._ranks, len(total) - self._ranks])
@@ -161,7 +163,7 @@ class GradientNorm(Signal):
         return torch.cat([first, self._of.merge(readings[:, self._ranks :])])
 
     def total(self, reading: Tensor, scale: Tensor | None) -> Tensor:
-        """Return the norm of all groups, 0-dim, ``scale`` removed."""
+        """Return the norm of all groups, 0-dim, with ``scale`` removed."""
         return self._of.root(reading[self._ranks :], scale)
 
     def clip(
@@ -172,13 +174,13 @@ class GradientNorm(Signal):
         unscale: Tensor | None,
         before: Tensor | None,
     ) -> tuple[Tensor, dict[GroupId, Tensor | None]]:
-        """Return the norm that is clipped, and what the gradients of each group are multiplied by.
+        """Return the norm that is clipped, and the factor of each group's gradients.
 
         Args:
             norm: the :meth:`total`.
-            scale: of the gradients in the own spans; ``unscale`` removes it.
-            before: multiplies the gradients before they are clipped, by a verdict; ``unscale`` is
-                in it. An earlier decision has factors of its own for that.
+            scale: scale of the gradients in own spans; ``unscale`` removes it.
+            before: a verdict's factor on the gradients before they are clipped. It includes
+                ``unscale``. An earlier decision has its own factors for that.
         """
         powers = reading[self._ranks :]
         bound, *bounds = (
@@ -199,7 +201,7 @@ class GradientNorm(Signal):
         return clipped, dict(zip(self._bounds, factors, strict=True))
 
     def clamp_(self, limit: float, unscale: Tensor | None, pending: Decision | None) -> None:
-        """Clamp all own spans so that their products with a factor lie in ``[-limit, limit]``."""
+        """Clamp all own spans so that their products with a factor are in ``[-limit, limit]``."""
         for grads in self._grads:
             if pending is None:
                 clamp_(grads.own, limit, unscale)
@@ -208,30 +210,30 @@ class GradientNorm(Signal):
                 clamp_(grads.own[part], limit, factor)
 
     def error(self, mistakes: Sequence[float]) -> None:
-        """No error: the step is skipped, see :meth:`.SkipReport.poll`."""
+        """Return no error: the step is skipped, see :meth:`.SkipReport.poll`."""
 
     def packs(self, first: Sequence[float]) -> Iterator[tuple[int, Gradients]]:
-        """Give the ranks, and of each its first pack that is not finite, of such numbers."""
+        """Return, by rank, the first non-finite pack in these numbers."""
         yield from ((rank, self._grads[-int(n)]) for rank, n in enumerate(first) if n)
 
 
 class PNorm:
-    """The arithmetic of one p-norm; its results are 0-dim or 1-d on ``device``.
+    """The arithmetic of one p-norm; results are 0-dim or 1-d on ``device``.
 
     Attributes:
-        is_maximum: powers are merged by their maximum, not by their sum.
+        is_maximum: powers are merged by their maximum, not their sum.
     """
 
     def __init__(self, p: float, device: torch.device) -> None:
         self._p, self._device = p, device
-        # Of these a compiler's graph has one case; p itself would be a number that is given to it.
+        # For these a compiled graph has a fixed case; p itself would be an input of the graph.
         self.is_maximum, self._is_euclidean = math.isinf(p), p == 2.0
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._limits: dict[float, Tensor] = {}
 
     def on_device(self, limit: float | Tensor) -> Tensor:
-        """Return a finite bound as 0-dim fp64; a number of the host is uploaded once."""
-        most = torch.finfo(torch.float64).max  # no bound: infinity is no multiple of itself
+        """Return a finite bound as 0-dim fp64; a host number is uploaded once."""
+        most = torch.finfo(torch.float64).max  # means no bound, because inf / inf is NaN
         if isinstance(limit, Tensor):
             return limit.to(self._device, torch.float64).clamp(max=most)
         limit = min(limit, most)
@@ -244,9 +246,9 @@ class PNorm:
     def powers(self, spans: Sequence[Tensor]) -> Tensor:
         """Return the power of each 1-d span, 1-d.
 
-        On an accelerator all spans of one dtype are one call, as in torch's ``clip_grad_norm_``,
-        which reads them once and sums in fp32. The price: a span whose sum of powers exceeds fp32
-        (a norm above 1e19, with p of 2) counts as infinite, so that the step is skipped.
+        On an accelerator all spans of one dtype are one call, as in torch's ``clip_grad_norm_``. It
+        reads them once and sums in fp32. In exchange, a span whose sum of powers exceeds fp32 (a
+        norm above 1e19 for p = 2) counts as infinite, and the step is skipped.
         """
         if _compat.is_host(self._device) or not spans:
             powers = [self.power(own) for own in spans]
@@ -254,7 +256,7 @@ class PNorm:
         norms = [self._zero] * len(spans)
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number, own in enumerate(spans):
-            if own.numel():  # an empty one has no maximum
+            if own.numel():  # an empty span has no maximum
                 kinds.setdefault((own.device, own.dtype), []).append(number)
         for (device, _), numbers in kinds.items():
             every = torch._foreach_norm([spans[n] for n in numbers], self._p, dtype=torch.float32)
@@ -264,7 +266,7 @@ class PNorm:
         return stacked if self.is_maximum else stacked.pow(self._p)
 
     def power(self, own: Tensor) -> Tensor:
-        """Return the power of a 1-d span of the host, 0-dim."""
+        """Return the power of a 1-d span on the host, 0-dim."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         scratch = torch.empty(CHUNK, dtype=torch.float64)
         for part in slices(own.numel(), CHUNK):
@@ -279,14 +281,14 @@ class PNorm:
         return total
 
     def merge(self, powers: Tensor, out: Tensor | None = None) -> Tensor:
-        """Merge powers of parts, along the first dimension, into those of the whole, in fp64."""
+        """Merge powers along the first dimension, in fp64."""
         if powers.shape[0] > 1 and not self.is_maximum:
             return torch.sum(powers, 0, dtype=torch.float64, out=out)
         merged = powers[0] if powers.shape[0] == 1 else powers.amax(0)
         return merged.double() if out is None else out.copy_(merged)
 
     def root(self, powers: Tensor, scale: Tensor | None) -> Tensor:
-        """Return the norm, 0-dim, of a whole with parts of these powers, ``scale`` removed."""
+        """Return the norm, 0-dim, from these powers of its parts, with ``scale`` removed."""
         norm = self.merge(powers)
         if self._is_euclidean:
             norm = norm.sqrt()
@@ -297,10 +299,10 @@ class PNorm:
     def multiplied(
         self, powers: Tensor, factors: Sequence[Tensor | None], scale: Tensor | None
     ) -> Tensor:
-        """Return the powers of parts that are multiplied by ``factors``, one each; ``None`` is 1.
+        """Return the powers of parts that are multiplied by one of ``factors`` each; ``None`` is 1.
 
         Args:
-            scale: a loss scale that the factors remove, and that is to stay.
+            scale: a loss scale that the factors remove and that should stay.
         """
         one = torch.ones((), dtype=torch.float64, device=self._device)
         back = one if scale is None else scale.double()
@@ -309,7 +311,7 @@ class PNorm:
 
 
 def product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return a product, of which ``None`` is 1."""
+    """Return a product in which ``None`` is 1."""
     if first is None or second is None:
         return second if first is None else first
     return first * second
@@ -324,16 +326,16 @@ def clip_factors(
     total: Tensor,
     times: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Return per group the factor that keeps its bound, 0-dim fp32; ``None`` without one.
+    """Return each group's factor that keeps its bound, 0-dim fp32; ``None`` without a bound.
 
     Groups that are clipped together have the same tensor.
 
     Args:
         powers: per group, see :class:`PNorm`; the gradients have the loss scale ``scale``.
-        bound: of the norm of all groups that have none of their own, see :meth:`PNorm.on_device`.
-        bounds: per group, one of its own, by which it is clipped by itself.
-        total: the norm of all groups.
-        times: 0-dim fp32, multiplies all of them.
+        bound: bound of the norm of all groups without their own, see :meth:`PNorm.on_device`.
+        bounds: each group's own bound, by which it is clipped separately.
+        total: norm of all groups.
+        times: 0-dim fp32, a factor of all gradients.
     """
 
     def clip(bound: Tensor | None, members: list[int]) -> Tensor | None:
@@ -341,10 +343,10 @@ def clip_factors(
             return times
         norm_of_members = total
         if len(members) < len(bounds):
-            # Not powers[members]: a list as an index is copied to the device, which waits for it.
+            # Not powers[members], because copying an index list to the device waits for it.
             of_members = torch.stack([powers[member] for member in members])
             norm_of_members = norm.root(of_members, scale)
-        # 1 where the norm keeps it, in three launches.
+        # 1 if the norm is within the bound, in three launches.
         above = torch.maximum(norm_of_members + EPS, bound)
         factor = torch.div(bound, above, out=torch.empty_like(above, dtype=torch.float32))
         return product(times, factor)
@@ -355,13 +357,14 @@ def clip_factors(
 
 
 def clamp_(own: Tensor, limit: float, factor: Tensor | None) -> None:
-    """Clamp a span so that its product with ``factor`` lies in ``[-limit, limit]``.
+    """Clamp a span so that its product with ``factor`` is in ``[-limit, limit]``.
 
-    Infinities stay, so that the step is skipped for them.
+    Infinities stay, so that they skip the step.
     """
-    bound = torch.full((), limit, dtype=torch.float32, device=own.device)  # waits for nothing
+    # does not wait for the device
+    bound = torch.full((), limit, dtype=torch.float32, device=own.device)
     if factor is not None:
-        # Without a finite norm there is no factor either: the step is skipped, but padding that is
-        # clamped to NaN would stay so, and spoil all later norms.
+        # If the norm is not finite there is no factor, and the step is skipped. But padding that is
+        # clamped to NaN would stay NaN and spoil all later norms.
         bound = (bound / factor).nan_to_num(math.inf, math.inf)
     own.copy_(torch.where(own.isfinite(), own.clamp(-bound, bound), own))

@@ -1,10 +1,10 @@
-"""Options that ranks must have alike in every step, compared inside the control all-reduce.
+"""Options that must be equal on all ranks in every step, compared in the control all-reduce.
 
-Replicas stay equal whatever a rank's learning rate is: every owner trains its spans at its own
-rate, and nobody notices. So the options of all groups have a digest, integers ``d`` below
-``2**BITS``, of which the all-reduce brings ``sum(d)`` and ``sum(-ranks * d * d)``. Doubles add
-these exactly, and the ranks hold one value iff the second is ``-sum(d)**2`` (Cauchy-Schwarz).
-All ranks see a difference together, and only then exchange the values to name it.
+Replicas stay equal even if ranks have different learning rates: every owner updates its spans with
+its own rate, and nobody notices. So the options of all groups have a digest, integers ``d`` below
+``2**BITS``. The all-reduce sums ``d`` and ``-ranks * d * d``, which doubles add exactly. All ranks
+have the same value if and only if the second sum is ``-sum(d)**2`` (Cauchy-Schwarz). All ranks
+detect a difference together, and only then exchange the values to name it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shardcast.messages import by_rank
 from shardcast.plan.validate import ON_DEVICE, plain
 from shardcast.step.decide.signal import COUNT, LEFT, Signal, known, to_device
 
-BITS = 16  # fewer in a world of more than 1,448 ranks: (ranks * d)**2 is an exact double
-DIGESTS = 3  # one of requires_grad, where a difference is no error, and two of options
-ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, which are then spread over the product
+BITS = 16  # fewer with more than 1,448 ranks, so that (ranks * d)**2 is an exact double
+DIGESTS = 3  # one for requires_grad, where a difference is no error, and two for options
+ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, to spread them over the product
 Groups = Sequence[Mapping[str, Any]]
 
-# The history of a rank's gradients between two steps, which must be that of all ranks.
+# The history of a rank's gradients between two steps, which must be equal on all ranks.
 BACKWARDS, CLEARS = "synchronized backwards of a step", "clears of their gradients"
 FAILED = "synchronized backwards of a step that failed"
 STALE = "gradients that parameters of an added group had already"
@@ -41,7 +41,7 @@ NOTHING = {
     **dict.fromkeys((ASSIGNED, CLEARED, SUMMED), ""),
     EDITED: False,
 }
-SHOWN = 3  # names
+SHOWN = 3  # largest number of names in a message
 
 REMEDY = (
     "Every owner would update its part of the model in its own way: give all ranks the same value, "
@@ -64,7 +64,7 @@ UNTRAINED = (
     "The gradient of a parameter is zero on the ranks that do not train it; freeze and unfreeze on "
     "all ranks alike"
 )
-# By what differs; where several facts do, of the first one here.
+# Remedies by the fact that differs; if several differ, the first one here applies.
 REMEDIES = {
     SUMMED: SUMMED_REMEDY,
     **dict.fromkeys(HISTORY, HISTORY_REMEDY),
@@ -76,16 +76,16 @@ REMEDIES = {
 class OptionCheck(Signal):
     """Compares options of the parameter groups, and the arguments of a step.
 
-    Its mistakes are whether ranks differ in what they train, which skips no step, and twice whether
-    in options.
+    Its mistakes: ranks train different parameters, which skips no step; and, twice, ranks differ in
+    options.
 
     Args:
-        names: options of the optimizers' classes; other keys of a group are a script's own notes.
-        groups: gives those of this rank.
-        trained: gives the names of the parameters that are reduced.
+        names: options of the optimizers' classes; other keys of a group are a script's own.
+        groups: returns this rank's groups.
+        trained: returns the names of the parameters that are reduced.
 
     Attributes:
-        given: by name, what a script gives to a step besides options of groups.
+        given: arguments of a step besides options of groups, by name.
     """
 
     skips = (False, True, True)
@@ -105,12 +105,12 @@ class OptionCheck(Signal):
         ranks = process_groups.dp.size
         self._mask = (1 << min(BITS, (53 - 2 * (ranks - 1).bit_length()) // 2)) - 1
         self._arguments: Mapping[str, Any] = {}
-        self._objects: list[Any] = []  # of the last step
-        self._changing = True  # some of these may change in place
+        self._objects: list[Any] = []  # values in the last step
+        self._changing = True  # some objects may change in place
         self._trained = b""
         self._on_device: list[Tensor] = []
         self._numbers: tuple[int, ...] = ()
-        self._digests = torch.empty(0)  # these numbers on the device
+        self._digests = torch.empty(0)  # the digests on the device
         self._pairs = self._paired(torch.zeros(3, dtype=torch.int64, device=device))
         self._warned = False
 
@@ -118,9 +118,9 @@ class OptionCheck(Signal):
         return self._pairs.numel() if self._process_groups.everyone.size > 1 else 0
 
     def local(self) -> Tensor:
-        """Return this rank's digests and their squares, 1-d fp64; empty where there is one rank.
+        """Return this rank's digests and their squares, 1-d fp64; empty with one rank.
 
-        Costs 0.1 microseconds per option and per parameter as long as nothing changes.
+        Costs 0.1 microseconds per option and per parameter while nothing changes.
         """
         if self._process_groups.everyone.size == 1:
             return torch.empty(0, dtype=torch.float64, device=self._device)
@@ -129,7 +129,7 @@ class OptionCheck(Signal):
         objects = [group.get(name) for group in groups for name in self._names]
         objects += arguments.values()
         trained = bytes(param.requires_grad for group in groups for param in group["params"])
-        # By identity: to compare a tensor with a number would wait for its device.
+        # By identity, because comparing a tensor with a number would wait for its device.
         same = len(objects) == len(self._objects) and all(map(operator.is_, objects, self._objects))
         if self._changing or not same or trained != self._trained:
             self._objects, self._trained = objects, trained
@@ -138,7 +138,7 @@ class OptionCheck(Signal):
             digests = self._digests.clone()
             values = torch.stack([value.detach().double().reshape(()) for value in self._on_device])
             bits = values.view(torch.int64)
-            # The prefix sums tell two values that changed places apart.
+            # Prefix sums detect two values that swapped places.
             mixed = ((bits ^ (bits >> 2 * BITS)) * ODD).cumsum(0).sum()
             digests[1] += mixed >> 3 * BITS
             digests[2] += mixed >> 2 * BITS
@@ -161,7 +161,7 @@ class OptionCheck(Signal):
             self._pairs = self._paired(self._digests)
 
     def read(self, sums: Tensor) -> Tensor:
-        """Return mistakes, and with model parallelism the sums."""
+        """Return the mistakes, and with model parallelism the sums."""
         if not sums.numel():
             return torch.zeros_like(self._pairs[:DIGESTS])
         digests = sums[:DIGESTS]
@@ -169,7 +169,7 @@ class OptionCheck(Signal):
         return torch.cat([differing, sums]) if self._process_groups.model.size > 1 else differing
 
     def merge(self, readings: Tensor) -> Tensor:
-        """Add a mistake where model-parallel ranks differ in options; they may train others."""
+        """Add a mistake if model-parallel ranks differ in options; they may train others."""
         differing, sums = readings.split([DIGESTS, readings.shape[1] - DIGESTS], 1)
         mistakes: Tensor = differing.abs().amax(0)
         across = (sums != sums[0])[:, 1:DIGESTS].any().double()
@@ -177,7 +177,7 @@ class OptionCheck(Signal):
         return mistakes
 
     def error(self, mistakes: Sequence[float]) -> RuntimeError | None:
-        """Name the options that differ, with groups, ranks and values."""
+        """Return an error that names the options that differ, with groups, ranks and values."""
         groups = self._groups()
         if not any(mistakes[1:]):
             self._warn_of_training(groups)
@@ -191,7 +191,7 @@ class OptionCheck(Signal):
         return error_of(values, self._process_groups.everyone, self._device)
 
     def _warn_of_training(self, groups: Groups) -> None:
-        """Warn once of parameters that some ranks do not train; on a CPU all ranks call it."""
+        """Warn once about parameters that some ranks do not train. On a CPU all ranks call it."""
         if self._warned:
             return
         self._warned, names = True, self._names_of_trained()
@@ -205,7 +205,7 @@ class OptionCheck(Signal):
 
 
 def _on_device(value: Any) -> Iterator[Tensor]:
-    """Return numbers whose value :func:`plain` leaves out, those in tuples such as betas too."""
+    """Return numbers that :func:`plain` leaves out, including those in tuples such as betas."""
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from _on_device(item)
@@ -214,7 +214,7 @@ def _on_device(value: Any) -> Iterator[Tensor]:
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether the same object has the same value in the next step."""
+    """Return whether the same object must have the same value in the next step."""
     if type(value) is tuple:
         return all(map(is_constant, value))
     return not isinstance(value, (Tensor, list))
@@ -223,10 +223,10 @@ def is_constant(value: Any) -> bool:
 def error_of(values: Mapping[str, str], comm: Comm, device: torch.device) -> RuntimeError:
     """Return the error for options that differ, with groups, ranks and values.
 
-    All ranks of ``comm`` call it on a CPU, and tell each other their ``values``, by name.
+    On a CPU all ranks of ``comm`` call it and exchange their ``values``, by name.
     """
     text = _differences(known(values, comm, device), "None")
-    if not text:  # they are known of this rank alone
+    if not text:  # only this rank's values are known
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
         text = f"the ranks differ in options; rank {comm.rank} has {shown}"
     remedies = (remedy for fact, remedy in REMEDIES.items() if fact in text)
@@ -235,13 +235,13 @@ def error_of(values: Mapping[str, str], comm: Comm, device: torch.device) -> Run
 
 
 def warn_of_training(untrained: Mapping[str, str], comm: Comm, device: torch.device) -> None:
-    """Warn of parameters that some ranks train and others do not; called as :func:`error_of`."""
+    """Warn about parameters that only some ranks train; called like :func:`error_of`."""
     text = _differences(known(untrained, comm, device), "True")
     warn_first(f"step: {text or 'the ranks train different parameters'}. {UNTRAINED}", UNTRAINED)
 
 
 def _differences(values_by_rank: Mapping[int, Mapping[str, str]], usual: str) -> str:
-    """List names whose values differ, with these by rank; ``usual`` where one has none."""
+    """List names whose values differ, with values by rank; ``usual`` if a rank has none."""
     texts = []
     for name in dict.fromkeys(name for values in values_by_rank.values() for name in values):
         facts = [(rank, values.get(name, usual)) for rank, values in values_by_rank.items()]
@@ -251,7 +251,7 @@ def _differences(values_by_rank: Mapping[int, Mapping[str, str]], usual: str) ->
 
 
 def listed(names: Sequence[str]) -> str:
-    """List the first names and how many more, which differs where any of them does."""
+    """List the first names, and how many more; any difference changes the text."""
     if len(names) <= SHOWN:
         return ", ".join(names)
     rest = names[SHOWN:]

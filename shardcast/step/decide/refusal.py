@@ -1,8 +1,8 @@
-"""An error of one rank, in a call that all ranks make, is raised on all of them.
+"""Raise an error of one rank, in a call that all ranks make, on all of them.
 
 A rank that raised by itself would leave the others waiting in their next collective. So it holds
-its error back until the next message of the form of a decision: that of a step, of a clip, and on
-gloo the one with which each rare collective call begins.
+its error back until the next message in the form of a decision: that of a step, of a clip, or, on
+gloo, the one that starts each rare collective call.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from shardcast.messages import by_rank
 from shardcast.step.decide.options import BITS, listed
 from shardcast.step.decide.signal import Signal, known, to_device
 
-KEPT = 16  # parts that are on the device already
-FACTS = 2  # that are compared: the call, and the weights that were loaded
+KEPT = 16  # parts that are cached on the device
+FACTS = 2  # the compared facts: the call, and the loaded weights
 
 
 class Refusal(Signal):
-    """The call that each rank is in, an error of this rank alone, and the weights that it loaded.
+    """Each rank's call, an error of this rank alone, and the weights that it loaded.
 
-    For each fact with the digest ``d`` a rank sends ``d`` and ``-ranks * d * d``. The sum of the
-    second is the negative square of the sum of the first if all digests are equal, else it is less
-    (Cauchy-Schwarz). An error makes it less by 1. Calls are compared over all ranks, weights over
+    For each fact with digest ``d`` a rank sends ``d`` and ``-ranks * d * d``. If all digests are
+    equal, the sum of the second is the negative square of the sum of the first; otherwise it is
+    less (Cauchy-Schwarz). An error lowers it by 1. Calls are compared over all ranks, weights over
     data-parallel ones.
 
     Attributes:
-        call: the call that this rank is in.
-        loads: the weights that a script loaded into the model since the last step.
+        call: this rank's current call.
+        loads: weights that a script loaded into the model since the last step.
     """
 
-    skips = (True, True)  # for an error or another call; for other weights
+    skips = (True, True)  # for an error or a different call; for different weights
     call = ""
 
     def __init__(self, process_groups: ProcessGroups, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Refusal(Signal):
         bits = min(BITS, (53 - 2 * (self._ranks - 1).bit_length()) // 2)
         self._mask = (1 << bits) - 1
         self.loads = Loads(device)
-        self._loaded = ""  # that was sent
+        self._loaded = ""  # loaded weights that were sent
         self._error: Exception | None = None
         self._parts: dict[tuple[str, str, bool], Tensor] = {}
         self._nothing = torch.zeros(FACTS, dtype=torch.float64, device=device)
@@ -61,10 +61,10 @@ class Refusal(Signal):
         except Exception as error:
             if self._everyone.size == 1:
                 raise
-            self._error = self._error or error  # the first one explains the others
+            self._error = self._error or error  # the first error explains later ones
 
     def local(self) -> Tensor:
-        """Return this rank's part; empty in a world of one rank."""
+        """Return this rank's part; empty with one rank."""
         if self._everyone.size == 1:
             return self._nothing[:0]
         self._loaded = self.loads.changed()
@@ -80,7 +80,7 @@ class Refusal(Signal):
         return self._parts[key]
 
     def read(self, total: Tensor) -> Tensor:
-        """Return mistakes, and with model parallelism the sum of the calls' digests."""
+        """Return the mistakes, and with model parallelism the sum of the calls' digests."""
         if not total.numel():
             return self._nothing
         sums, squares = total.split(FACTS)
@@ -88,13 +88,13 @@ class Refusal(Signal):
         return torch.cat([mistakes, sums[:1]]) if self._in_mesh else mistakes
 
     def merge(self, readings: Tensor) -> Tensor:
-        """Add a mistake where model-parallel ranks are in different calls."""
+        """Add a mistake if model-parallel ranks are in different calls."""
         mistakes, calls = readings[:, :FACTS].abs().amax(0), readings[:, FACTS]
         mistakes[0] = torch.maximum(mistakes[0], (calls != calls[0]).any().double())
         return mistakes
 
     def error(self, mistakes: Sequence[float]) -> Exception:
-        """Return this rank's own error, else that of others, or what ranks did differently."""
+        """Return this rank's own error, otherwise that of other ranks, or the difference."""
         error, self._error = self._error, None
         own = self.call, failure_of(error), self._loaded
         told = known(own, self._everyone, self._device)
@@ -103,7 +103,7 @@ class Refusal(Signal):
         outcomes = [(call, failure) for call, failure, _ in told.values()]
         if len({*outcomes}) > 1:
             return raised_elsewhere(outcomes)
-        if mistakes[0]:  # on an accelerator a rank knows of itself alone
+        if mistakes[0]:  # on an accelerator a rank knows only its own facts
             return RuntimeError(
                 f"{self.call}: another rank raised an error, which it names, or is in another call "
                 "than this one; make the same calls in the same order on every rank"
@@ -116,32 +116,32 @@ class Refusal(Signal):
         )
 
     def conclude(self, decision: object) -> None:
-        """End the step; weights that were loaded after its decision are the next one's."""
+        """End the step; weights loaded after its decision count for the next one."""
         self.loads.clear()
 
 
 class Loads:
-    """The parameters that were loaded since the last step, each with a hash of what it was before.
+    """Parameters that were loaded since the last step, each with a hash of its earlier value.
 
-    They must be alike on all ranks: each owner takes what is loaded for its own span, so loaded on
-    one rank alone they would train another model in its spans. Weights that are loaded and put
-    back, to evaluate others in between, are no difference.
+    Loads must be equal on all ranks, because each owner takes only its own span: a load on one rank
+    alone would put another model into its spans. Weights that are loaded and put back, for an
+    evaluation in between, do not count.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before: dict[nn.Parameter, tuple[str, int]] = {}
-        self._own: set[nn.Parameter] = set()  # whose values are no other rank's
+        self._own: set[nn.Parameter] = set()  # parameters that no other rank holds
         self._told: list[nn.Parameter] = []
 
     def __bool__(self) -> bool:
         return bool(self._before)
 
     def note(self, param: nn.Parameter, name: str, is_shared: bool) -> None:
-        """Note a parameter that is loaded next. Local; waits for the device.
+        """Note a parameter that is about to be loaded. Local; waits for the device.
 
         Args:
-            is_shared: all data-parallel ranks hold it; they hold different experts.
+            is_shared: all data-parallel ranks hold it, unlike experts.
         """
         if param not in self._before:
             self._before[param] = name, self._hash(param)
@@ -149,7 +149,7 @@ class Loads:
                 self._own.add(param)
 
     def changed(self) -> str:
-        """Name the parameters whose bits are others than before, with a hash of their values."""
+        """Return the parameters whose bits have changed, with a hash of their values."""
         self._told = [*self._before]
         if not self._before:
             return ""
@@ -162,7 +162,7 @@ class Loads:
         return f"{listed([*changed])} (values {zlib.crc32(repr([*changed.items()]).encode()):08x})"
 
     def clear(self) -> None:
-        """Forget those that :meth:`changed` has told last: a step has compared them."""
+        """Forget those that :meth:`changed` last returned, because a step has compared them."""
         for param in self._told:
             self._before.pop(param, None)
         self._told.clear()

@@ -1,4 +1,4 @@
-"""Signals: parts of the one all-reduce of a step by which a mistake of one rank is everybody's.
+"""Signals: each contributes a slice of a step's one all-reduce, so every rank sees a mistake.
 
 A rank that raised by itself would leave the others waiting in their next collective.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardcast.step.decide.decision import Decision
 
 T = TypeVar("T")
-# Facts that ranks must have alike: whether count was called, and what Decider.left names.
+# Facts that must be equal on all ranks: whether count was called, and Decider.left.
 COUNT, LEFT = "optimizer.count", "trained parameters that are no longer in the model"
 
 
@@ -28,8 +28,8 @@ class Verdict:
     """The verdict of a signal on one step, 0-dim on the device and equal on all ranks.
 
     Attributes:
-        factor: what the gradients are multiplied with, before they are clipped.
-        skip: the step is skipped, though its gradients are finite.
+        factor: factor of the gradients before they are clipped.
+        skip: skip the step, although its gradients are finite.
     """
 
     factor: Tensor | None = None
@@ -37,32 +37,32 @@ class Verdict:
 
 
 class Signal:
-    """One part of the control vector, and what follows for the step from its sum: here nothing.
+    """One slice of the control vector, and what its sum means for the step: here nothing.
 
-    ``decide`` calls the methods of all signals in this order, in every step and in each clip by
-    norm, and none of them waits for a device::
+    In every step and clip by norm, ``decide`` calls the methods of all signals in this order. None
+    of them may wait for a device::
 
         arguments()        compared over all ranks
         local()            summed over the data-parallel ranks, in one all-reduce with the norm
-        read(total)        the mistakes that all see in the sum, and what else the signal needs
-        merge(readings)    with model parallelism: of the readings of its ranks
+        read(total)        mistakes, as all ranks see them in the sum, and other numbers
+        merge(readings)    with model parallelism: combines the readings of its ranks
         scale(reading)
         judge(reading, norm)
-        conclude(decision), note(decision): in the step that was decided
+        conclude(decision), note(decision): in the step with this decision
 
-    On a CPU :meth:`error` runs on all ranks in the step with the mistake, so that it may exchange
-    values; on an accelerator each rank calls it a step or two later, alone, and tells what it knows
-    itself.
+    On a CPU :meth:`error` runs on all ranks in the step with the mistake, so it may exchange
+    values. On an accelerator each rank calls it alone, one or two steps later, and reports what it
+    knows itself.
 
     Attributes:
-        name: by which an option's signal is found; of its bytes in ``memory_report()``.
-        skips: of each mistake, whether it skips the step by itself.
-        adds_up: mistakes of several steps are added up until they are told; else those of the last
-            skipped step are kept.
-        takes_loss: the script may give ``step`` a loss, which :meth:`take_loss` is called with.
-        loss: what it was called with, where it takes any.
+        name: name of an option's signal, and of its bytes in ``memory_report()``.
+        skips: for each mistake, whether it skips the step.
+        adds_up: mistakes of several steps are added up until they are reported; otherwise those of
+            the last skipped step are kept.
+        takes_loss: the script may pass ``step`` a loss, with which :meth:`take_loss` is called.
+        loss: that loss, if the signal takes one.
         agrees_scale: :meth:`scale` needs the reading.
-        noted: how many numbers :meth:`note` keeps, for the host.
+        noted: number of host numbers that :meth:`note` keeps.
         numbers: these, 1-d fp64 on the device.
     """
 
@@ -75,11 +75,11 @@ class Signal:
     numbers: Tensor
 
     def arguments(self) -> Mapping[str, Any]:
-        """Return by name what the script gave to this step, which all ranks must have alike."""
+        """Return arguments of this step by name that must be equal on all ranks."""
         return {}
 
     def take_loss(self, loss: Any) -> None:
-        """Have this rank's loss of the step; ``None`` where the script gave none.
+        """Store this rank's loss of the step; ``None`` if the script passed none.
 
         Raises:
             ValueError: it is not a number.
@@ -94,23 +94,23 @@ class Signal:
         return self.local().numel()
 
     def read(self, total: Tensor) -> Tensor:
-        """Return 1-d fp64: for each mistake not 0 where some rank made it, then other numbers.
+        """Return 1-d fp64: for each mistake nonzero if a rank made it, then other numbers.
 
         Args:
-            total: the sum of all ranks' parts, in which no two may cancel each other.
+            total: sum of all ranks' parts, in which no two may cancel.
         """
         return total
 
     def merge(self, readings: Tensor) -> Tensor:
-        """Return the reading of model-parallel ranks, of shape (ranks, numbers), as one."""
+        """Combine readings of model-parallel ranks, of shape (ranks, numbers), into one."""
         return readings.amax(0)
 
     def scale(self, reading: Tensor | None) -> Tensor | None:
-        """Return by what the gradients in the own spans are too large, 0-dim."""
+        """Return the factor by which gradients in own spans are too large, 0-dim."""
         return None
 
     def judge(self, reading: Tensor, norm: Tensor) -> Verdict | None:
-        """Return what becomes of the step.
+        """Return a verdict on the step.
 
         Args:
             norm: 0-dim fp64, of all gradients, without any scale.
@@ -118,48 +118,48 @@ class Signal:
         return None
 
     def error(self, mistakes: Sequence[float]) -> Exception | None:
-        """Return what every rank raises for its mistakes; ``None`` where it was only told."""
+        """Return the error that every rank raises for mistakes; ``None`` if it only warned."""
         raise NotImplementedError
 
     def note(self, decision: Decision) -> None:
         """Update ``numbers``."""
 
     def reason(self, numbers: Sequence[float]) -> tuple[str, str] | None:
-        """Return why the last skipped step was skipped, and a remedy, if this signal did it."""
+        """Return why this signal skipped the last skipped step, and a remedy, if it did."""
         return None
 
     def conclude(self, decision: Decision) -> None:
         """End the step."""
 
     def cleared(self) -> None:
-        """Called when a script drops the gradients of the coming step; local."""
+        """Called when a script drops the gradients of the coming step. Local."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers and lists under names of its own; waits for the device."""
+        """Return plain numbers and lists under its own names; waits for the device."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave, if it is in ``state``, which has more."""
+        """Load what :meth:`state_dict` returned, if it is in ``state``, which has more."""
 
     def nbytes(self) -> int | None:
-        """Return the bytes that it holds; with ``None`` they are not reported."""
+        """Return its bytes; ``None``: not reported."""
         return None
 
 
 def defining(method: str, signals: Sequence[Signal]) -> list[Signal]:
-    """Return the signals that define a method, not only inherit it."""
+    """Return the signals that define a method rather than inherit it."""
     default = getattr(Signal, method)
     return [signal for signal in signals if getattr(type(signal), method) != default]
 
 
 def known(value: T, comm: Comm, device: torch.device) -> dict[int, T]:
-    """Return each rank's ``value``; on an accelerator, where ranks come later, this one's."""
+    """Return each rank's ``value``; on an accelerator, where ranks are not in step, this one's."""
     if _compat.is_host(device):
         return dict(enumerate(comm.exchange(value, device)))
     return {comm.rank: value}
 
 
 def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Put numbers of the host on the device, without waiting for it."""
+    """Copy host numbers to the device, without waiting for it."""
     host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

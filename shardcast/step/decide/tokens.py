@@ -1,4 +1,4 @@
-"""``optimizer.count``: tokens of a step, for the mean over those of all ranks and micro-batches."""
+"""``optimizer.count``: tokens of a step, for the mean over all ranks' tokens."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from shardcast.step.reduce.mean import Divisor
 
 
 class Tokens(Signal):
-    """The tokens that a script counts on this rank for the coming step; waits for no device.
+    """The tokens that a script counts on this rank for the coming step. Does not wait for a device.
 
     Its part has the number of tokens, 1 if this rank counts, and 1 if it does not. Mistakes: there
-    are no tokens, or model-parallel ranks have other ones; some ranks count and others do not.
+    are no tokens, or model-parallel ranks have different numbers; some ranks count and others do
+    not.
 
     Attributes:
-        counted: something was counted, be it 0.
-        abstains: this rank does not know whether it would have counted; it does as the others.
+        counted: a number was counted, even 0.
+        abstains: this rank cannot tell whether it would have counted; it follows the others.
         expected: the last step was counted.
     """
 
     skips = (True, True)
     counted = abstains = expected = False
-    _total: float | Tensor = 0.0  # 0-dim fp64 where tokens on the device are counted
+    _total: float | Tensor = 0.0  # 0-dim fp64 if tokens on the device are counted
 
     def __init__(
         self, process_groups: ProcessGroups, divisor: Divisor, device: torch.device
@@ -45,7 +46,7 @@ class Tokens(Signal):
         self._no = torch.cat([self._none, self._none, self._yes])
 
     def clear(self) -> None:
-        """Forget the counts: their gradients were dropped."""
+        """Forget the counts, because their gradients were dropped."""
         self.counted = self.abstains = False
         self._total = 0.0
 
@@ -55,7 +56,7 @@ class Tokens(Signal):
         self.abstains = True
 
     def conclude(self, decision: Decision) -> None:
-        """A step used the counts; warn where there are none, unlike in the step before it."""
+        """Called when a step used the counts; warns if there are none, unlike in the last step."""
         if self.expected and not (self.counted or self.abstains):
             warn_first(
                 "step: no tokens were counted, though they were for the last step, so that this "
@@ -70,7 +71,7 @@ class Tokens(Signal):
         """Count the tokens of one micro-batch; see :meth:`shardcast.ShardedOptimizer.count`.
 
         Args:
-            backwards: how many of this step came before it.
+            backwards: number of backwards of this step before it.
         """
         if backwards and not self.counted:
             raise RuntimeError(
@@ -96,16 +97,17 @@ class Tokens(Signal):
         return self.counted
 
     def read(self, total: Tensor) -> Tensor:
-        """Return the mistakes, then what there is over all ranks."""
-        if self.abstains:  # this rank failed, and may wait for the device
+        """Return the mistakes, then the totals over all ranks."""
+        if self.abstains:  # this rank failed, so it may wait for the device
             self.counted = bool(total[1] > 0)
-        if not self.counted:  # tokens of others are a mistake, and no launch is needed to say so
+        # other ranks' tokens are a mistake, and no launch is needed to detect it
+        if not self.counted:
             mistakes = total[:2]
             return torch.cat([mistakes, total]) if self._in_mesh else mistakes
         return torch.cat([(~(total[:1] > 0)).double(), total[2:], total])
 
     def merge(self, readings: Tensor) -> Tensor:
-        """Add mistakes where model-parallel ranks have other numbers."""
+        """Add mistakes if model-parallel ranks have different numbers."""
         none, differ, tokens, *counts = readings.unbind(1)
         differ_in_tokens = (tokens != tokens[0]).any().double()
         across = counts[0].sum() * counts[1].sum()
@@ -116,7 +118,7 @@ class Tokens(Signal):
         return torch.stack([*mistakes, tokens[0]])
 
     def scale(self, reading: Tensor | None) -> Tensor | None:
-        """The gradients are sums over a number of ranks, not over tokens."""
+        """Return tokens per divisor: gradients are divided by ranks, not yet by tokens."""
         if reading is None or not self.counted:
             return None
         return reading[2] / self._divisor.value
@@ -141,7 +143,7 @@ class Tokens(Signal):
             return self._no
         if isinstance(self._total, Tensor):
             total = self._total.view(1)
-        else:  # filled by a kernel: a copy from the host would wait, or need pinned memory
+        else:  # filled by a kernel, because a copy from the host would wait or need pinned memory
             total = torch.full_like(self._none, self._total)
         return torch.cat([total, self._yes, self._none])
 
