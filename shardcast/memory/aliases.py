@@ -1,8 +1,8 @@
 """Memory that a model shares with a parameter: a view made in ``__init__``, a buffer, a list entry.
 
-Parameters move into packs, so what shares their memory would stay behind, in fp32, and show the
-first values for ever. What is a view of one parameter is an :class:`Alias`, made anew on its new
-memory; all else is refused by name. A tensor that only the script holds is not found.
+Parameters move into packs. A tensor that shares their memory would stay behind, in fp32, with the
+old values. A view of one parameter is an :class:`Alias`, which is created again on the new memory.
+Other sharing raises an error. Tensors that only the script holds are not found.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 
-REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module, looked at otherwise
+# a module's dictionaries, which are searched separately
+REGISTERED = ("_parameters", "_buffers", "_modules")
 KINDS = (Tensor, nn.Parameter, nn.Buffer)  # others may have no memory
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A view of ``param`` that ``holder[key]`` is: attributes of a module, its buffers, a list.
+    """A view of ``param`` in ``holder[key]``: a module's attributes or buffers, or a list.
 
     Attributes:
-        offset: of its first element, from that of the parameter.
-        differentiable: whether gradients go through it.
+        offset: offset of its first element from the parameter's first.
+        differentiable: whether gradients flow through it.
     """
 
     holder: Any
@@ -39,7 +40,7 @@ class Alias:
     differentiable: bool
 
     def tie(self) -> None:
-        """Make the view anew, on the present memory of the parameter."""
+        """Create the view again, on the parameter's current memory."""
         with torch.set_grad_enabled(self.differentiable):
             source = self.param if self.differentiable else self.param.detach()
             begin = source.storage_offset() + self.offset
@@ -50,8 +51,8 @@ def find_aliases(stages: Sequence[nn.Module]) -> list[Alias]:
     """Find views of parameters among attributes and buffers of all modules.
 
     Raises:
-        ValueError: names what shares memory with a parameter, and is no view of one contiguous
-            parameter alone.
+        ValueError: a tensor shares memory with a parameter, but is not a view of exactly one
+            contiguous parameter; names it.
     """
     params: dict[nn.Parameter, str] = {}
     for stage in stages:
@@ -72,7 +73,7 @@ def find_aliases(stages: Sequence[nn.Module]) -> list[Alias]:
 
 
 def tie(aliases: Iterable[Alias]) -> None:
-    """Make all views anew."""
+    """Create all views again."""
     for alias in aliases:
         alias.tie()
 
@@ -80,15 +81,15 @@ def tie(aliases: Iterable[Alias]) -> None:
 def _alias_of(
     name: str, holder: Any, key: Any, tensor: Tensor, params: Mapping[nn.Parameter, str]
 ) -> Alias | None:
-    """Return the alias that ``holder[key]`` is; ``None`` where it overlaps with no parameter.
+    """Return the alias in ``holder[key]``; ``None`` if it overlaps with no parameter.
 
     Args:
-        name: of the tensor, for an error.
-        params: those in its storage, with their names.
+        name: name of the tensor, for an error.
+        params: parameters in its storage, with their names.
 
     Raises:
-        ValueError: it shares memory with a parameter, and is no view of one contiguous parameter
-            alone.
+        ValueError: it shares memory with a parameter, but is not a view of exactly one contiguous
+            parameter.
     """
     shared = [param for param in params if _overlap(tensor, param)]
     if not shared:
@@ -110,7 +111,7 @@ def _alias_of(
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of its first byte and behind its last one."""
+    """Return the addresses of a tensor's first byte, and after its last one."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (last + 1) * tensor.itemsize
@@ -122,7 +123,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _tensors(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """Give all tensors of modules, each with a name and its place: a container and a key."""
+    """Yield all tensors of modules, each with a name, its container and its key."""
     for stage in stages:
         for path, module in stage.named_modules():
             prefix = f"{path}." if path else ""

@@ -1,15 +1,14 @@
-"""Codecs: the ways to keep fp32 values, one class each, and :class:`Encoded` values of a span.
+"""Codecs: how fp32 values are stored, one class each, and :class:`Encoded` values of a span.
 
-A codec is a pair of pure functions between fp32 values of shape ``(rows, row)`` and its *pieces*:
-tensors of that shape, or of shape ``(rows,)`` where there is one number per row. A compiler puts
-both functions into the pass that updates the values. A row never has elements of two parameters.
-The update works on the pieces of :class:`Encoded`; all else reads and writes it in fp32.
+A codec is a pair of pure functions between fp32 values of shape ``(rows, row)`` and *pieces*:
+tensors of that shape, or of shape ``(rows,)`` for one number per row. A compiler fuses both
+functions into the pass that updates the values. A row never has elements of two parameters. The
+update works on the pieces of :class:`Encoded`; all other code reads and writes it in fp32.
 
-Values that were decoded and are encoded unchanged stay the same in every codec, so state dicts
-and checkpoints hold fp32 values, whatever codec they come from or go to.
+In every codec, values that are decoded and encoded without a change keep their bits. So state dicts
+and checkpoints hold fp32 values and fit any codec.
 
-The only codec that every run has is the plain one; others are those of options, which give them
-as :attr:`.Option.codec`.
+Every run has the plain codec; options provide the others as :attr:`.Option.codec`.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import MASTER_DTYPE
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:  # circular: it imports this module
     from shardcast.memory.shard import Shard
 
-ROW = 64  # most elements in a row: one word of 64 bits has a bit for each
+ROW = 64  # largest row, so that a 64-bit word has one bit per element
 
 Pieces = tuple[Tensor, ...]
 
@@ -38,11 +37,11 @@ class Codec:
     """All 32 bits, 4 bytes per element; the base of all others.
 
     Attributes:
-        signed: whether values may be below zero; a second moment's are not.
+        signed: whether values may be negative; those of a second moment are not.
         plain: whether the values themselves are the only piece.
         has_published: whether the first piece is the published parameter.
-        by_chance: whether :meth:`encode` rounds by its :meth:`random_bits`.
-        encoding_bytes: per element, of the temporary tensors of :meth:`encode` without a compiler.
+        by_chance: whether :meth:`encode` rounds stochastically, with :meth:`random_bits`.
+        encoding_bytes: temporary bytes per element of :meth:`encode` without a compiler.
     """
 
     signed: bool = True
@@ -57,14 +56,14 @@ class Codec:
         return ((MASTER_DTYPE, row),)
 
     def decode(self, pieces: Pieces) -> Tensor:
-        """Return values of the pieces; the memory itself where the codec is ``plain``."""
+        """Return the values of pieces; the memory itself if the codec is ``plain``."""
         return pieces[0]
 
     def encode(self, values: Tensor, bits: Tensor | None) -> Pieces:
-        """Return pieces of values.
+        """Return the pieces of values.
 
         Args:
-            bits: int32, per value a random number in [0, 65536) for a codec ``by_chance``;
+            bits: int32, a random number in [0, 65536) per value, for a codec ``by_chance``;
                 ``None`` rounds to nearest.
         """
         return (values,)
@@ -72,10 +71,10 @@ class Codec:
     def merged(self, old: Pieces, new: Pieces, changed: Tensor) -> Pieces:
         """Return the pieces of values of which only some have changed.
 
-        A row with a number of its own is encoded anew if any of its values has changed.
+        A row with a number of its own is encoded again if any of its values changed.
 
         Args:
-            old, new: all before; all after, those that have not changed too.
+            old, new: all values before and after.
             changed: bool, in the shape of the values.
         """
         rows = changed.any(-1)
@@ -87,9 +86,9 @@ class Codec:
         )
 
     def row_keys(self, shard: Shard, row: int) -> Tensor:
-        """Return what random bits of each row of the own span depend on, 1-d int32, for all steps.
+        """Return the key of each row of the own span for random bits, 1-d int32, for all steps.
 
-        As :meth:`random_bits` only of a codec ``by_chance``.
+        Like :meth:`random_bits`, only for a codec ``by_chance``.
         """
         raise NotImplementedError
 
@@ -97,19 +96,19 @@ class Codec:
         """Return bits to encode ``like`` with, ``(rows, row)``, the ``number``-th state tensor.
 
         Args:
-            keys: of the rows.
-            step: 0-dim, this step's number.
+            keys: keys of the rows.
+            step: 0-dim, number of this step.
         """
         raise NotImplementedError
 
 
 def row_of(config: ShardcastConfig, dtype: torch.dtype) -> int:
-    """Return the elements of a row in a pack of ``dtype``."""
+    """Return the elements per row in a pack of ``dtype``."""
     return min(ROW, config.alignment // dtype.itemsize)
 
 
 def master_codec(config: ShardcastConfig, dtype: torch.dtype) -> Codec:
-    """Return the codec of masters of a pack of ``dtype``; one in fp32 is its own master."""
+    """Return the codec of masters of a pack of ``dtype``; an fp32 pack is its own master."""
     return Codec() if dtype == MASTER_DTYPE else _codec(config, "master", "master")
 
 
@@ -119,21 +118,21 @@ def moment_codec(config: ShardcastConfig, name: str) -> Codec:
 
 
 def _codec(config: ShardcastConfig, option: str, name: str) -> Codec:
-    """Return the codec that the option gives, if it was asked for."""
+    """Return the codec that the option provides, if it is on."""
     asked = config.extensions().get(option)
     codec = Codec() if asked is None or asked.codec is None else asked.codec(config, name)
     return codec
 
 
 def shown(masters: Tensor, published: Tensor, last: Tensor | None = None) -> Tensor:
-    """Return masters as the model shows them: the published value where that is not their cast.
+    """Return masters as the model shows them: published values replace masters with another cast.
 
-    Bits decide, so that a published NaN or another sign of a zero counts as well; elsewhere masters
-    keep their full precision.
+    The comparison is bitwise, so a published NaN, or a zero with another sign, counts, too. All
+    other masters keep their full precision.
 
     Args:
         published: the low-precision parameter, in the shape of the masters.
-        last: what was published of them; without it their cast to nearest.
+        last: what was published of them; without it, their cast to nearest.
     """
     last = masters.to(published.dtype) if last is None else last
     edited = last.view(torch.int16) != published.view(torch.int16)
@@ -141,10 +140,10 @@ def shown(masters: Tensor, published: Tensor, last: Tensor | None = None) -> Ten
 
 
 def take_shown_(masters: Tensor, published: Tensor, last: Tensor | None = None) -> None:
-    """Overwrite masters by :func:`shown` ones."""
+    """Overwrite masters with :func:`shown` ones."""
     if _compat.is_host(masters.device) and not torch.compiler.is_compiling():
         cast = masters.to(published.dtype) if last is None else last
-        if _compat.has_bits_of(cast, published):  # almost always there is nothing to take
+        if _compat.has_bits_of(cast, published):  # almost always nothing was written
             return
     masters.copy_(shown(masters, published, last))
 
@@ -152,13 +151,13 @@ def take_shown_(masters: Tensor, published: Tensor, last: Tensor | None = None) 
 class Encoded:
     """The fp32 values of ``numel`` elements: masters, or one state tensor.
 
-    Slices begin with a row and end with one, or with a parameter.
+    Slices start with a row and end with a row or a parameter.
 
     Args:
         row: elements per row; see :func:`.codecs.row_of`.
-        zeros: allocates memory, of a number of elements and a dtype; see :meth:`.Home.zeros`.
-        first: the first piece, if it is there already: the memory of plain values, or the owned
-            span of the pack for a codec that has the published parameter.
+        zeros: allocates memory from a number of elements and a dtype; see :meth:`.Home.zeros`.
+        first: the first piece, if it exists: the memory of plain values, or the owned span of the
+            pack for a codec that has the published parameter.
     """
 
     def __init__(
@@ -179,17 +178,17 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """The bytes held, the published parameter aside."""
+        """Bytes held, without the published parameter."""
         return sum(piece.nbytes for piece in self._pieces[self.codec.has_published :])
 
     @property
     def pieces(self) -> Sequence[Tensor]:
-        """The memory itself; the published parameter among it."""
+        """The memory itself, including the published parameter."""
         return self._pieces
 
     @property
     def data(self) -> Tensor:
-        """The memory itself, 1-d fp32; only of a plain codec."""
+        """The memory itself, 1-d fp32; only for a plain codec."""
         assert self.codec.plain
         return self._pieces[0]
 
@@ -199,11 +198,11 @@ class Encoded:
         return self._pieces[0]
 
     def move(self, first: Tensor) -> None:
-        """Have the first piece in other memory, which holds the same values."""
+        """Use other memory, with the same values, for the first piece."""
         self._pieces[0] = first
 
     def parts(self, part: slice) -> Pieces:
-        """Give the memory of the pieces of a part, 1-d."""
+        """Yield the memory of the pieces of a part, 1-d."""
         start, stop, _ = part.indices(self._numel)
         rows = slice(start // self.row, -(-stop // self.row))
         return tuple(
@@ -212,13 +211,13 @@ class Encoded:
         )
 
     def _put(self, part: slice, pieces: Pieces) -> None:
-        """Overwrite the pieces of a part; nothing is done for those that are the memory itself."""
+        """Overwrite the pieces of a part, except those that are the memory itself."""
         for memory, piece in zip(self.parts(part), pieces, strict=True):
             if piece.data_ptr() != memory.data_ptr():
                 memory.copy_(piece)
 
     def read(self, part: slice) -> Tensor:
-        """Give a part, 1-d fp32; the memory itself of plain values."""
+        """Return a part, 1-d fp32; for plain values the memory itself."""
         pieces = self.parts(part)
         if self.codec.plain:
             return pieces[0]
@@ -239,7 +238,7 @@ class Encoded:
         )
 
     def write(self, part: slice, values: Tensor, bits: Tensor | None = None) -> None:
-        """Take 1-d fp32 values.
+        """Overwrite a part with 1-d fp32 values.
 
         Args:
             bits: see :meth:`.Codec.encode`; 1-d.
@@ -253,9 +252,9 @@ class Encoded:
         self._put(part, self._flat(pieces, values.numel()))
 
     def edit(self, part: slice, changed: Tensor, values: Tensor) -> None:
-        """Take those of 1-d fp32 values that have changed; all others keep their bits.
+        """Write the 1-d fp32 values that have changed; all others keep their bits.
 
-        Where a row has a number of its own, what is in one row is encoded anew together.
+        If a row has a number of its own, the whole row is encoded again.
         """
         kept = self.parts(part)
         if self.codec.plain:
@@ -269,6 +268,6 @@ class Encoded:
 
 
 def in_rows(flat: Tensor, row: int) -> Tensor:
-    """Return whole rows, with zeros behind the last element."""
+    """Return whole rows, with zeros after the last element."""
     missing = -flat.numel() % row
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, row)

@@ -1,8 +1,8 @@
-"""Convert: a module to another dtype without holding both copies (PaddlePaddle PR 36862).
+"""Convert a module to another dtype without holding both copies (PaddlePaddle PR 36862).
 
-``module.to(dtype)`` fails where the device has no room for another copy of its largest tensor, and
-knows no modules that stay in fp32. Here each tensor is converted by itself, and goes through host
-memory where the device is full.
+``module.to(dtype)`` fails if the device has no room for another copy of its largest tensor, and
+cannot keep modules in fp32. Here each tensor is converted separately, through host memory if the
+device is full.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import Precision
 from shardcast.plan.validate import check_matched
 
-GRANULE = 256  # bytes: what allocators round up to
-RESERVE = 1.2  # of the need; the allocator may have to split a larger block
+GRANULE = 256  # bytes to which allocators round up
+RESERVE = 1.2  # times the bytes needed, because the allocator may have to split a larger block
 
 
 @torch.no_grad()
@@ -31,18 +31,18 @@ def convert_(
 ) -> nn.Module:
     """Convert parameters, gradients and buffers to ``dtype``, in place, tensor by tensor. Local.
 
-    Parameters keep their identity: optimizers, ties and hooks stay valid. Extra memory is the
-    converted copy of the largest tensor; if it does not fit, the cast is done on the host.
-    Integer, boolean and complex tensors keep their dtype and follow to ``device``.
+    Parameters keep their identity, so optimizers, ties and hooks stay valid. It needs extra memory
+    for the converted copy of the largest tensor; if that does not fit, it casts on the host.
+    Integer, boolean and complex tensors keep their dtype and move to ``device``.
 
     Args:
         module: module to convert.
         dtype: bf16, fp16 or fp32.
-        device: where to; ``None`` leaves each tensor on its own device.
-        keep_fp32: modules that stay in fp32, as the option of :class:`ShardcastConfig`.
+        device: target device; ``None`` leaves each tensor on its own device.
+        keep_fp32: modules that stay in fp32, like the option of :class:`ShardcastConfig`.
 
     Raises:
-        ValueError: another ``dtype``, or a pattern that matches nothing.
+        ValueError: ``dtype`` is another one, or a pattern matches nothing.
     """
     config = ShardcastConfig(
         param_dtype=dtype,  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def convert_tensor_(tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:
-    """Give ``tensor`` its values in another dtype or place; the object stays the same."""
+    """Convert ``tensor`` to another dtype or device; the object stays the same."""
     device = tensor.device if device is None else device
     if tensor.dtype == dtype and tensor.device == device:
         return

@@ -1,8 +1,7 @@
-"""A DTensor parameter as packs see it: its local tensor, on which all else works.
+"""A DTensor parameter as packs see it: its local tensor.
 
-Of a tensor-parallel parameter this rank packs, reduces and updates the part that lies here. The
-model keeps its DTensor, the same object, over a view of the pack; plain parameters are in packs
-themselves.
+This rank packs, reduces and updates its own part of a tensor-parallel parameter. The model keeps
+the same DTensor object, over a view of the pack. Plain parameters are in packs themselves.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class LocalParam:
 
     @property
     def grad(self) -> Tensor | None:
-        """The part of the gradient on this rank, as the parameter lies.
+        """This rank's part of the gradient, with the parameter's placements.
 
-        Along a dimension on which the parameter is replicated the gradient may be a part of the
-        sum (``Partial``): it stays one, and is added up after the reduction over data-parallel
-        ranks, with which that commutes. What lies in another way is redistributed, in fp32, which
-        all ranks of the dimension do: they run the same backward.
+        Along a dimension on which the parameter is replicated, the gradient may be partial
+        (``Partial``). It then stays partial, and is summed after the reduction over data-parallel
+        ranks, because the two sums commute. Other placements are redistributed in fp32. All ranks
+        of the dimension do so, because they run the same backward.
         """
         grad = self.param.grad
         if grad is None or not _compat.is_dtensor(grad):
@@ -64,7 +63,7 @@ class LocalParam:
         if value is None:
             self.param.grad = None
             return
-        grad = self.param.grad  # a part of the sum stays one, or autograd could not add to it
+        grad = self.param.grad  # a partial gradient stays partial, so that autograd can add to it
         known = None if grad is None else getattr(grad, "placements", None)
         self._set_grad(value, known or self.param.placements)
 
@@ -74,7 +73,7 @@ class LocalParam:
 
     def repeats(self, dims: Collection[str]) -> bool:
         """Return whether other ranks along one of ``dims`` have the same, whole gradient."""
-        _ = self.grad  # redistributed, if it has to be
+        _ = self.grad  # redistributes it if needed
         grad = self.param.grad
         placements = {} if grad is None else dtensor.placements(grad)
         return any(dim in placements and placements[dim].is_replicate() for dim in dims)
@@ -93,7 +92,7 @@ class LocalParam:
         self.param.grad_dtype = value
 
     def cast_grad(self, grad_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-        """Cast the gradient to ``dtype``, of which it stays a part of a sum if it is one."""
+        """Cast the gradient to ``dtype``; a partial gradient stays partial."""
         grad, placements = self.grad, getattr(self.param.grad, "placements", None)
         self.param.grad = None
         self.param.grad_dtype = grad_dtype
@@ -101,5 +100,5 @@ class LocalParam:
             self._set_grad(grad.to(dtype), placements or self.param.placements)
 
     def __getattr__(self, name: str) -> Any:
-        """Ask the local tensor for all else: its shape, dtype, address."""
+        """Return any other attribute of the local tensor: shape, dtype, address."""
         return getattr(self.data, name)

@@ -1,8 +1,8 @@
 """Packs: contiguous, aligned storage with model parameters as views.
 
-The idea is that of PaddlePaddle PR 33461 (+13.8 % tokens/s with 300+ parameters: clip and update
-run once on flat memory) and of MegEngine's ParamPack. Parameters keep their identity: only what
-``param.data`` points to changes, so optimizers, ties and hooks stay valid.
+The idea is that of PaddlePaddle PR 33461 (+13.8 % tokens/s with 300+ parameters, because clip and
+update run once on flat memory) and of MegEngine's ParamPack. Parameters keep their identity. Only
+the memory of ``param.data`` changes, so optimizers, ties and hooks stay valid.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from shardcast.plan.publishing import Wire
 
 
 def as_packed(param: nn.Parameter) -> Any:
-    """Return ``param`` as a pack takes it: of a DTensor the part on this rank."""
+    """Return ``param`` as a pack uses it; for a DTensor this rank's part."""
     return LocalParam(param) if _compat.is_dtensor(param) else param
 
 
 class Pack:
-    """The storage of one pack and the model parameters that live in it.
+    """The storage of one pack and its model parameters.
 
     Args:
         layout: the slots.
-        params: the model's parameters in slot order; they are moved in by :meth:`fill`.
-        comm: the ranks that cut it.
+        params: the model's parameters in slot order; :meth:`fill` moves them in.
+        comm: the ranks that own its spans.
 
     Attributes:
         in_model: the model's parameters.
-        params: the same, of a DTensor its :class:`LocalParam`.
+        params: the same, with a :class:`LocalParam` for each DTensor.
         own: this rank's span.
         data: the storage, 1-d; padding is zero.
-        own_data: the own span of it.
-        wire: how values travel, where that is not as they are.
+        own_data: its own span.
+        wire: encoding in which values are sent, if not as they are.
     """
 
     wire: Wire | None = None
@@ -52,38 +52,39 @@ class Pack:
         self.params: list[Any] = [as_packed(param) for param in params]
         self.own = layout.spans[comm.rank]
         self.data = self.own_data = torch.empty(0)
-        self._addresses: list[int] = []  # of the parameters, when they were last looked at
-        self.pending: list[Any] = []  # works that write or read ``data``, see ``Sync.start``
+        self._addresses: list[int] = []  # addresses of the parameters at the last check
+        self.pending: list[Any] = []  # works that still write or read ``data``, see ``Sync.start``
 
     @functools.cached_property
     def ranges(self) -> list[tuple[slice, GroupId]]:
-        """The parts of the own span that hold one group each, as slices of it."""
+        """The parts of the own span with one group each, as slices of it."""
         return self.layout.ranges(self.own.start, self.own.stop)
 
     @property
     def locals(self) -> list[Tensor]:
-        """The tensors on this rank: the parameters, of a DTensor the local tensor."""
+        """The parameters on this rank; for a DTensor its local tensor."""
         return [_compat.local_tensor(param) for param in self.in_model]
 
     def wait(self) -> None:
-        """Return when no collective uses the storage; on a GPU it is the stream that waits."""
+        """Wait until no collective uses the storage; on a GPU the stream waits."""
         if self.pending:
             for work in self.pending:
                 work.wait()
-            self.pending.clear()  # not before: a work that failed must not pass for a done one
+            self.pending.clear()  # not earlier, so that a failed work does not count as done
 
     def fill(self, source: Tensor | None = None) -> None:
-        """Allocate the pack, copy the parameters in (cast to its dtype), make them views.
+        """Allocate the pack, copy and cast the parameters into it, and make them views.
 
         Args:
-            source: 1-d, ``layout.numel`` elements of any dtype, padding zero; becomes the storage
-                itself if its dtype is the pack's. ``None`` takes the parameters' present values.
+            source: 1-d, ``layout.numel`` elements of any dtype, padding zero. It becomes the
+                storage itself if it has the pack's dtype. ``None`` uses the parameters' current
+                values.
         """
         layout = self.layout
         device = self.params[0].device
         if source is None:
             source = self._only()
-        if source is None:  # zeros, for padding takes part in collectives
+        if source is None:  # zeros, because padding takes part in collectives
             self.data = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         else:
             self.data = source.to(layout.dtype)
@@ -96,15 +97,15 @@ class Pack:
             param.data = _compat.own_storage(view)
 
     def _only(self) -> Tensor | None:
-        """Return the storage of the parameter of a pack of one, which then stays as it is."""
+        """Return the storage of a pack's only parameter, which then stays as it is."""
         param: nn.Parameter = self.params[0]
         if len(self.params) == 1 and self.layout.padding == 0 and param.is_contiguous():
             return param.detach().view(-1)
         return None
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """View each slot's elements of ``flat``, laid out like the pack, in their shape."""
-        begin = flat.storage_offset()  # one call for each slot, in place of a slice and its view
+        """Return views of each slot in ``flat``, laid out like the pack, in its shape."""
+        begin = flat.storage_offset()  # one call per slot, instead of a slice and a view
         return [
             flat.as_strided(shape, strides_of(shape), begin + offset)
             for _, shape, offset, *_ in self.layout.slots
@@ -115,10 +116,10 @@ class Pack:
         return self.data[span.start : span.stop]
 
     def take_moved(self) -> None:
-        """Take values that were assigned as ``param.data`` into the pack.
+        """Copy values that were assigned as ``param.data`` into the pack.
 
         Raises:
-            RuntimeError: names a parameter that has another dtype, device or shape now.
+            RuntimeError: a parameter now has another dtype, device or shape; names it.
         """
         if [param.data_ptr() for param in self.params] == self._addresses:
             return
@@ -144,12 +145,12 @@ class Pack:
 
     @property
     def converted(self) -> bool:
-        """Return whether the parameters have another dtype or device now, by the first one."""
+        """Return whether the first parameter now has another dtype or device."""
         param: nn.Parameter = self.params[0]
         return param.dtype != self.layout.dtype or param.device != self.data.device
 
 
-@functools.lru_cache(maxsize=1024)  # layers repeat their shapes
+@functools.lru_cache(maxsize=1024)  # because layers repeat their shapes
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     sizes = [max(1, size) for size in shape[:0:-1]]

@@ -1,4 +1,4 @@
-"""Packing by itself: flat parameters for any elementwise optimizer, without sharding."""
+"""Packing alone: flat parameters for any elementwise optimizer, without sharding."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from shardcast.plan.validate import check_memory
 
 
 class PackedParameters:
-    """The result of :func:`pack_parameters`: one flat parameter per pack, gradients flat too.
+    """The result of :func:`pack_parameters`: one flat parameter per pack, with flat gradients.
 
-    ``parameters()`` goes to any elementwise optimizer, which then runs once per pack instead of
-    once per parameter. Model parameters are views of the packs, their ``.grad`` views of the flat
-    gradients; clear them with :meth:`zero_grad` or with the optimizer's ``zero_grad``.
+    Pass ``parameters()`` to any elementwise optimizer, which then runs once per pack instead of
+    once per parameter. Model parameters are views of the packs, and their ``.grad`` are views of
+    the flat gradients. Clear them with :meth:`zero_grad` or the optimizer's ``zero_grad``.
 
-    In the flat gradient a parameter without one is zeros, with which AdamW would decay it and move
-    it on by its moments. So ``step()`` of an optimizer raises RuntimeError if some parameters of a
-    pack got a gradient since the last clearing, and others did not; a pack without any is left
-    alone, as everywhere.
+    In a flat gradient, a parameter without a gradient has zeros, with which AdamW would decay it
+    and move it by its moments. So the optimizer's ``step()`` raises RuntimeError if only some
+    parameters of a pack got a gradient since the last clearing. A pack without any gradient is not
+    updated.
     """
 
     def __init__(self, layout: Layout, packs: list[Pack]) -> None:
@@ -45,12 +45,14 @@ class PackedParameters:
         self.packs = packs
         self._grads = [Gradients(pack, pack.layout.dtype, pack.layout.dtype) for pack in packs]
         self._flats = [nn.Parameter(pack.data, pack.layout.requires_grad) for pack in packs]
-        self._present: list[set[int]] = [set() for _ in packs]  # positions, in the flat gradient
+        # positions of parameters with a gradient
+        self._present: list[set[int]] = [set() for _ in packs]
         check = weak_hook(PackedParameters._refuse_absent, self)
         for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-            # Never removed, but idle without us: garbage may be collected while torch iterates.
-            register(lambda optimizer, *_: check(optimizer))  # after: of a closure
-        for flat in self._flats:  # the hooks live while an optimizer holds a flat parameter
+            # Never removed, but idle after this object is gone: torch may be iterating over hooks
+            # when garbage is collected.
+            register(lambda optimizer, *_: check(optimizer))  # after the closure
+        for flat in self._flats:  # hooks live as long as an optimizer holds a flat parameter
             flat._shardcast_packed = self  # type: ignore[attr-defined]
         for number, pack in enumerate(packs):
             if pack.layout.requires_grad:
@@ -58,15 +60,15 @@ class PackedParameters:
                     self._watch(number, position, param)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Give one 1-d parameter per pack, in pack order; frozen packs included."""
+        """Yield one 1-d parameter per pack, in pack order, including frozen packs. Local."""
         return iter(self._flats)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give the same with names ``pack.0``, ``pack.1`` ..."""
+        """Yield the same with names ``pack.0``, ``pack.1`` ... Local."""
         return ((f"pack.{number}", flat) for number, flat in enumerate(self._flats))
 
     def zero_grad(self) -> None:
-        """Forget all gradients, of packs and of model parameters."""
+        """Clear all gradients of packs and model parameters. Local."""
         for pack, flat in zip(self.packs, self._flats, strict=True):
             flat.grad = None
             for param in pack.params:
@@ -78,7 +80,8 @@ class PackedParameters:
     def _refuse_absent(self, optimizer: Any) -> None:
         ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for flat, grads, present in zip(self._flats, self._grads, self._present, strict=True):
-            if id(flat) not in ids or flat.grad is not grads.own:  # none, or the script's own
+            # no gradient, or the script's own
+            if id(flat) not in ids or flat.grad is not grads.own:
                 continue
             slots = grads.pack.layout.slots
             absent = [slot.name for n, slot in enumerate(slots) if n not in present]
@@ -97,8 +100,8 @@ class PackedParameters:
         param.register_post_accumulate_grad_hook(weak_hook(after_hook, self))
 
     def _before_accumulate(self, _grad: Tensor, number: int) -> None:
-        # An optimizer's zero_grad clears flat.grad alone: what the views still hold is old
-        # and must not be added to.
+        # An optimizer's zero_grad clears only flat.grad. The views still hold old gradients, to
+        # which nothing must be added.
         if self._flats[number].grad is None:
             for param in self.packs[number].params:
                 param.grad = None
@@ -115,9 +118,9 @@ class PackedParameters:
 
 
 def weak_hook(call: Callable[..., None], held: Any) -> Callable[[Tensor], None]:
-    """A tensor hook that runs ``call(held, tensor)`` and does not keep ``held`` alive.
+    """Return a tensor hook that runs ``call(held, tensor)`` without keeping ``held`` alive.
 
-    The garbage collector does not see post-accumulate hooks: one that leads back to its own
+    The garbage collector does not see post-accumulate hooks. A hook that refers back to its own
     parameter would never be freed, nor would the parameter.
     """
     reference = weakref.ref(held)
@@ -139,14 +142,14 @@ def pack_parameters(
     alignment: int = 128,
     group_fn: GroupFn | None = None,
 ) -> PackedParameters:
-    """Gather the parameters of ``model`` into packs, without sharding, casts or collectives.
+    """Gather the parameters of ``model`` into packs, without sharding, casts or collectives. Local.
 
-    The counterpart of MegEngine's ParamPack: parameters of equal device, dtype,
-    ``requires_grad`` and ``group_fn`` key share contiguous storage. The options are those of
-    :class:`shardcast.ShardcastConfig`. Local: any rank may call it.
+    It corresponds to MegEngine's ParamPack: parameters of equal device, dtype, ``requires_grad``
+    and ``group_fn`` key share contiguous storage. The options are those of
+    :class:`shardcast.ShardcastConfig`.
 
     Raises:
-        ValueError: an option out of range, or a parameter still on the meta device.
+        ValueError: an option is out of range, or a parameter is still on the meta device.
     """
     config = ShardcastConfig(
         pack_mb=pack_mb,
@@ -156,7 +159,7 @@ def pack_parameters(
         group_fn=group_fn,
     )
     named = {name: param for name, param in model.named_parameters() if is_packable(param)}
-    ParallelDims(1).pack_groups_by_name(named)  # refuses DTensors
+    ParallelDims(1).pack_groups_by_name(named)  # raises for DTensors
     check_memory(named)
     infos = describe(named, config)
     layout = plan_packs(infos, 1, "even", config)

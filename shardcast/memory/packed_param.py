@@ -1,8 +1,8 @@
 """Notes on parameters of a sharded model: who holds them, and how they are copied.
 
-A parameter in a pack is a view of low-precision memory. A copy of it is ordinary: it has memory of
-its own, in the dtype that the model was given in, as beside DDP. So an average, a momentum encoder
-or a target network may be a copy of a sharded model, or of a part of it.
+A parameter in a pack is a view of low-precision memory. A copy of it is an ordinary parameter with
+its own memory, in the model's original dtype, as under DDP. So an average, a momentum encoder or a
+target network may be a copy of a sharded model, or of a part of it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import nn
 from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.pack import as_packed
 
-COPY, PICKLE = "__deepcopy__", "__reduce_ex__"  # what copy and pickle ask an object for
+COPY, PICKLE = "__deepcopy__", "__reduce_ex__"  # methods that copy and pickle look up
 
 
 class PackedParam:
     """The note on one parameter; copies and pickles of the parameter have none.
 
     Args:
-        dtype: that the parameter was given in.
-        wait: returns when its values are here.
-        is_held: a sharded optimizer holds it; else it was only converted with the model.
+        dtype: the parameter's original dtype.
+        wait: waits until its values have arrived.
+        is_held: a sharded optimizer holds it; otherwise it was only converted with the model.
 
     Attributes:
-        restore: gives the parameter back in fp32, once its optimizer was closed without that.
+        restore: restores the parameter in fp32, if its optimizer was closed without that.
     """
 
     restore: Callable[[], None] | None = None
@@ -50,12 +50,12 @@ class PackedParam:
         return copied
 
     def reduce(self, protocol: Any) -> Any:
-        """Return what is pickled of the parameter: all but its note."""
+        """Return the pickle of the parameter, without its note."""
         self._wait()
         with _without_note(self._param) as param:
             kind: Any = type(param)
             call, args, *more = kind.__reduce_ex__(param, protocol)
-            # The state is the dictionary of attributes itself, which has the note again afterwards.
+            # The state is the dictionary of attributes itself, which gets the note back afterwards.
             args = tuple(dict(each) if each is vars(param) else each for each in args)
         return (call, args, *more)
 
@@ -75,14 +75,14 @@ def note_of(param: nn.Parameter) -> PackedParam | None:
 
 
 def forget(param: nn.Parameter) -> None:
-    """Take the note away."""
+    """Remove the note."""
     if note_of(param) is not None:
         del vars(param)[COPY], vars(param)[PICKLE]
 
 
 @contextmanager
 def _without_note(param: Any) -> Iterator[Any]:
-    """Have ``param`` copied as any other one: torch copies and pickles its attributes too."""
+    """Copy or pickle ``param`` as usual; torch would include its attributes, and so the note."""
     notes = {name: vars(param).pop(name) for name in (COPY, PICKLE)}
     try:
         yield param

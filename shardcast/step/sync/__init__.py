@@ -1,4 +1,4 @@
-"""sync: the owners' updated spans to everybody.
+"""sync: send the owners' updated spans to all ranks.
 
-``sync`` sends packs as their algorithms say.
+``sync`` sends each pack by its algorithm.
 """

@@ -1,12 +1,13 @@
-"""Sync: the owners' updated spans to everybody, each pack by its algorithm.
+"""Sync: send the owners' updated spans to all ranks, each pack by its algorithm.
 
-A call runs in the compute stream's order (PaddlePaddle PR 35878: then no further synchronization is
-needed), so evaluation and saving always see coherent weights. Nothing overlaps there, so packs that
-share ranks and algorithm make one launch, as the buckets of a bucket group do in Megatron-LM.
+A call runs in order on the compute stream (PaddlePaddle PR 35878: then no other synchronization is
+needed), so evaluation and saving always see consistent weights. Nothing overlaps there. So packs
+with equal ranks and algorithm are sent in one launch, like the buckets of a bucket group in
+Megatron-LM.
 
-``start`` launches every pack alone and returns before the values are here; who called it says who
-waits for them. Updates that take long begin with the packs that they are done with, on a stream of
-the backend, and the call waits for these too.
+``start`` launches each pack separately and returns before the values have arrived; its caller
+decides who waits for them. Long updates start with the packs that they have finished, on a stream
+of the backend; the call waits for these, too.
 """
 
 from __future__ import annotations
@@ -19,43 +20,43 @@ from shardcast.plan.publishing import Parcel
 
 
 class Sync:
-    """Makes packs equal on all ranks. Calling it is collective, all ranks in the same order.
+    """Makes packs equal on all ranks. Calls are collective, in the same order on all ranks.
 
     Attributes:
-        by: syncs after a step in place of a call; an extension sets it.
+        by: syncs after a step instead of a call; an extension sets it.
     """
 
     by: Callable[[], None] | None = None
 
     def __init__(self) -> None:
-        self.packs: list[Pack] = []  # in the order in which they are synced
-        self.started: list[Pack] = []  # those that wait() has to look at
+        self.packs: list[Pack] = []  # packs in the order of the sync
+        self.started: list[Pack] = []  # packs that wait() must check
 
     def add(self, pack: Pack) -> None:
-        """Sync ``pack`` too; every rank must add the same packs."""
+        """Sync ``pack``, too. Every rank must add the same packs."""
         if pack.comm.size > 1:
             self.packs.append(pack)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parcels that are under way."""
+        """Bytes of parcels in flight."""
         works = [work for pack in self.started for work in pack.pending]
         return sum(work.nbytes for work in works if isinstance(work, Delivery))
 
     def begin(self, packs: Iterable[Pack]) -> None:
-        """Start those of ``packs`` alone, while others are updated; a call syncs the rest.
+        """Start to sync ``packs`` while others are updated; a call syncs the rest.
 
-        Every rank must call it, with the same packs.
+        Collective: every rank, with the same packs.
         """
         wanted = set(packs)
         for pack in self.packs:
             if pack in wanted:
-                # Messages must be waited for at once, so none are left under way during a forward:
+                # Messages must be waited for at once, so none may be in flight during a forward;
                 # see Comm.send_to_all.
                 gathers = pack.layout.algorithms.sync == "all_gather"
                 work = _launch(gathers, [pack], True)
-                # The pack keeps it: a work that is dropped cannot be waited for, and the backend
-                # keeps the memory that it uses alive only as long as it is under way.
+                # The pack keeps the work: a dropped work cannot be waited for, and the backend
+                # keeps its memory alive only while it is in flight.
                 pack.pending.append(work)
                 self.started.append(pack)
 
@@ -63,7 +64,8 @@ class Sync:
         """Sync all packs.
 
         Args:
-            by_wire: without it all values travel as they are, also those that no cast gives.
+            by_wire: if false, send all values as they are, including those that are no result of a
+                cast.
         """
         launches: dict[tuple[Comm, str], list[Pack]] = {}
         begun = set(self.started)
@@ -77,21 +79,22 @@ class Sync:
             else:
                 work = _launch(algorithm == "all_gather", packs, False, by_wire)
                 works += [work] * isinstance(work, Delivery)
-        for work in works:  # of all packs at once: a broadcast on gloo waits for the one before
+        # for all packs at once, because a broadcast on gloo waits for the previous one
+        for work in works:
             work.wait()
         self.wait()
 
     def start(self) -> None:
-        """Sync as a call does, but ``pack.wait()`` must come before any use of a pack.
+        """Launch the sync; ``pack.wait()`` must come before any use of a pack.
 
-        All collectives are launched here, in the order of a call, which is that of the packs'
-        first parameters in the model: were they launched where they are needed, ranks whose
-        forwards differ would launch them in different orders, and hang.
+        All collectives are launched here, in the order of the packs' first parameters in the model.
+        If they were launched at their first use, ranks with different forwards would launch them in
+        different orders, and hang.
         """
         self.begin(set(self.packs).difference(self.started))
 
     def wait(self) -> None:
-        """Return when nothing that was started is under way. Local."""
+        """Wait until nothing that was started is in flight. Local."""
         if self.started:
             for pack in self.started:
                 pack.wait()
@@ -99,7 +102,7 @@ class Sync:
 
 
 class Delivery:
-    """The work that brings parcels, which are unpacked once it was waited for."""
+    """A work that brings parcels, and unpacks them after it was waited for."""
 
     def __init__(self, work: Work, parcels: Sequence[Parcel]) -> None:
         self._work, self._parcels = work, parcels
@@ -119,11 +122,11 @@ class Delivery:
 def _launch(
     gathers: bool, packs: Sequence[Pack], async_op: bool, by_wire: bool = True
 ) -> Work | Delivery:
-    """Sync ``packs`` of the same ranks in one launch; gives the work, which is to be waited for.
+    """Sync ``packs`` of the same ranks in one launch; return the work to wait for.
 
     Args:
-        gathers: in place, by all-gathers, for spans of equal length, padding included. Else each
-            owner broadcasts its span, of any length; those that are padding alone are left out.
+        gathers: use in-place all-gathers, for spans of equal length, including padding. Otherwise
+            each owner broadcasts its span, of any length, unless it is only padding.
     """
     comm, about = packs[0].comm, packs[0].layout
     sent = [_sent(pack, by_wire) for pack in packs]
@@ -140,7 +143,7 @@ def _launch(
 
 
 def _send(pack: Pack, by_wire: bool) -> Work | Delivery:
-    """Start to send the spans as messages, on gloo, whose broadcasts wait for one another."""
+    """Start to send spans as messages, on gloo, whose broadcasts wait for one another."""
     sent = _sent(pack, by_wire)
     pieces = [sent.data[:0]] * pack.comm.size
     for span in pack.layout.owned_spans:
@@ -149,7 +152,7 @@ def _send(pack: Pack, by_wire: bool) -> Work | Delivery:
 
 
 def _sent(pack: Pack, by_wire: bool) -> Pack | Parcel:
-    """Return what travels: a pack itself, or a parcel in its place."""
+    """Return what is sent: the pack itself, or a parcel instead."""
     return pack if pack.wire is None or not by_wire else pack.wire.parcel(pack.data, pack.comm.rank)
 
 

@@ -1,4 +1,4 @@
-"""update: unscale, clip and update the own masters and moments; an update for each optimizer."""
+"""update: unscale, clip and update own masters and moments; one update per optimizer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def updates_of(
     comm: Comm,
     ready: Ready = lambda _packs: None,
 ) -> list[Update]:
-    """Make the update of each optimizer, which reads the groups of that one in every step.
+    """Make the update of each optimizer, which reads that optimizer's groups in every step.
 
     Args:
-        ready: called with packs that are updated before others, on all ranks alike.
+        ready: called, on all ranks alike, with packs that are updated before others.
 
     Raises:
-        ValueError: a form of masters or moments for a class that keeps its own state.
+        ValueError: a form of masters or moments is not possible for a class with its own state.
     """
     return [_update_of(optimizer, config, comm, ready) for optimizer in originals.optimizers]
 

@@ -1,9 +1,9 @@
-"""Epilogues: what is fused behind the rule of an update.
+"""Epilogues: code that is fused behind the rule of an update.
 
-An epilogue is a set of pure functions that are traced into the update's kernel, for it is the only
-place where the old and the new master, the gradient, the moments and the published values of an
-element meet. A parameter without a gradient, and a class that updates by itself, have one pass more
-over the own span (:class:`.rules.NoRule`).
+An epilogue is a set of pure functions that are traced into the update's kernel, the only place
+where an element's old and new master, gradient, moments and published values meet. Parameters
+without a gradient, and classes that update by themselves, need one more pass over the own span
+(:class:`.rules.NoRule`).
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from shardcast.memory.codecs import Codec
 if TYPE_CHECKING:
     from shardcast.step.update.rules import Numbers
 
-AVERAGE = "average."  # begins the names of averages among the state of a parameter
-STEPS = ".steps"  # ends the name of an average's number of steps
+AVERAGE = "average."  # prefix of the names of averages in a parameter's state
+STEPS = ".steps"  # suffix of the name of an average's step count
 
 
 class UpdateValues(NamedTuple):
-    """The values of an update that an epilogue sees, ``(rows, row)``; it changes none.
+    """The values of an update that an epilogue sees, ``(rows, row)``; it changes none of them.
 
     Attributes:
         grad: fp32, unscaled and clipped.
         state: the rule's new state, in the order of ``rule.state``.
-        decrease: fp32, the old master minus the new one; an epilogue that sees it may overwrite it.
-        last_published: bit patterns of the cast of the master before the step, whatever a script
-            has written over it since; ``None`` as the next ones.
-        old_published, published: bit patterns of the parameter before and after, int16, or ``None``
-            where the master is the parameter. A compiler leaves out a cast to low precision and
-            back: values would not be rounded.
+        decrease: fp32, old minus new master; an epilogue that sees it may overwrite it.
+        last_published: bit patterns of the cast of the master before the step, regardless of what a
+            script wrote since; may be ``None`` like the next two.
+        old_published, published: bit patterns of the parameter before and after, int16; ``None`` if
+            the master is the parameter. As bits, because a compiler removes a cast to low precision
+            and back, and values would not be rounded.
     """
 
     master: Tensor
     state: tuple[Tensor, ...]
-    grad: Any = None  # a Tensor, as what follows, for epilogues that compare
+    grad: Any = None  # a Tensor, like the next ones, for epilogues that compare
     decrease: Any = None
     old_published: Any = None
     published: Any = None
@@ -48,17 +48,17 @@ class UpdateValues(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """A part that is fused behind a rule, a constant of the kernel. This one does nothing.
+    """A part that is fused behind a rule, constant for the kernel. This base class does nothing.
 
     Attributes:
-        sums: names of the numbers per fragment that it gives; it runs in the steps alone that are
-            measured.
-        squares: how many of them, the first ones, are sums of squares, given as their roots.
-        compares: whether it sees more than the new master and state: all else of
-            :class:`UpdateValues` is ``None`` where no epilogue does, for eagerly it takes passes.
-        follows: whether it sees what is published, and what was, and no more: it keeps what it
-            follows in ``Shard.followed``. That neither begins as the masters nor is saved,
-            and absent gradients need no pass for it.
+        sums: names of the numbers per fragment that it returns. It runs only in measured steps.
+        squares: how many of them, from the first on, are sums of squares, returned as roots.
+        compares: whether it reads more than the new master and state. All else in
+            :class:`UpdateValues` is ``None`` unless an epilogue compares, because eagerly it takes
+            passes.
+        follows: whether it reads only what is published now and before. It keeps its state in
+            ``Shard.followed``, which does not start as the masters and is not saved; absent
+            gradients need no pass for it.
     """
 
     sums: ClassVar[tuple[str, ...]] = ()
@@ -68,19 +68,19 @@ class Epilogue:
 
     @property
     def state(self) -> tuple[str, ...]:
-        """The names of its stored tensors, which begin as the masters, at the first step."""
+        """Names of its stored tensors, which start as the masters at the first step."""
         return ()
 
     @property
     def codec(self) -> Codec:
-        """The codec of these."""
+        """Codec of these."""
         return Codec()
 
     def numbers(self, step: Any) -> Numbers:
         """Return the numbers of one step.
 
         Args:
-            step: how many steps it has taken part in, this one too: a float, or a 0-dim fp64
+            step: steps that it has taken part in, including this one: a float, or a 0-dim fp64
                 tensor.
         """
         return ()
@@ -88,12 +88,12 @@ class Epilogue:
     def apply_(
         self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: Numbers
     ) -> tuple[Tensor, ...]:
-        """Change ``state`` in place; return the sums of each row, 1-d, of squares the roots."""
+        """Change ``state`` in place; return the sums of each row, 1-d, roots for squares."""
         return ()
 
 
 def epilogues_of(config: ShardcastConfig) -> tuple[Epilogue, ...]:
-    """Return the epilogues that a configuration asks for; those with sums stand last."""
+    """Return the epilogues that a configuration asks for; those with sums are last."""
     epilogues = [
         epilogue
         for extension in config.extensions().values()

@@ -27,21 +27,21 @@ from shardcast.step.update.fusion import Executor, UpdateNumbers, choose_executo
 from shardcast.step.update.rules import NoRule, Rule
 from shardcast.step.update.state import Key, Range, Ready, ShardState, Update
 
-ALIGNED = 4  # fp32 numbers in 16 bytes: a graph for a GPU would copy what begins elsewhere
+ALIGNED = 4  # fp32 numbers in 16 bytes; a GPU graph copies operands with another alignment
 
 
 @dataclass
 class _Plan:
-    """The plan of every step until gradients, groups, memory or epilogues change.
+    """A plan that holds for every step until gradients, groups, memory or epilogues change.
 
     Attributes:
-        memory: what the operands of each shard are parts of, by identity: the mean, what is
-            published, the first piece of masters.
-        counting: views of the counts of steps that grow.
-        is_steady: after another step like this the same fragments have equal counts.
-        ranges: of each shard.
-        numbers: of each key, where they are on the device.
-        tables: of each rule, there.
+        memory: tensors that contain each shard's operands, compared by identity: the mean, the
+            published span, the first piece of masters.
+        counting: views of the step counts that grow.
+        is_steady: after another such step the same fragments have equal counts.
+        ranges: ranges of each shard.
+        numbers: numbers of each key, if they are on the device.
+        tables: table of each rule, on the device.
     """
 
     present: Mapping[Pack, Sequence[bool]]
@@ -61,7 +61,7 @@ class _Plan:
         rules: Sequence[Rule],
         epilogues: tuple[Epilogue, ...],
     ) -> bool:
-        """Return whether this step has it too; takes gradients in other memory."""
+        """Return whether the plan holds for this step; adopts gradients in other memory."""
         if not self.is_steady or epilogues != self.epilogues or rules != self.rules:
             return False
         if present is not self.present and present != self.present:
@@ -78,7 +78,7 @@ class _Plan:
         return True
 
     def forget_gradients(self) -> None:
-        """Let go of gradients that have other memory in the next step."""
+        """Release gradients that will have other memory in the next step."""
         for shard, (mean, published, first) in self.memory.items():
             assert shard.grads is not None
             if shard.home.keeps_mean(shard.grads):
@@ -92,10 +92,10 @@ class _Plan:
 class FusedUpdate(Update):
     """An update by one kernel per pack, or for several packs.
 
-    The state is allocated when the first gradient comes. How many steps a fragment has taken is
-    counted on the device, for a skipped one does not count. The host knows which fragments had
-    gradients in the same steps, and so have equal counts: fragments with one *history* are updated
-    together. Usually that is the whole shard; where gradients were absent it is runs of it.
+    The state is allocated when the first gradient comes. Step counts of fragments are on the
+    device, because a skipped step does not count. The host knows which fragments had gradients in
+    the same steps and so have equal counts. Fragments with one *history* are updated together.
+    Usually that is the whole shard; if gradients were absent, it is runs of it.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class FusedUpdate(Update):
     ) -> None:
         super().__init__(optimizer, config, epilogues, ready)
         self._kind = type(optimizer)
-        self._steps = torch.zeros(0, dtype=MASTER_DTYPE)  # per fragment of all shards
-        self._histories: list[Hashable] = []  # parallel to the steps; None before the first one
+        self._steps = torch.zeros(0, dtype=MASTER_DTYPE)  # per fragment, for all shards
+        self._histories: list[Hashable] = []  # parallel to the steps; None before the first step
         self._uniform = True  # whether all histories are equal
         self._group_of: list[GroupId] = []  # parallel to the steps
-        self._groups: list[GroupId] = []  # the same, each once
+        self._groups: list[GroupId] = []  # the same, without repetitions
         self._execute = Executor(on_host=True)
         self._plan: _Plan | None = None
 
@@ -139,7 +139,7 @@ class FusedUpdate(Update):
     @torch.no_grad()
     def __call__(self, decision: Decision) -> None:
         on_host = self._execute.on_host
-        if not self._states:  # yet: this rank counts as the others do
+        if not self._states:  # no state yet: this rank counts like the others
             self._begin_epilogues(decision.taken)
             if self._is_apart and not bool(decision.skip):
                 for shard in self._shards:
@@ -180,23 +180,23 @@ class FusedUpdate(Update):
                     numbers, factor = numbers._replace(rule=table.table), of_tables[key.rule]
                 execute(one.fusion, one.operands or one.take_operands(), numbers, factor, skip)
             if shard.in_blocks and shard in self._states:
-                shard.publish()  # also in a skipped step: of masters as they were
+                shard.publish()  # also in a skipped step, with unchanged masters
             self._finish(shard)
 
     def _rules(self) -> list[Rule]:
-        """Return the rule of each group that shards have."""
+        """Return the rule of each group in the shards."""
         groups, on_host = self._optimizer.param_groups, self._execute.on_host
         options = [groups[of.position] for of in self._groups]
         found = [
             rules.rule_of(self._kind, group, fused=on_host and self._by_torch(group))
             for group in options
         ]
-        if not on_host and any(rule.decays for rule in found):  # so that they have one kernel
+        if not on_host and any(rule.decays for rule in found):  # so that they share one kernel
             return [rules.decaying(rule) for rule in found]
         return [*found]
 
     def _numbers(self, plan: _Plan, behind: Any) -> list[UpdateNumbers]:
-        """Return this step's numbers of each key."""
+        """Return each key's numbers in this step."""
         groups = self._optimizer.param_groups
         for table in plan.tables:
             table.compute(groups)
@@ -212,7 +212,7 @@ class FusedUpdate(Update):
         return found
 
     def _arranged(self, present: Mapping[Pack, Sequence[bool]], rules: Sequence[Rule]) -> _Plan:
-        """Arrange what is to be done in a step with these gradients."""
+        """Return a plan for a step with these gradients."""
         here = {shard: shard.present(present[shard.pack]) for shard in self._states}
         counting, is_steady = self._count(here)
         keys: dict[Any, int] = {}
@@ -223,7 +223,7 @@ class FusedUpdate(Update):
         for shard, state in self._states.items():
             of_shard = ranges.setdefault(shard, [])
             for run, members, is_present in self._runs(state, here[shard]):
-                if not (is_present or of_all):  # some epilogues see the others too
+                if not (is_present or of_all):  # some epilogues also see ranges without a gradient
                     continue
                 place = state.first + members[0]
                 group = self._group_of[place]
@@ -249,7 +249,7 @@ class FusedUpdate(Update):
         return plan
 
     def _merged(self, ranges: Sequence[Range], plan: _Plan) -> list[Range]:
-        """Return ranges with neighbors of several groups as one, where one kernel updates them."""
+        """Return ranges, with neighbors of several groups joined if one kernel updates them."""
         row_of = {number: row for it in plan.tables for number, row in it.row_of.items()}
         runs = list[list[Range]]()
         for one in ranges:
@@ -275,7 +275,7 @@ class FusedUpdate(Update):
         return merged
 
     def _are_alike(self, one: Range, other: Range, plan: _Plan) -> bool:
-        """Return whether the second range begins where the first ends, with its count of steps."""
+        """Return whether the second range continues the first, with an equal step count."""
         if one.part.stop != other.part.start or one.fusion != other.fusion:
             return False
         first, second = plan.keys[one.key].place, plan.keys[other.key].place
@@ -284,12 +284,11 @@ class FusedUpdate(Update):
     def _runs(
         self, state: ShardState, present: Sequence[bool]
     ) -> Sequence[tuple[slice, range, bool]]:
-        """Find maximal ranges of one group and history, all present or all absent.
+        """Return maximal ranges of one group and history, with all gradients present or all absent.
 
-        Each with the numbers of its fragments among those of the shard.
-
-        A run ends where the next fragment begins: the padding between is zero in gradient, master
-        and state, and stays so.
+        Each comes with the numbers of its fragments among those of the shard. A run ends where the
+        next fragment begins: padding in between is zero in gradient, master and state, and stays
+        zero.
         """
         own, fragments = state.shard.pack.own, state.shard.fragments
         places = slice(state.first, state.first + len(fragments))
@@ -303,18 +302,18 @@ class FusedUpdate(Update):
         return runs
 
     def _by_torch(self, group: Mapping[str, Any]) -> bool:
-        """Return whether torch's fused CPU kernel runs: by the group, else by ``fuse``."""
+        """Return whether torch's fused CPU kernel runs, by the group's option, else by ``fuse``."""
         if group.get("fused") is not None or group.get("foreach"):
             return bool(group.get("fused"))
         return self._config.fuse == "auto"
 
     def _count(self, present: Mapping[Shard, Sequence[bool]]) -> tuple[list[Tensor], bool]:
-        """Note in which fragments a step counts.
+        """Note the fragments in which a step counts.
 
-        SGD counts only while it has momentum: the first step with a buffer is special.
+        SGD counts only while it has momentum, because its first step with a buffer is special.
 
         Returns:
-            Views of their counts; and whether after another such step the same are equal.
+            Views of their counts; and whether after another such step the same fragments are equal.
         """
         groups = self._optimizer.param_groups
         counts_in = {of: bool(groups[of.position].get("momentum", True)) for of in self._groups}
@@ -324,7 +323,7 @@ class FusedUpdate(Update):
             for group, is_here in zip(self._group_of, here, strict=True)
         ]
         counting, start = [], 0
-        for counts, members in itertools.groupby(counted):  # usually one: a launch for each
+        for counts, members in itertools.groupby(counted):  # usually one; each takes a launch
             stop = start + len(list(members))
             if counts:
                 counting.append(self._steps[start:stop])
@@ -336,24 +335,26 @@ class FusedUpdate(Update):
         return counting, _grown(self._histories, counted) == self._histories
 
     def memory(self) -> Iterator[Tensor]:
-        self._plan = None  # which has views of it
+        self._plan = None  # the plan has views of it
         yield from super().memory()
 
     def nbytes(self) -> int:
         return sum(state.nbytes(averages=False) for state in self._states.values())
 
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
-        """Return state (:meth:`Update.fragment_state`): 1-d fp32, ``step``; empty before use."""
+        """Return state as :meth:`Update.fragment_state`: 1-d fp32, and ``step``; empty at first."""
         averages = super().fragment_state(shard, number, decode)
         state = self._states.get(shard)
         if state is None or self._histories[state.first + number] is None:
             return averages
-        with torch.inference_mode():  # fragments with one history share a count: not to be edited
+        # fragments with one history share a count, so it must not be edited
+        with torch.inference_mode():
             step = self._steps[state.first + number].clone()
         sgd = self._kind is torch.optim.SGD
         if sgd and not float(step):
             return averages
-        # torch keeps none for SGD; chance needs it for the same bits after a resume.
+        # torch keeps no step for SGD. Stochastic rounding needs it for the same bits after a
+        # resume.
         without_step = sgd and not moment_codec(self._config, "").by_chance
         views = state.read(number, rules.STATE_NAMES[self._kind], decode)
         return {**({} if without_step else {"step": step}), **views, **averages}
@@ -369,17 +370,17 @@ class FusedUpdate(Update):
     def _load_state(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         own = self._states[shard]
         own.take(number, rules.STATE_NAMES[self._kind], state)
-        # SGD keeps no step: with a buffer it is past the first one.
+        # torch's SGD saves no step; if it has a buffer, the first step is done.
         sgd, buffer = self._kind is torch.optim.SGD, state.get("momentum_buffer")
         steps = float(state.get("step", 0.0 if sgd and buffer is None else 2.0)) if state else 0.0
         self._steps[own.first + number] = steps
         self._histories[own.first + number] = ("loaded", steps) if state else None
-        self._uniform = False  # until the next step has looked
+        self._uniform = False  # until the next step checks it
         self._plan = None
 
 
 def _grown(histories: Sequence[Hashable], counted: Sequence[bool]) -> list[Hashable]:
-    """Return histories after one more step; equal ones stay so."""
+    """Return histories after one more step; equal histories stay equal."""
     numbers: dict[Hashable, int] = {}
     return [
         numbers.setdefault((history, counts), len(numbers))
@@ -390,7 +391,7 @@ def _grown(histories: Sequence[Hashable], counted: Sequence[bool]) -> list[Hasha
 
 
 def _of_rows(factors: Sequence[Tensor | None]) -> Tensor | None:
-    """Return factors as one tensor, 0-dim where all are the same."""
+    """Return factors as one tensor, 0-dim if all are the same."""
     if all(factor is factors[0] for factor in factors):
         return factors[0]
     some = next(factor for factor in factors if factor is not None)
@@ -398,26 +399,27 @@ def _of_rows(factors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a learning rate or betas that are tensors as numbers of the host."""
+    """Return a learning rate or betas as host numbers if they are tensors."""
     if isinstance(value, tuple):
         return tuple(_plain(item) for item in value)
     return value.item() if isinstance(value, Tensor) else value
 
 
 class RuleTable:
-    """The numbers of one rule: a table with a row for each key that has the rule.
+    """The numbers of one rule: a table with a row for each key with that rule.
 
     Args:
-        keys: of the whole update.
-        steps: the counts of all fragments.
+        keys: keys of the whole update.
+        steps: step counts of all fragments.
         uniform: whether these are equal.
         keep: :meth:`.Executor.keep`.
 
     Attributes:
         rule: the rule.
-        numbers: of each key of this rule, by its place among all; the same memory in every step.
-        table: the same for all of these keys, and ``groups`` of its rows.
-        row_of: the row of each of these keys.
+        numbers: numbers of each key of this rule, by its index among all keys; always in the same
+            memory.
+        table: the numbers of all of these keys, and ``groups`` of its rows.
+        row_of: row of each of these keys.
     """
 
     def __init__(
@@ -440,14 +442,15 @@ class RuleTable:
         self._of_groups = torch.zeros(
             len(self._groups), count, 3, dtype=torch.float64, device=device
         )
-        self._known = [[math.nan] * (3 * count) for _ in self._groups]  # there; NaN: of tensors
-        self._terms = self._of_groups  # of each row, or one for all
+        # values on the device; NaN if they come from tensors
+        self._known = [[math.nan] * (3 * count) for _ in self._groups]
+        self._terms = self._of_groups  # terms of each row, or one for all rows
         rows = torch.zeros(len(own), -(-count // ALIGNED) * ALIGNED, device=device)
         self._table = rows[:, :count]
         self.table = keep(rows) if len(own) > 1 else rows
         self.groups = [key.group for key in own.values()]
         self.row_of = {number: row for row, number in enumerate(own)}
-        self._options: list[Any] = []  # of all groups, in the last step
+        self._options: list[Any] = []  # options of all groups in the last step
         self._are_constants = False
         self.numbers: dict[int, UpdateNumbers] = {}
         for number, place, row in zip(own, places, self._table.unbind(), strict=True):
@@ -460,7 +463,7 @@ class RuleTable:
             return
         groups = [param_groups[of.position] for of in self._groups]
         options = [group[name] for group in groups for name in self.rule.options]
-        # By identity: to compare a tensor with a number would wait for its device.
+        # By identity, because comparing a tensor with a number would wait for its device.
         if not (self._are_constants and all(map(operator.is_, options, self._options))):
             self._options, self._are_constants = options, all(map(is_constant, options))
             self._upload(groups)
@@ -470,12 +473,12 @@ class RuleTable:
         torch.mul(scales.expand_as(self._table), powers, out=self._table)
 
     def _upload(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Have the terms of rows on the device as they are in ``groups``."""
+        """Copy the terms of rows in ``groups`` to the device."""
         changed = False
         for known, there, group in zip(self._known, self._of_groups, groups, strict=True):
             for number, value in enumerate(itertools.chain.from_iterable(self.rule.terms(group))):
-                # By kernels, as a rule one or two for another learning rate: a copy from the host
-                # would wait, or be read again when a captured graph is replayed.
+                # By kernels, usually one or two for a new learning rate. A copy from the host would
+                # wait, or be read again when a captured graph is replayed.
                 if isinstance(value, Tensor):
                     there.view(-1)[number].fill_(0).add_(value)
                     changed, known[number] = True, math.nan

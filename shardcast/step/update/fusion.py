@@ -1,13 +1,13 @@
-"""One pass over a range of elements: unscale, clip, update, cast, and what else is fused into it.
+"""One pass over a range of elements: unscale, clip, update, cast, and fused epilogues.
 
-:func:`update_` is the only arithmetic of Adam, AdamW and SGD here, whatever codecs masters and
-moments have. It runs in two ways: eagerly, a piece at a time, and compiled, where decoded values
-are in registers only (:class:`CompiledExecutor`). Traffic in bytes per element of AdamW with bf16
-parameters (all but the gradient, which is read, is read and written): 30; with ``moments: bf16``
-22; with ``split16`` too 18.3; with ``split16`` and ``int8`` 14.5.
+:func:`update_` is the only arithmetic of Adam, AdamW and SGD here, for all codecs of masters and
+moments. It runs eagerly, a piece at a time, or compiled, where decoded values exist only in
+registers (:class:`CompiledExecutor`). Bytes of traffic per element for AdamW with bf16 parameters
+(everything is read and written, except the gradient, which is only read): 30; with
+``moments: bf16`` 22; with ``split16``, too, 18.3; with ``split16`` and ``int8`` 14.5.
 
-What the model shows is what is trained: a published value that is not the cast of its master, which
-a script has written, becomes the master before the rule.
+Training continues from what the model shows: if a published value is not the cast of its master, a
+script wrote it, and it becomes the master before the rule runs.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from shardcast.step.compiling import compiles, or_eager
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
 from shardcast.step.update.rules import Numbers, Rule
 
-CACHED = 1 << 18  # elements per thread and eager call on a CPU: all operands stay in its cache
-RULE_STATES = 4  # chances that are the rule's; those of epilogues come after them
-VECTOR = 16  # fp32 elements of the longest vector of a CPU
+CACHED = 1 << 18  # elements per thread and eager call on a CPU, so that all operands stay in cache
+RULE_STATES = 4  # random streams of the rule; those of epilogues come after them
+VECTOR = 16  # fp32 elements of a CPU's longest vector
 
 
 class UpdateNumbers(NamedTuple):
-    """The numbers of one step: of the host, or fp32 tensors.
+    """The numbers of one step: host numbers, or fp32 tensors.
 
     Attributes:
-        step: 0-dim tensor in both cases.
-        rule: numbers of the host, or a 1-d tensor, or 2-d a table of these, of which each row of
-            elements names one.
-        epilogues: of each its numbers, or 0-dim tensors.
-        epilogue_steps: 1-d tensor in both cases, of each epilogue the steps it has taken part in.
+        step: always a 0-dim tensor.
+        rule: host numbers; or a 1-d tensor; or a 2-d table from which each row of elements picks a
+            row.
+        epilogues: numbers of each epilogue, or 0-dim tensors.
+        epilogue_steps: always a 1-d tensor, the steps that each epilogue has taken part in.
     """
 
     step: Tensor
@@ -53,17 +53,17 @@ class UpdateNumbers(NamedTuple):
 
 
 class NamedOperands(NamedTuple):
-    """The operands by what they are.
+    """The operands by name.
 
     Attributes:
         grad: any floating dtype, read only.
-        published: the low-precision parameter, which wins over a master whose cast it is not, and
-            is overwritten by the cast of the new one; ``None`` where the master is the parameter,
-            or has it.
-        stored: pieces of masters, of the rule's state, of the epilogues' state; overwritten.
-        keys: of the rows, where a codec rounds by chance.
-        places: of the rows, int32: which numbers of a table are theirs; ``None``: all have one's.
-        sums: of each row, overwritten.
+        published: the low-precision parameter. It replaces a master whose cast differs from it, and
+            is overwritten with the new master's cast. ``None`` if the master is, or contains, the
+            parameter.
+        stored: pieces of masters, of the rule's state and of the epilogues' state; overwritten.
+        keys: keys of the rows, for a codec with stochastic rounding.
+        places: for each row its row in a table of numbers, int32; ``None``: the same for all.
+        sums: sums of each row, overwritten.
     """
 
     grad: Tensor
@@ -76,15 +76,15 @@ class NamedOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class Fusion:
-    """The parts of one kernel; constants for a compiler.
+    """The parts of one kernel, constants for a compiler.
 
-    Operands are a flat list of tensors, in the order of :class:`NamedOperands`. They are 1-d, or in
-    the shape of :func:`update_`.
+    Operands are a flat list of tensors in the order of :class:`NamedOperands`. They are 1-d, or
+    have the shape for :func:`update_`.
 
     Attributes:
-        state: codecs of the rule's state, then of the epilogues'.
-        casts: whether there is a published parameter next to the masters' pieces.
-        by_row: whether rows have numbers of several groups, by a table.
+        state: codecs of the rule's state, then of the epilogues' state.
+        casts: whether there is a published parameter besides the masters' pieces.
+        by_row: whether rows take numbers of several groups from a table.
     """
 
     rule: Rule
@@ -101,7 +101,7 @@ class Fusion:
 
     @property
     def counts(self) -> list[int]:
-        """The elements per row of each operand: ``row`` or 1."""
+        """Elements per row of each operand: ``row`` or 1."""
         codecs = (self.master, *self.state)
         pieces = [count for codec in codecs for _, count in codec.pieces(self.row)]
         sums = sum(len(epilogue.sums) for epilogue in self.epilogues)
@@ -114,7 +114,7 @@ class Fusion:
             stop = start + len(codec.pieces(self.row))
             stored.append(tuple(operands[start:stop]))
             start = stop
-        # An int: Dynamo of torch 2.11 takes no bool for an index.
+        # An int, because Dynamo of torch 2.11 accepts no bool as an index.
         of_rows, keys = operands[start:], int(self.by_chance)
         return NamedOperands(
             operands[0],
@@ -135,17 +135,16 @@ def update_(
 ) -> None:
     """Unscale, clip, update and cast one range in place, without asking the device.
 
-    Compiled, it is one kernel: what is decoded and cloned here lives in registers there. A product
-    and the sum that it enters may be fused or not: Triton fused them up to 3.9, and no longer does
-    from 3.10 on. Nothing relies on either; what decodes and encodes exactly is in integers.
+    Compiled, this is one kernel, and decoded and cloned values exist only in registers. A product
+    and the sum it enters may or may not be fused: Triton fuses them up to 3.9 and not from 3.10 on.
+    Nothing relies on either; exact encoding and decoding use integers.
 
     Args:
-        operands: of shape ``(rows, row)``, or ``(rows,)`` where there is one number per row.
-        factor: 0-dim fp32 multiplier of the gradient, or ``None`` for 1; 1-d: one for each row of
-            the table of numbers.
-        skip: 0-dim bool; if true nothing changes, not even the sign of a zero, and what a script
-            wrote is still there for the next step. ``None``: the host has decided that the step is
-            not skipped.
+        operands: of shape ``(rows, row)``, or ``(rows,)`` for one number per row.
+        factor: 0-dim fp32 factor of the gradient; ``None``: 1; or 1-d, one for each row of the
+            table of numbers.
+        skip: 0-dim bool. If true nothing changes, not even the sign of a zero, and values that a
+            script wrote stay for the next step. ``None``: the host has decided not to skip.
     """
     rule, epilogues = fusion.rule, fusion.epilogues
     grad, published, stored, keys, places, sums = fusion.parts(operands)
@@ -165,7 +164,7 @@ def update_(
         olds[0] = shown(olds[0], published, last_published)
     elif published is not None:
         take_shown_(olds[0], published, last_published)
-    # Where nothing can be skipped plain values are updated where they lie. Else the old ones are
+    # If the step cannot be skipped, plain values are updated in place. Otherwise the old ones are
     # needed until the end.
     news = olds if skip is None else [old.clone() for old in olds]
     compares = any(epilogue.compares for epilogue in epilogues)
@@ -176,7 +175,7 @@ def update_(
 
     of_rule = numbers.rule
     if places is not None and isinstance(of_rule, Tensor):
-        columns = of_rule.unbind(1)[: rule.count]  # behind them is padding
+        columns = of_rule.unbind(1)[: rule.count]  # the rest is padding
         of_rule = tuple(column[places][:, None] for column in columns)
     elif isinstance(of_rule, Tensor):
         of_rule = of_rule.unbind()
@@ -209,14 +208,14 @@ def update_(
         for memory, values in zip(sums, row_sums, strict=True):
             _write_(memory, values, skip)
 
-    # Hazard: what is written from here on was read above.
+    # Hazard: from here on, memory that was read above is overwritten.
     if published is not None and skip is None:
         published.copy_(master)
     elif published is not None:
         _write_(published, master.to(published.dtype), skip)
     steps = [numbers.step] * len(codecs)
     if fusion.by_chance and numbers.epilogue_steps is not None:
-        # A fragment without a gradient is averaged too.
+        # A fragment without a gradient is averaged, too.
         counts = zip(epilogues, numbers.epilogue_steps.unbind(), strict=True)
         steps[1 + len(state) :] = [count for e, count in counts for _ in e.state]
     for number, (codec, pieces) in enumerate(zip(codecs, stored, strict=True)):
@@ -224,7 +223,7 @@ def update_(
             bits = None
             if codec.by_chance:
                 assert keys is not None
-                # An average has the same bits whatever rule, or none, runs in a step.
+                # An average has the same bits with any rule, or none.
                 of_epilogue = number - 1 - len(state)
                 chance = number - 1 if of_epilogue < 0 else RULE_STATES + of_epilogue
                 bits = codec.random_bits(keys, news[number], steps[number], chance)
@@ -236,7 +235,7 @@ def update_(
 def _write_(memory: Tensor, values: Tensor, skip: Tensor | None) -> None:
     if skip is not None:
         memory.copy_(torch.where(skip, memory, values))
-    elif values is not memory:  # else it was updated where it lies
+    elif values is not memory:  # otherwise it was updated in place
         memory.copy_(values)
 
 
@@ -244,7 +243,7 @@ class Operands(list[Tensor]):
     """The operands of one range, 1-d.
 
     Attributes:
-        in_rows: the same memory in the shape of :func:`update_`, once it was needed.
+        in_rows: the same memory in the shape for :func:`update_`, after its first use.
     """
 
     in_rows: list[Tensor] | None = None
@@ -254,7 +253,7 @@ class Executor:
     """Runs :func:`update_` on ranges of any length, eagerly and a piece at a time.
 
     Args:
-        on_host: numbers of the step and the decision to skip are the host's.
+        on_host: the step's numbers and the decision to skip are on the host.
     """
 
     def __init__(self, on_host: bool) -> None:
@@ -269,7 +268,7 @@ class Executor:
         factor: Tensor | None,
         skip: Tensor | None,
     ) -> None:
-        """Run :func:`update_`; operands are 1-d, begin with a row, may end within one."""
+        """Run :func:`update_`. Operands are 1-d, start with a row, and may end inside one."""
         in_rows: list[Tensor] | None = getattr(operands, "in_rows", None)
         if in_rows is not None:
             self._run(fusion, in_rows, numbers, factor, skip)
@@ -286,23 +285,23 @@ class Executor:
             self._run(fusion, in_rows, numbers, factor, skip)
         if rows * row == numel:
             return
-        # The end of the pack of a world of one, or of rows shorter than a vector: a padded copy.
+        # The end of a pack on one rank, or of rows shorter than a vector, is run on a padded copy.
         ends = [tensor[rows * count :] for tensor, count in pairs]
         copies = [end.new_zeros(least * n) for end, n in zip(ends, counts, strict=True)]
         for copy, end in zip(copies, ends, strict=True):
             copy[: end.numel()] = end
         self._run(fusion, self._in_rows(fusion, copies), numbers, factor, skip)
-        for copy, end in list(zip(copies, ends, strict=True))[1:]:  # the gradient is only read
+        for copy, end in list(zip(copies, ends, strict=True))[1:]:  # the gradient is read only
             end.copy_(copy[: end.numel()])
 
     def keep(self, numbers: Tensor) -> Tensor:
-        """Return numbers that are given to many calls, or a table of them, as these take it."""
+        """Return numbers, or a table, in the form in which many calls take them."""
         return numbers
 
     def _whole(self, rows: int, row: int) -> tuple[int, int]:
-        """Return how many of ``rows`` rows are run as they are, and how many a padded copy has."""
-        # torch's fused kernels round what is left after the last whole vector in another way:
-        # results would depend on where ranks and packs are cut.
+        """Return how many of ``rows`` rows run in place, and how many run on a padded copy."""
+        # torch's fused kernels round elements after the last whole vector differently, so results
+        # would depend on how ranks and packs are cut.
         least = max(1, VECTOR // row)
         return rows // least * least, least
 
@@ -314,7 +313,7 @@ class Executor:
 
 
 def in_pieces(in_kernel: Fusion, operands: Sequence[Tensor], *others: Any) -> None:
-    """Run the eager form, which allocates several times its operands, a piece at a time."""
+    """Run the eager form a piece at a time, because it allocates several times its operands."""
     on_cpu = _compat.is_host(operands[0].device)
     rows = max(1, (CACHED * torch.get_num_threads() if on_cpu else LAUNCH) // in_kernel.row)
     for piece in zip(*(tensor.split(rows) for tensor in operands), strict=True):
@@ -329,20 +328,20 @@ class CompiledExecutor(Executor):
         self._run = _compiled
 
     def keep(self, numbers: Tensor) -> Tensor:
-        """Return the same memory, no view: a graph would be bound to what it is a view of."""
-        if numbers.dim() > 1:  # one graph for tables of any number of rows
+        """Return the memory itself, not a view, because a graph would be bound to a view's base."""
+        if numbers.dim() > 1:  # one graph serves tables with any number of rows
             return _compat.rows_of(numbers, numbers.shape[1])
         return _compat.constants_of(numbers)
 
     def _whole(self, rows: int, row: int) -> tuple[int, int]:
-        least = 2  # one graph serves any number of rows but 0 and 1
+        least = 2  # one graph serves any number of rows except 0 and 1
         return rows if rows >= least else 0, least
 
     def _in_rows(self, fusion: Fusion, operands: Sequence[Tensor]) -> list[Tensor]:
         """View the same memory as rows.
 
-        Their fixed length lets a compiler see that addresses are multiples of 16 bytes, which it
-        then moves at a time.
+        Their fixed length tells a compiler that addresses are multiples of 16 bytes, so it moves 16
+        bytes at a time.
         """
         row, counts = fusion.row, fusion.counts
         pairs = zip(operands, counts, strict=True)
@@ -356,13 +355,13 @@ def _compiled(
     factor: Tensor | None,
     skip: Tensor | None,
 ) -> None:
-    """Run one kernel for all operands of these dtypes, with or without a factor and a skip."""
+    """Run one kernel for operands of these dtypes, with or without a factor and a skip."""
     dtypes = tuple(tensor.dtype for tensor in operands)
     run = _kernel(fusion, dtypes, factor is None, skip is None)
     run(fusion, operands, numbers, factor, skip)
 
 
-@functools.cache  # one compiled function, so that models of one process share its graph
+@functools.cache  # one compiled function, so that models in one process share its graph
 def _kernel(fusion: Fusion, dtypes: tuple[torch.dtype, ...], *_: bool) -> Callable[..., None]:
     name = f"the update by {fusion.rule} of gradients in {dtypes[0]}"
     return or_eager(inductor.compiled(update_), in_pieces, name)
@@ -371,10 +370,10 @@ def _kernel(fusion: Fusion, dtypes: tuple[torch.dtype, ...], *_: bool) -> Callab
 def choose_executor(
     config: ShardcastConfig, device: torch.device, is_apart: bool = False
 ) -> Executor:
-    """Choose how to run the update on ``device``; raises as :func:`compiles` does.
+    """Choose how to run the update on ``device``; raises like :func:`compiles`.
 
     Args:
-        is_apart: the model is elsewhere, see :class:`.Home`.
+        is_apart: the model is on another device, see :class:`.Home`.
     """
     if compiles(config, device):
         return CompiledExecutor()

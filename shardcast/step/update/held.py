@@ -1,4 +1,4 @@
-"""Bytes that a rank keeps of a span, before anything is allocated."""
+"""Count the bytes that a rank keeps for a span, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardcast.step.update.state import ShardState
 
 
 class Held(NamedTuple):
-    """Bytes that a rank keeps of a span."""
+    """Bytes that a rank keeps for a span."""
 
     masters: int
     state: int = 0
@@ -37,11 +37,12 @@ def held_of(
     numel: int,
     trained: int,
 ) -> Held:
-    """Allocate what a run does for a span, here on ``meta``, and count it. Local.
+    """Allocate on ``meta`` what a run allocates for a span, and count it. Local.
 
     Args:
-        config: without ``offload``; the host keeps as many.
-        dtype, cast: of its pack; ``group``: one of it, for all need the same state.
+        config: without ``offload``; with it the host holds the same number of bytes.
+        dtype, cast: dtype and cast of its pack; ``group``: any of its groups, because all need the
+            same state.
         numel, trained: elements of the span, and those that are neither padding nor frozen.
     """
     row = row_of(config, dtype)
@@ -50,7 +51,7 @@ def held_of(
     pack = Pack(layout, [nn.Parameter(torch.empty(trained, device="meta"))], Comm(None))
     pack.fill(torch.empty(numel, dtype=dtype, device="meta"))
     shard = shard_of(pack, config)
-    # Not Shard.fill: it encodes values piece by piece.
+    # Not Shard.fill, which encodes values piece by piece.
     shard.master = Encoded(master_codec(config, dtype), numel, row, shard.home.zeros)
     masters = shard.nbytes
     if not trained:
@@ -67,7 +68,7 @@ def held_of(
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, group: ParamGroup) -> int:
-    """Count the tensors that an optimizer of torch keeps of a parameter, 0-dim ones aside.
+    """Return the number of tensors that a torch optimizer keeps per parameter, except 0-dim ones.
 
     Local.
 
@@ -75,7 +76,7 @@ def state_tensors(optimizer: torch.optim.Optimizer, group: ParamGroup) -> int:
         optimizer: an elementwise one of torch, or Muon.
         group: options of one of its groups.
     """
-    single = nn.Parameter(torch.zeros(1, 1, dtype=MASTER_DTYPE))  # as the masters it will run on
+    single = nn.Parameter(torch.zeros(1, 1, dtype=MASTER_DTYPE))  # like the masters it will run on
     single.grad = torch.zeros_like(single)
     kind: Any = type(optimizer)
     twin = kind([{**group, "params": [single], "capturable": False}])

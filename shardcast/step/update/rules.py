@@ -3,10 +3,10 @@
 A rule holds the flags of a parameter group; :func:`.fusion.update_` applies it. Numbers of the step
 (learning rate, bias corrections) come in two kinds:
 
-* Python floats, eagerly on a CPU: the operations are those of torch's ``_single_tensor_adam`` and
-  ``_single_tensor_sgd``, so that fp32 results equal theirs to the bit. A group with ``fused=True``
-  gets torch's own fused kernel.
-* 0-dim tensors for ``torch.compile``, which no other number makes compile again, and for
+* Python floats, eagerly on a CPU. The operations are those of torch's ``_single_tensor_adam`` and
+  ``_single_tensor_sgd``, so fp32 results are bitwise equal. A group with ``fused=True`` uses
+  torch's own fused kernel.
+* 0-dim tensors for ``torch.compile``, so that new numbers trigger no recompilation, and for
   accelerators, where the step count is on the device (:class:`.RuleTable`).
 """
 
@@ -32,14 +32,14 @@ STATE_NAMES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     torch.optim.SGD: ("momentum_buffer",),
 }
-State = tuple[Tensor, ...]  # of one range, fp32, in the order of ``rule.state``
-Numbers = tuple[Any, ...]  # of a step: each is a float, or a 0-dim tensor
+State = tuple[Tensor, ...]  # state of one range, fp32, in the order of ``rule.state``
+Numbers = tuple[Any, ...]  # numbers of a step: floats or 0-dim tensors
 
 
 class Term(NamedTuple):
-    """A number of a step as ``scale * (1 - base**step) ** exponent``; without a base a constant.
+    """A number of a step, ``scale * (1 - base**step) ** exponent``; without a base, ``scale``.
 
-    Each is a float, or a 0-dim tensor of a group that has some.
+    Each field is a float, or a 0-dim tensor if the group's option is one.
     """
 
     scale: float | Tensor
@@ -49,14 +49,15 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class AdamRule:
-    """The flags of an Adam or AdamW group; only another combination triggers recompilation.
+    """The flags of an Adam or AdamW group; only other flags trigger recompilation.
 
     Attributes:
-        options: of a group, of which its numbers follow.
-        count: of these numbers, on the device.
+        options: group options that determine its numbers.
+        count: how many numbers there are on the device.
     """
 
-    coupled: bool = False  # weight decay is added to the gradient (L2), not taken off the weights
+    # weight decay is added to the gradient (L2), not subtracted from the weights
+    coupled: bool = False
     decays: bool = False
     amsgrad: bool = False
     maximize: bool = False
@@ -83,7 +84,7 @@ class AdamRule:
         return step_size, 1 - beta1, beta2, 1 - beta2, root, group["eps"], decay
 
     def terms(self, group: ParamGroup) -> tuple[Term, ...]:
-        """Return :meth:`numbers` for :class:`.StepNumbers`."""
+        """Return :meth:`numbers` as terms, for :class:`.RuleTable`."""
         step_size, weight1, beta2, weight2, _, eps, decay = self.numbers(group, math.inf)
         return (
             Term(step_size, group["betas"][0], -1.0),
@@ -115,7 +116,7 @@ class AdamRule:
 
 @dataclass(frozen=True)
 class NoRule:
-    """A rule that changes nothing: a pass for epilogues alone."""
+    """A rule that changes nothing, for a pass of epilogues alone."""
 
     options: ClassVar[tuple[str, ...]] = ()
     count: ClassVar[int] = 0
@@ -131,17 +132,17 @@ class NoRule:
         return ()
 
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: Numbers) -> None:
-        """Update as :meth:`AdamRule.apply_`."""
+        """Do nothing; see :meth:`AdamRule.apply_`."""
 
 
 @dataclass(frozen=True)
 class AssignRule(NoRule):
-    """A rule that takes new masters which a class made by itself; for epilogues."""
+    """A rule that takes new masters from an optimizer class, for epilogues."""
 
     state: ClassVar[tuple[str, ...]] = ("new",)
 
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: Numbers) -> None:
-        """Update as :meth:`AdamRule.apply_`."""
+        """Update like :meth:`AdamRule.apply_`."""
         master.copy_(state[0])
 
 
@@ -204,9 +205,9 @@ class SGDRule:
         )
 
     def terms(self, group: ParamGroup) -> tuple[Term, ...]:
-        """Return :meth:`numbers` for :class:`.StepNumbers`."""
+        """Return :meth:`numbers` as terms, for :class:`.RuleTable`."""
         *constants, _ = self.numbers(group, math.inf)
-        # Whether it is the first step: (-1)**-1022 is 1, (-3)**-1022 is 0.
+        # 1 in the first step and else 0: (-1)**-1022 is 1, (-3)**-1022 is 0.
         return (*map(Term, constants), Term(1.0, 2.0, -1022.0))
 
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: Numbers) -> None:
@@ -219,7 +220,7 @@ class SGDRule:
         direction = grad
         if self.momentum:
             (buffer,) = state
-            if first is True:  # torch starts from the bare gradient
+            if first is True:  # torch's first buffer is the gradient itself
                 buffer.copy_(grad)
             else:
                 add_scaled_(buffer.mul_(momentum), grad, weight)
@@ -263,7 +264,7 @@ def rule_of(
     """Return the rule of a parameter group of an Adam, AdamW or SGD optimizer.
 
     Args:
-        fused: by torch's fused CPU kernel.
+        fused: use torch's fused CPU kernel.
     """
     decays, maximize = bool(group["weight_decay"] != 0), bool(group["maximize"])
     if kind is torch.optim.SGD:
@@ -279,7 +280,7 @@ def decaying(rule: AdamRule | SGDRule) -> AdamRule | SGDRule:
     return dataclasses.replace(rule, decays=True)
 
 
-@functools.cache  # one object for the same flags: rules are compared in every step
+@functools.cache  # one object per combination of flags, because rules are compared in every step
 def _adam_rule(fused: bool, *flags: bool) -> AdamRule:
     return (TorchAdamRule if fused else AdamRule)(*flags)
 
@@ -290,13 +291,13 @@ def _sgd_rule(fused: bool, *flags: bool) -> SGDRule:
 
 
 def as_tensors(numbers: Sequence[float | Tensor], like: Tensor) -> tuple[Tensor, ...]:
-    """Return numbers as 0-dim fp32 tensors on the device of ``like``, without waiting for it."""
+    """Return numbers as 0-dim fp32 tensors on ``like``'s device, without waiting for it."""
     zero = torch.zeros_like(like, dtype=torch.float64)
     return tuple((zero + number).float() for number in numbers)
 
 
-# torch's scalar arguments are numbers of the host; where ours is a tensor, two operations do
-# the same, which a compiler fuses. The order of roundings is that of the scalar form.
+# torch's scalar arguments are host numbers. For a tensor, two operations do the same, and a
+# compiler fuses them. The order of roundings is that of the scalar form.
 
 
 def add_scaled_(out: Tensor, other: Tensor, scale: float | Tensor) -> None:
