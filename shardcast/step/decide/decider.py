@@ -1,7 +1,7 @@
-"""Decide: one small all-reduce says how, and whether, the step is made.
+"""Decide: one small all-reduce determines whether and how a step is made.
 
-The norm, the non-finite flag, the loss scale and the step's factors are scalars on the device; no
-method here waits for it.
+The norm, the non-finite flag, the loss scale and the step's factors are scalars on the device. No
+method here waits for the device.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ Parts = Mapping[Signal, Tensor]
 
 
 class Decider:
-    """The norm, clipping factors, loss scale and the decision to skip, for every step.
+    """The norm, clipping factors, loss scale and skip decision of every step.
 
-    The control vector, the doubles of the one small all-reduce of a step, has the parts of the
-    signals: of the norm, which has the powers of each group (of each rank, with norm_type inf: no
-    sum gives a maximum) and for each data-parallel rank its first pack that is not finite; of
-    presence, options and all others. That is ``8 * (groups + ranks + slots + 9)`` bytes: 11 KB for
-    AdamW with 2 groups and 300 parameters on 1,024 ranks, 2.5 KB on 2.
+    The control vector has the doubles of a step's one small all-reduce. Each signal contributes a
+    slice. The norm's slice has the powers of each group (with norm_type inf those of each rank,
+    because a sum cannot give a maximum), and for each data-parallel rank its first non-finite pack.
+    Then follow presence, options and all other signals. The size is
+    ``8 * (groups + ranks + slots + 9)`` bytes: 11 KB for AdamW with 2 groups and 300 parameters on
+    1,024 ranks, 2.5 KB on 2.
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
-        device: where the scalars live.
+        device: device of the scalars.
         originals: the optimizers, whose groups it reads.
-        divisor: of the mean, which all ranks must have alike.
-        history: what this rank did to means since the last step, which all must do alike.
+        divisor: divisor of the mean, which must be equal on all ranks.
+        history: what this rank did to means since the last step, which must be equal on all ranks.
 
     Attributes:
-        refusal: takes errors of this rank alone, which all ranks are to raise.
-        loss_scale: ``None`` where the options have none.
-        tokens: what a script counts.
-        presence: the parameters that a step updates, and how many steps have updated each.
-        signals: of the core, then those of the options, in their order.
-        check: raises what was wrong with the gradients of this rank.
-        left: the trained parameters that are no longer in the model, by name.
+        refusal: holds errors of this rank until all ranks raise them.
+        loss_scale: ``None`` if the options have none.
+        tokens: the tokens that a script counts.
+        presence: which parameters a step updates, and how many steps have updated each.
+        signals: those of the core, then those of the options, in their order.
+        check: raises errors in this rank's gradients.
+        left: trained parameters that are no longer in the model, by name.
     """
 
     left = ""
@@ -72,7 +73,7 @@ class Decider:
         self._history = history
         self._grads, self._process_groups, self._device = grads, process_groups, device
         self._divisor = divisor
-        self._clip_value: float | None = None  # of the coming step
+        self._clip_value: float | None = None  # bound for the coming step
         self._norm = GradientNorm(grads, originals, process_groups, config.norm_type, device)
         self.presence = Presence(grads, process_groups, device)
         self.loss_scale = LossScale(config, process_groups, device) if config.scales_loss else None
@@ -96,7 +97,7 @@ class Decider:
             self._options,
             *(it.signal(config, process_groups, device) for it in options if it.signal),
         ]
-        # Finite powers have a finite norm here.
+        # Here finite powers have a finite norm.
         is_finite = process_groups.model.size == 1 and config.norm_type >= 1
         self._report = Report(self.signals, device, is_finite)
         self.skips = SkipReport(
@@ -111,7 +112,7 @@ class Decider:
             process_groups.everyone,
         )
         self.presence.made = self.skips.made
-        # Those that define a method: in a step the others cost nothing.
+        # Only the signals that define a method; the others cost nothing in a step.
         self._gives, self._reads, self._scales, self._judges, self._concludes = (
             defining(method, self.signals)
             for method in ("arguments", "read", "scale", "judge", "conclude")
@@ -119,19 +120,19 @@ class Decider:
         self._takes_loss = [signal for signal in self.signals if signal.takes_loss]
 
     def signal_of(self, name: str) -> Any:
-        """The signal of that name; ``None`` where there is none."""
+        """Return the signal of that name; ``None`` if there is none."""
         return next((signal for signal in self.signals if signal.name == name), None)
 
     @property
     def takes_loss(self) -> bool:
-        """Return whether a loss can be given to a step."""
+        """Return whether a signal accepts a loss."""
         return bool(self._takes_loss)
 
     def _take_loss(self, loss: Any) -> None:
-        """Have this rank's loss of the step in the signals that look at it.
+        """Pass this rank's loss of the step to the signals that use it.
 
         Raises:
-            TypeError: none does.
+            TypeError: no signal uses it.
             ValueError: it is not a number.
         """
         if loss is not None and not self._takes_loss:
@@ -151,22 +152,22 @@ class Decider:
         judges: bool = True,
         call: str = "step",
     ) -> Decision:
-        """Decide over all ranks' own spans. Every rank must call it, after the reduction.
+        """Decide over all ranks' spans. Collective: every rank, after the reduction.
 
         Args:
-            max_norm: bound of the norm of all groups that have no ``max_grad_norm`` of their own;
-                those that have one are clipped by themselves.
-            pending: an earlier decision on these gradients: they count as clipped by it, and the
-                new factors hold for both.
-            loss: of this rank, for a signal that takes it.
-            judges: signals judge these gradients, unless they did so for ``pending``.
-            call: in which it is made, alike on all ranks.
+            max_norm: bound of the norm of all groups without their own ``max_grad_norm``; the
+                others are clipped separately.
+            pending: an earlier decision on these gradients. They count as clipped by it, and the
+                new factors include its factors.
+            loss: this rank's loss, for a signal that uses it.
+            judges: let signals judge these gradients, unless they did so for ``pending``.
+            call: the caller, equal on all ranks.
 
         Raises:
-            TypeError, ValueError: on every rank, for a loss that no signal takes.
-            RuntimeError: on every rank, if on one of them the loss was not scaled, or if they
-                differ in options of groups. On an accelerator the step is skipped for it, and
-                :meth:`SkipReport.poll` raises.
+            TypeError, ValueError: on every rank: no signal uses the loss.
+            RuntimeError: on every rank: a rank did not scale its loss, or ranks differ in options
+                of groups. On an accelerator the step is skipped instead, and
+                :meth:`SkipReport.poll` raises later.
         """
         self.refusal.call = call
         with self.refusal.held():
@@ -210,7 +211,7 @@ class Decider:
         )
 
     def _readings(self, totals: Parts) -> Parts:
-        """Return what each signal reads in its part of the sum, model-parallel ranks included."""
+        """Return each signal's reading of its slice of the sum, across model-parallel ranks."""
         readings = {**totals}
         for signal in self._reads:
             readings[signal] = signal.read(totals[signal])
@@ -218,13 +219,13 @@ class Decider:
         if comm.size == 1:
             return readings
         row = torch.cat([*readings.values()])
-        gathered = row.new_empty(comm.size, row.numel())  # in rank order, the same on all ranks
+        gathered = row.new_empty(comm.size, row.numel())  # in rank order, equal on all ranks
         comm.all_gather(gathered.view(-1), row, "the decision")
         rows = gathered.split([*map(Tensor.numel, readings.values())], 1)
         return {it: it.merge(row) for it, row in zip(readings, rows, strict=True)}
 
     def _scale(self, readings: Parts) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scale of the gradients in the own spans, and the factor that removes it."""
+        """Return the scale of the gradients in own spans, and the factor that removes it."""
         scale: Tensor | None = None
         for signal in self._scales:
             scale = product(signal.scale(readings.get(signal)), scale)
@@ -232,20 +233,20 @@ class Decider:
 
     @property
     def meets(self) -> bool:
-        """Return whether :meth:`meet` sends anything."""
+        """Return whether :meth:`meet` communicates."""
         return self._process_groups.everyone.size > 1 and _compat.is_host(self._device)
 
     @torch.no_grad()
     def meet(self, call: str) -> None:
-        """Begin a call, beside the steps, that all ranks make; they raise if some make another one.
+        """Begin a collective call other than a step; all ranks raise if some make another call.
 
-        By a message of the form of a decision, so that a rank in a step learns of it, too: gloo
-        ends the process where ranks bring tensors of different sizes. On an accelerator a step does
-        not wait for its decision, and nothing is sent.
+        It sends a message in the form of a decision, so that a rank in a step learns of it, too:
+        gloo ends the process if ranks bring tensors of different sizes. On an accelerator a step
+        does not wait for its decision, so nothing is sent.
 
         Raises:
-            Exception: on every rank, an error that a rank held back, another call, or other weights
-                that were loaded.
+            Exception: on every rank: an error that a rank held back, a different call, or different
+                loaded weights.
         """
         if not self.meets:
             return
@@ -270,7 +271,7 @@ class Decider:
         return verdicts
 
     def _arguments(self, max_norm: float | None) -> dict[str, Any]:
-        """Return what a script gave to the step, which ranks must have alike."""
+        """Return arguments of the step that must be equal on all ranks."""
         arguments: dict[str, Any] = {
             "max_norm": max_norm,
             "clip_value": self._clip_value,
@@ -283,18 +284,18 @@ class Decider:
         return arguments
 
     def _trained(self) -> dict[nn.Parameter, str]:
-        """Name the parameters that are reduced."""
+        """Return the names of the parameters that are reduced."""
         packs = [grads.pack for grads in self._grads]
         slots = [slot.name for pack in packs for slot in pack.layout.slots]
         return dict(zip((param for pack in packs for param in pack.params), slots, strict=True))
 
     def clip_value(self, limit: float, pending: Decision | None) -> None:
-        """Clamp the own spans to ``[-limit, limit]``, loss scale considered.
+        """Clamp this rank's spans to ``[-limit, limit]``, in units without loss scale.
 
-        Local, but where tokens are counted: then a decision tells how many all ranks have.
+        Local, unless tokens are counted: then a decision sums them over all ranks.
 
         Args:
-            pending: the decision by whose factors the gradients are going to be multiplied.
+            pending: the decision whose factors will multiply the gradients.
         """
         unscale = None
         if pending is None and any(signal.agrees_scale for signal in self.signals):
@@ -307,10 +308,10 @@ class Decider:
         self._norm.clamp_(limit, unscale, pending)
 
     def _refuse(self, mistakes: Sequence[float]) -> None:
-        """Raise for mistakes of some ranks, and warn where they train other parameters.
+        """Raise for mistakes of some ranks; warn if ranks train different parameters.
 
-        On a CPU all ranks call it in the same step, and exchange what they know; on an accelerator
-        each calls it when it has the numbers, and names its own.
+        On a CPU all ranks call it in the same step and exchange their facts. On an accelerator each
+        rank calls it when it has the numbers, and reports its own facts.
         """
         if not any(mistakes):
             return
@@ -325,7 +326,7 @@ class Decider:
             signal.conclude(decision)
 
     def cleared(self) -> None:
-        """Called when a script drops the gradients of the coming step; local."""
+        """Called when a script drops the gradients of the coming step. Local."""
         for signal in self.signals:
             signal.cleared()
 
@@ -337,7 +338,7 @@ class Decider:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Undo :meth:`state_dict`."""
+        """Load what :meth:`state_dict` returned."""
         for signal in self.signals:
             signal.load_state_dict(state)
         self.skips.load_state_dict(state)

@@ -1,6 +1,6 @@
-"""Presence: the parameters that have a gradient on some rank, which a step updates.
+"""Presence: the parameters with a gradient on some rank, which a step updates.
 
-Every rank learns of all of them, so that it can count the steps of parameters that others own, too.
+Every rank knows all of them, so that it can also count the steps of parameters that others own.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from shardcast.messages import by_rank
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import Signal, known, to_device
 
-CLEARED = 1 << 32  # more than there are ranks; sums of it are exact in fp64
+CLEARED = 1 << 32  # more than the number of ranks; sums of it are exact in fp64
 
 
 class Presence(Signal):
-    """The slots that have a gradient, on this rank and on any rank.
+    """The slots with a gradient, on this rank and on any rank.
 
-    Each slot has a place, from which each rank that has a gradient takes 1, and slots whose
-    replicas are summed take how many of them have one; a rank on which it was cleared since it was
-    reduced adds :data:`CLEARED`. A last place stays 0, below which no maximum falls. Packs of
-    experts differ between data-parallel ranks: each has a block of places for every expert that the
-    ranks hold.
+    Each slot has a place in the control vector. A rank with a gradient adds -1 there; if replicas
+    are summed, it adds minus the number of replicas with one. A rank on which the gradient was
+    cleared after its reduction adds :data:`CLEARED`. The last place is always 0, so a maximum is at
+    least 0. Packs of experts differ between data-parallel ranks, so these have a block of places
+    for every expert.
 
     Args:
         grads: the gradient packs that are reduced; the list may grow.
 
     Attributes:
-        made: the steps that were made, see :class:`.SkipReport`.
+        made: number of steps made, see :class:`.SkipReport`.
     """
 
     def __init__(
         self, grads: Sequence[Gradients], process_groups: ProcessGroups, device: torch.device
     ) -> None:
         self._grads, self._process_groups, self._device = grads, process_groups, device
-        self._places: list[slice] = []  # per pack, of its slots in the control vector
+        self._places: list[slice] = []  # per pack, places of its slots in the control vector
         self._numel = 0
         self._asks = process_groups.dp.size > 1
-        self._here: tuple[int, ...] = ()  # of all packs in order, what this rank adds
+        self._here: tuple[int, ...] = ()  # this rank's summands, for all packs in order
         self._uploaded: dict[tuple[int, ...], Tensor] = {}
         self._zero = torch.zeros(1, dtype=torch.float64, device=device)
-        # Of the last decision: what all ranks added, and what was made of it.
+        # From the last decision: the sum over all ranks, and its meaning.
         self._total = self._zero
         self._present: Mapping[Pack, tuple[bool, ...]] = {}
-        self._missed = self._zero[:0]  # steps that have not updated each place
+        self._missed = self._zero[:0]  # steps that did not update each place
         self.made = self._zero.clone()
 
     def numel(self) -> int:
@@ -60,7 +60,7 @@ class Presence(Signal):
         return self._numel + 1
 
     def local(self) -> Tensor:
-        """Return this rank's part; uploaded once per pattern."""
+        """Return this rank's part; each pattern is uploaded once."""
         if len(self._places) != len(self._grads):
             self._arrange()
         self._here = tuple(
@@ -84,14 +84,14 @@ class Presence(Signal):
         return counts
 
     def read(self, total: Tensor) -> Tensor:
-        """Return whether a gradient is there on some ranks, and was cleared on others."""
+        """Return whether a gradient exists on some ranks and was cleared on others."""
         if not self._asks:
             return self._zero
-        # The remainder has the sign of the total: above 0 if CLEARED is in it, and -1 too.
+        # The remainder has the sign of the total: it is above 0 if CLEARED and -1 both occur.
         return torch.fmod(total, CLEARED).amax(0, keepdim=True)
 
     def error(self, mistakes: Sequence[float]) -> Exception:
-        """Name a parameter in an error, with the ranks."""
+        """Return an error that names a parameter and the ranks."""
         names = [slot.name for grads in self._grads for slot in grads.pack.layout.slots]
         here = dict(zip(names, self._here, strict=True))
         told = known(here, self._process_groups.dp, self._device)
@@ -110,7 +110,7 @@ class Presence(Signal):
         )
 
     def _arrange(self) -> None:
-        """Give each pack its places, in the same order on all ranks."""
+        """Assign places to each pack, in the same order on all ranks."""
         self._places, self._numel = [], 0
         self._uploaded.clear()
         for grads in self._grads:
@@ -120,16 +120,16 @@ class Presence(Signal):
             self._places.append(slice(start, start + slots))
             self._numel += blocks * slots
             self._asks = self._asks or pack_groups.sums_replicas
-        # Packs are only ever added, at the end; of these no step was made.
+        # Packs are only ever added, at the end; no step has updated them yet.
         new = self.made.expand(self._numel + 1 - self._missed.numel())
         self._missed = torch.cat([self._missed, new])
 
     def anywhere(self, total: Tensor) -> Mapping[Pack, tuple[bool, ...]]:
-        """Return the slots with a gradient on some rank, by pack.
+        """Return, by pack, the slots with a gradient on some rank.
 
-        A gradient that is here is present. Only for a slot without one the counts of the other
-        ranks are read. On an accelerator, where that waits for the all-reduce, only if this rank
-        owns a part of it.
+        A gradient on this rank is present. Other ranks' counts are read only for a slot without
+        one. On an accelerator, where that waits for the all-reduce, they are read only if this rank
+        owns a part of the slot.
         """
         self._total, self._present = total, self._anywhere(total)
         return self._present
@@ -150,16 +150,18 @@ class Presence(Signal):
     # -- the steps of each parameter --------------------------------------------------------------
 
     def conclude(self, decision: Decision) -> None:
-        """Note what the step does not update, on every rank alike; never waits for a device.
+        """Count the places that the step does not update. Never waits for a device.
 
-        Usually that is nothing, and nothing is launched.
+        The result is equal on all ranks.
+
+        Usually there are none, and nothing is launched.
         """
         present = decision.present
         if all(map(all, present.values())):
             return
-        # A rank reads of others' slots only what it needs; the sum has all of them.
+        # A rank reads only the slots that it needs; the sum has all of them.
         absent = torch.fmod(self._total, CLEARED).eq_(0)
-        if present is not self._present:  # a script has edited gradients after the decision
+        if present is not self._present:  # a script edited gradients after the decision
             for grads, places in zip(self._grads, self._places, strict=True):
                 slots = zip(present[grads.pack], self._present[grads.pack], strict=True)
                 for place, (now, before) in enumerate(slots, places.start):
@@ -168,12 +170,12 @@ class Presence(Signal):
         self._missed.addcmul_(absent, decision.taken)
 
     def steps(self, grads: Gradients) -> Tensor:
-        """Return how many steps have updated each slot of a pack, 1-d fp32, equal on all ranks."""
+        """Return how many steps updated each slot of a pack, 1-d fp32, equal on all ranks."""
         places = self._slots(grads)
         return (self.made - self._missed[places]).float()
 
     def take_steps(self, grads: Gradients, steps: Sequence[float]) -> None:
-        """Go on from other counts, on all ranks alike: those of a state that was loaded."""
+        """Continue from other counts, equal on all ranks, such as those of a loaded state."""
         places = self._slots(grads)
         self._missed[places] = self.made - self._missed.new_tensor(steps)
 

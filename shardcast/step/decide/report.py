@@ -1,7 +1,7 @@
-"""The report of a decision, and the skipped steps: their count and reasons.
+"""The report of a decision, and the number of skipped steps with their reasons.
 
-The host reads the numbers when they have arrived: at once on CPU, a step or two later on an
-accelerator. Then it warns of the reason, or raises for too many skipped steps in a row.
+The host reads the numbers when they have arrived: at once on a CPU, one or two steps later on an
+accelerator. Then it warns with the reason, or raises after too many skipped steps in a row.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from shardcast.step.decide.signal import Signal, to_device
 
 
 class Counts(NamedTuple):
-    """The parts of a report behind its norm, and of the totals that are counted of them.
+    """The parts of a report after its norm, and of the totals that count them.
 
     Attributes:
-        made: the steps that were made so far; in a report 1.
-        skipped, in_row: the skipped steps, so far and in a row; in a report 1.
-        last: the mistakes of signals that do not add theirs up: of the norm, in the last skipped
-            step.
+        made: steps made so far; 1 in a report.
+        skipped, in_row: skipped steps, in all and in a row; 1 in a report.
+        last: mistakes of signals that do not add theirs up: those of the last skipped step.
         mistakes: those of all other signals, see :meth:`Report.by_signal`.
     """
 
@@ -40,15 +39,15 @@ class Counts(NamedTuple):
 
 
 class Report:
-    """The layout of reports, 1-d fp64: the norm, then :class:`Counts`. Nobody else slices one.
+    """The layout of reports, 1-d fp64: the norm, then :class:`Counts`. Only this class slices them.
 
     Args:
-        signals: whose mistakes it has: first of those that do not add them up, which all skip a
-            step, then what skips a step of the others.
-        norm_is_finite: the norm of finite powers is, unless there is a scale.
+        signals: signals whose mistakes it has: first those that do not add them up, which all skip
+            a step, then those of other signals that skip a step.
+        norm_is_finite: the norm of finite powers is finite, unless there is a scale.
 
     Attributes:
-        length: of the counts.
+        length: length of the counts.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Report:
         self.length = self._ends[-1]
         self._one_each = torch.ones(3, dtype=torch.float64, device=device)
         self._skipping = slice(4, 4 + of_last + sum(skips_step))
-        # A report skips a step if this product is not 0: with a norm that is not finite it is NaN.
+        # A report skips a step if this product is not 0; a non-finite norm makes it NaN.
         skips_if = [0.0, 0.0, 0.0, 0.0, *[0.0] * of_last, *map(float, skips_step)]
         self._skips_if = to_device(skips_if, torch.float64, device)
         made = [
@@ -83,21 +82,21 @@ class Report:
         """Return the report of one decision.
 
         Args:
-            readings: of each signal, which begin with its mistakes.
+            readings: reading of each signal, which starts with its mistakes.
         """
         mistakes = [readings[signal][part] for signal, part in self._places]
         return torch.cat([norm.view(1), self._one_each, *mistakes])
 
     def skips(self, report: Tensor, is_scaled: bool) -> Tensor:
         """Return whether it skips the step, 0-dim bool."""
-        if self._norm_is_finite and not is_scaled:  # a loss scale of 0 makes a norm that is not
+        if self._norm_is_finite and not is_scaled:  # a loss scale of 0 makes the norm non-finite
             return report[self._skipping].any()
         return (report * self._skips_if).any()
 
     def tally(self, skip: Tensor, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``taken``, ``multiplier`` and ``increment`` of a decision."""
-        # Rows by which totals and report are multiplied; each ends with 1, or 0 for a skipped step:
-        # one launch for all that follows from it.
+        # Factors of totals and report; each row ends with 1, or 0 for a skipped step. So one launch
+        # computes everything that depends on it.
         weights = torch.where(skip, self._if_skipped, self._if_made)
         multiplier, of_report = weights[:, :-1].unbind()
         return weights[0, -1], multiplier, report[1:] * of_report
@@ -107,12 +106,12 @@ class Report:
         return Counts(*(totals[start:stop] for start, stop in pairwise(self._ends)))
 
     def mistakes(self, report: Tensor) -> list[float]:
-        """Return the mistakes of a report; waits for the device."""
+        """Return the mistakes in a report; waits for the device."""
         mistakes: list[float] = self.counts(report[1:]).mistakes.tolist()
         return mistakes
 
     def by_signal(self, mistakes: Sequence[float]) -> Iterator[tuple[Signal, list[float]]]:
-        """Give each signal that adds its mistakes up with its own."""
+        """Yield each signal that adds up its mistakes, with its own."""
         own = {signal: [0.0] * len(signal.skips) for signal, _ in self._adding}
         numbers = iter(mistakes)
         for signal, part in self._adding:
@@ -121,7 +120,7 @@ class Report:
 
 
 def _mistakes(signals: Sequence[Signal], skips: bool) -> Iterator[tuple[Signal, slice]]:
-    """Give the mistakes of readings that skip a step, or that do not, in runs."""
+    """Yield runs of the mistakes in readings, either those that skip a step or the others."""
     for signal in signals:
         for does_skip, run in groupby(range(len(signal.skips)), key=signal.skips.__getitem__):
             first, *others = run
@@ -133,10 +132,10 @@ ELSEWHERE = "on other model-parallel ranks, which name it"
 
 
 class HostCopy:
-    """The latest numbers of the device on the host, without waiting for the device.
+    """The latest device numbers on the host, without waiting for the device.
 
-    Numbers that are sent before the last ones were read are dropped, so they should be totals. On
-    a CPU they arrive at once; on an accelerator when their copy is done, usually in the next step.
+    A send replaces earlier numbers that were not read yet, so they should be totals. On a CPU they
+    arrive at once; on an accelerator when their copy is done, usually in the next step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -154,12 +153,12 @@ class HostCopy:
             self._numbers = torch.zeros_like(numbers, device="cpu", pin_memory=pinned)
         self._numbers.copy_(numbers, non_blocking=True)
         if self._device.type == "cuda" and not capturing:
-            # On the model's device: another one may be the current one.
+            # On the model's device, which may not be the current one.
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(self._device))
 
     def read(self, waits: bool = False) -> list[float] | None:
-        """Return the numbers, or ``None`` while they are under way, if it is not to wait."""
+        """Return the numbers, or ``None`` if they are still in flight and it must not wait."""
         if self._copied is not None:
             if _compat.is_capturing(self._device):
                 return None
@@ -175,16 +174,16 @@ class SkipReport:
     """The skipped steps of all ranks.
 
     Args:
-        norm: knows packs that are not finite.
-        refuse: raises for mistakes of a report.
+        norm: knows which packs are not finite.
+        refuse: raises for mistakes in a report.
         report: the layout of reports.
-        bound: steps skipped in a row that raise.
-        usual: a skip now and then is the normal work of a dynamic loss scale: no warning.
-        signals: may have numbers of their own for the host, and know why a step was skipped.
-        everyone: the ranks that a signal skips steps for; else those of ``comm``.
+        bound: number of skipped steps in a row that raises.
+        usual: occasional skips are normal (a dynamic loss scale), so do not warn.
+        signals: may have their own numbers for the host, and know why a step was skipped.
+        everyone: ranks for which a signal skips steps; other skips concern those of ``comm``.
 
     Attributes:
-        made: how many steps were made, ``(1,)`` on the device; it counts on in place.
+        made: number of steps made, ``(1,)`` on the device; updated in place.
     """
 
     def __init__(
@@ -204,8 +203,9 @@ class SkipReport:
         self._refuse, self._bound, self._usual = refuse, bound, usual
         self._report = report
         self._noting = [signal for signal in signals if signal.noted]
-        # Steps made, skipped so far and in a row; of the last skipped one, per rank, its first pack
-        # that is not finite; of all steps since they were reported the mistakes. As in reports.
+        # Laid out like reports: steps made; steps skipped in all and in a row; for the last skipped
+        # step, each rank's first non-finite pack; and the mistakes of all steps since the last
+        # report.
         self._sizes = [report.length, *(signal.noted for signal in self._noting)]
         self._sent = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
         self._totals, *noted = self._sent.split(self._sizes)
@@ -216,7 +216,7 @@ class SkipReport:
         self._reported = 0.0
 
     def count(self, decision: Decision) -> None:
-        """Note whether the step is skipped; some later :meth:`poll` reports it."""
+        """Note whether the step is skipped; a later :meth:`poll` reports it."""
         torch.addcmul(decision.increment, self._totals, decision.multiplier, out=self._totals)
         for signal in self._noting:
             signal.note(decision)
@@ -226,16 +226,16 @@ class SkipReport:
         """Report skipped steps whose numbers have arrived; never waits for the device.
 
         Raises:
-            RuntimeError: as many steps in a row as the bound were skipped; names the first
-                non-finite element. On an accelerator also for mistakes of some ranks, for which
-                all steps since were skipped.
+            RuntimeError: ``bound`` steps in a row were skipped; names the first non-finite element.
+                On an accelerator also for mistakes of some ranks, after which all steps were
+                skipped.
         """
         totals = self._host.read()
         if totals is None:
             return
         _, (skipped,), (in_row,), last, mistakes = self._report.counts(totals)
         is_news, self._reported = skipped != self._reported, skipped
-        if any(mistakes) and not _compat.is_host(self._device):  # on a CPU refused at once
+        if any(mistakes) and not _compat.is_host(self._device):  # on a CPU they raise at once
             self._mistakes.zero_()
             self._refuse(mistakes)
         if not is_news:
@@ -250,7 +250,7 @@ class SkipReport:
 
     @property
     def skipped_steps(self) -> int:
-        """The steps that were skipped so far. Reading it waits for the device."""
+        """Number of skipped steps. Reading it waits for the device."""
         return int(self._skipped.item())
 
     def _noted(self, totals: Sequence[float]) -> Iterator[tuple[Signal, Sequence[float]]]:
@@ -264,18 +264,18 @@ class SkipReport:
         return {"skipped": float(self._skipped), "in_row": float(self._in_row)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Undo :meth:`state_dict`."""
+        """Load what :meth:`state_dict` returned."""
         self._skipped.fill_(state["skipped"])
         self._in_row.fill_(state["in_row"])
         self._reported = state["skipped"]
 
 
 def tell_of_signal(comm: Comm, reason: str, remedy: str, too_many: int) -> None:
-    """Warn of the reason that a signal had, or raise RuntimeError.
+    """Warn with a signal's reason, or raise RuntimeError.
 
     Args:
-        comm: the ranks that know of it and all call this.
-        too_many: how many steps in a row were skipped where that is an error, else 0.
+        comm: ranks that know the reason and all call this.
+        too_many: number of skipped steps in a row if that is an error, else 0.
     """
     if too_many:
         raise RuntimeError(
@@ -288,11 +288,11 @@ def tell_of_signal(comm: Comm, reason: str, remedy: str, too_many: int) -> None:
 def tell_of_gradients(
     comm: Comm, packs: Mapping[int, Gradients], device: torch.device, too_many: int
 ) -> None:
-    """Warn of the first gradients that are not finite, or raise RuntimeError.
+    """Warn about the first non-finite gradients, or raise RuntimeError.
 
     Args:
         comm, too_many: see :func:`tell_of_signal`.
-        packs: by owner, the first of each that has such an element.
+        packs: by owner, the first pack with such an element.
     """
     where = "; ".join(_locate(comm, packs, device)) or ELSEWHERE
     if too_many:
@@ -309,8 +309,8 @@ def tell_of_gradients(
 def _locate(comm: Comm, packs: Mapping[int, Gradients], device: torch.device) -> list[str]:
     """Name each owner's first non-finite element, and the ranks it came from.
 
-    The owner noted whose they were, where it added them up itself. All ranks are here in the same
-    step on CPU, so they can ask each other; on an accelerator the owner's span is named.
+    The owner noted the ranks if it summed the pieces itself. On a CPU all ranks are here in the
+    same step, so they can exchange this. On an accelerator only the owner's span is named.
     """
     if not _compat.is_host(device):
         return [

@@ -1,4 +1,4 @@
-"""The state that an update keeps for each shard: torch's of its parameters, and epilogues'."""
+"""State that an update keeps for each shard: torch's for its parameters, and the epilogues'."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from shardcast.step.update.epilogues import AVERAGE, STEPS, Epilogue
 from shardcast.step.update.fusion import Fusion, Operands, UpdateNumbers, choose_executor
 from shardcast.step.update.rules import Rule, as_tensors
 
-Ready = Callable[[Sequence[Pack]], object]  # is told which packs are updated before others
+Ready = Callable[[Sequence[Pack]], object]  # called with packs that are updated before others
 
-SUM_ROW = 512  # most elements of a row of fp32 sums: longer ones are less exact, and as fast
+SUM_ROW = 512  # largest row of fp32 sums; longer rows are less exact and no faster
 
 
 class RowSums(NamedTuple):
-    """The sums of epilogues over rows of an own span, of the last update that was measured.
+    """Sums of epilogues over rows of an own span, from the last measured update.
 
     Attributes:
         values: ``(sums, rows)``.
-        segments: where each fragment begins in each row of these, counted through, and their end.
+        segments: where each fragment begins in each row of the flattened ``values``, and their end.
         row: elements of a row.
     """
 
@@ -48,10 +48,10 @@ class ShardState:
     """The state of one shard, and the operands of its update.
 
     Attributes:
-        first: the place of its first fragment among those of all shards of the update.
-        stored: torch's state and that of epilogues by name, parallel to the master; made when
-            first used, zeros.
-        sums: what epilogues summed up; empty before an update that is measured.
+        first: index of its first fragment among those of all shards of the update.
+        stored: torch's state and the epilogues' by name, parallel to the master; allocated as zeros
+            at first use.
+        sums: sums of the epilogues; empty before a measured update.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ShardState:
         self._row = row_of(config, shard.pack.layout.dtype)
         self._codecs = {name: e.codec for e in epilogues for name in e.state}
         self._kept = [name for e in epilogues for name in e.state if not e.follows]
-        # Fragments that have no values yet: an epilogue's begin as the masters, a rule's as zeros.
+        # Fragments without values yet. An epilogue's start as the masters, a rule's as zeros.
         self._unbegun = {name: {*range(len(shard.fragments))} for name in self._kept}
         self.stored |= shard.followed
         self._keys: Tensor | None = None
@@ -81,7 +81,7 @@ class ShardState:
         return self.stored[name]
 
     def begin(self) -> None:
-        """Let the stored tensors of epilogues begin as the masters, where none were loaded."""
+        """Initialize stored tensors of epilogues with the masters, unless they were loaded."""
         for name in self._kept:
             numbers = self._unbegun[name]
             for number in numbers:
@@ -96,7 +96,7 @@ class ShardState:
         return self.shard.local(fragment.start, fragment.stop)
 
     def prepare(self, rule: Rule, epilogues: tuple[Epilogue, ...]) -> Fusion:
-        """Return the fusion of ``rule``; allocates what it needs."""
+        """Return the fusion of ``rule``; allocate what it needs."""
         if (known := self._prepared.get((rule, epilogues))) is not None:
             return known
         names = (*rule.state, *self._codecs)
@@ -119,17 +119,17 @@ class ShardState:
         return fusion
 
     def use(self, numbers: Iterable[int], names: Iterable[str]) -> None:
-        """Note that these fragments have the state ``names`` of a rule from now on."""
+        """Note that these fragments have a rule's state ``names`` from now on."""
         for name in names:
             self.encoded(name)
             if name in self._unbegun:
                 self._unbegun[name].difference_update(numbers)
 
     def _longest_row(self) -> int:
-        """Return the elements of a row where rows are summed up.
+        """Return the number of elements per row over which rows are summed.
 
-        Eagerly on a CPU long ones take less time. They may be so where all is stored as it is, and
-        where fragments begin at multiples of them.
+        Eagerly on a CPU long rows are faster. They are possible if everything is stored plainly,
+        and fragments start at multiples of the row.
         """
         names = ("", *self._codecs)
         codecs = [self._codecs.get(name) or moment_codec(self._config, name) for name in names]
@@ -146,10 +146,10 @@ class ShardState:
         old: Encoded | None = None,
         places: Tensor | None = None,
     ) -> Operands:
-        """Return the operands of the update of ``part`` of the own span; see :class:`.Fusion`.
+        """Return the operands for the update of ``part`` of the own span; see :class:`.Fusion`.
 
         Args:
-            old: in place of the masters.
+            old: use these instead of the masters.
             places: see :class:`.NamedOperands`.
         """
         shard = self.shard
@@ -175,13 +175,13 @@ class ShardState:
             yield self.stored[name]
 
     def read(self, number: int, names: Sequence[str], decode: bool) -> dict[str, Tensor]:
-        """Return stored tensors of one fragment, 1-d fp32, those that have begun.
+        """Return stored tensors of one fragment that have values, 1-d fp32.
 
-        Values that are not the memory itself are inference tensors: torch refuses to edit them in
-        place, which would change nothing.
+        Decoded values are inference tensors, so torch refuses in-place edits, which would have no
+        effect.
 
         Args:
-            decode: without it, to count them, they are on the meta device.
+            decode: if false, return tensors on the meta device, to count them.
         """
         part = self.part(number)
         unread = torch.empty(part.stop - part.start, dtype=MASTER_DTYPE, device="meta")
@@ -196,7 +196,7 @@ class ShardState:
     def take(self, number: int, names: Sequence[str], state: Mapping[str, Any]) -> None:
         """Overwrite stored tensors of one fragment.
 
-        Those that ``state`` has not become zeros, or begin anew.
+        Tensors missing in ``state`` become zeros, or start anew.
         """
         part, device = self.part(number), self._home.device
         for name in names:
@@ -209,12 +209,12 @@ class ShardState:
                 (self._unbegun[name].add if value is None else self._unbegun[name].discard)(number)
 
     def edit(self, number: int, name: str, changed: Tensor, values: Tensor) -> None:
-        """Overwrite some elements of a stored tensor of one fragment; see :meth:`.Encoded.edit`."""
+        """Overwrite some elements of a fragment's stored tensor; see :meth:`.Encoded.edit`."""
         device = self._home.device
         self.stored[name].edit(self.part(number), changed.to(device), values.to(device))
 
     def memory(self) -> Iterator[Tensor]:
-        """Give the very tensors that are kept for elements."""
+        """Yield the tensors themselves that store elements."""
         for stored in self.stored.values():
             yield from stored.pieces
         if self._keys is not None:
@@ -222,9 +222,9 @@ class ShardState:
         yield self.sums.values
 
     def nbytes(self, averages: bool) -> int:
-        """Return the bytes of the averages, or of all else."""
+        """Return the bytes of the averages, or of everything else."""
         names = [name for name in self.stored if (name in self._codecs) == averages]
-        # Bytes of what the shard itself has are counted with the masters.
+        # Bytes of the shard itself are counted with the masters.
         names = [name for name in names if name not in self.shard.followed]
         nbytes = sum(self.stored[name].nbytes for name in names)
         if not averages:
@@ -235,11 +235,11 @@ class ShardState:
 
 
 class Key(NamedTuple):
-    """The key of ranges with the same numbers.
+    """The key of ranges with equal numbers.
 
     Attributes:
-        place: of a fragment among those of all shards, whose count of steps they have.
-        is_present: whether they have a gradient; if not, epilogues alone see them.
+        place: index, among all shards' fragments, of a fragment with their step count.
+        is_present: whether they have a gradient; if not, only epilogues see them.
     """
 
     rule: Rule
@@ -250,13 +250,12 @@ class Key(NamedTuple):
 
 @dataclass
 class Range:
-    """A part of a shard that is updated in one call.
+    """A part of a shard that one call updates.
 
     Attributes:
-        key: the place of its numbers among those of an update; of several groups that of the first.
-        places: of several groups, see :class:`.NamedOperands`.
-        operands: of :func:`.fusion.update_`, 1-d, once they were taken; kept as long as they are
-            the same memory.
+        key: index of its numbers in the update; for several groups, that of the first group.
+        places: for several groups, see :class:`.NamedOperands`.
+        operands: operands of :func:`.fusion.update_`, 1-d, cached while their memory is the same.
     """
 
     state: ShardState
@@ -267,12 +266,12 @@ class Range:
     operands: Operands | None = None
 
     def take_operands(self) -> Operands:
-        """Take the operands anew."""
+        """Fetch the operands again."""
         self.operands = self.state.operands(self.part, self.fusion, places=self.places)
         return self.operands
 
     def take_gradient(self, own: Tensor) -> None:
-        """Have the gradient in other memory, of which ``own`` is the own span."""
+        """Use a gradient in other memory; ``own`` is its own span."""
         if self.operands is not None:
             in_rows = self.operands.in_rows
             self.operands[0] = own[self.part]
@@ -280,18 +279,18 @@ class Range:
                 in_rows[0] = _compat.rows_of(self.operands[0], self.fusion.row)
 
     def forget_gradient(self, nothing: Tensor) -> None:
-        """Let go of its memory until another one is taken."""
+        """Release its memory until another gradient is used."""
         for operands in (self.operands, self.operands and self.operands.in_rows):
             if operands:
                 operands[0] = nothing
 
 
 class OwnMethod(NamedTuple):
-    """A method that the class of an optimizer adds to those of torch's.
+    """A method that an optimizer's class adds to torch's.
 
     Attributes:
-        fits: whether masters of a rank alone can be given to it with these arguments. Local.
-        call: runs it on masters and their gradients, unless the step is to be skipped.
+        fits: whether it can run with these arguments on one rank's masters alone. Local.
+        call: runs it on masters and their gradients, unless the step is skipped.
     """
 
     fits: Callable[[Sequence[Any], Mapping[str, Any]], bool]
@@ -299,14 +298,14 @@ class OwnMethod(NamedTuple):
 
 
 class Update(ABC):
-    """The update of one optimizer, and of its epilogues.
+    """The update of one optimizer and its epilogues.
 
     Args:
-        ready: called with packs that are updated before others, on all ranks alike.
+        ready: called, on all ranks alike, with packs that are updated before others.
 
     Attributes:
         elementwise: whether state tensors have one element per element of the parameter.
-        measured: whether epilogues with sums run too, in the next call.
+        measured: whether epilogues with sums run in the next call, too.
     """
 
     elementwise = True
@@ -321,18 +320,18 @@ class Update(ABC):
     ) -> None:
         self._optimizer, self._config, self.epilogues = optimizer, config, epilogues
         self._ready = ready
-        self._shards: list[Shard] = []  # on all ranks the same, own parts or not
-        self._states: dict[Shard, ShardState] = {}  # of shards with fragments
+        self._shards: list[Shard] = []  # the same shards on all ranks, with or without own parts
+        self._states: dict[Shard, ShardState] = {}  # states of shards with fragments
         self._places = {
             name: n for n, e in enumerate(epilogues) for name in e.state if not e.follows
         }
-        # Each has taken part in.
+        # Number of steps that each epilogue has taken part in.
         self._epilogue_steps = torch.zeros(len(epilogues), dtype=MASTER_DTYPE)
-        self._active: tuple[Epilogue, ...] = ()  # in this step
+        self._active: tuple[Epilogue, ...] = ()  # epilogues of this step
 
     @abstractmethod
     def add(self, shard: Shard) -> None:
-        """Update ``shard`` too, from now on."""
+        """Update ``shard``, too, from now on."""
 
     @abstractmethod
     def __call__(self, decision: Decision) -> None:
@@ -340,22 +339,22 @@ class Update(ABC):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The names of what the class keeps of a parameter, as far as they are known beforehand."""
+        """Names of the state that the class keeps per parameter, if known in advance."""
         return ("step",)
 
     def own_method(self, _name: str) -> OwnMethod | None:
-        """Return the method of that name that the optimizer's class adds, if masters can do it."""
+        """Return the class's own method of that name, if it can run on masters."""
         return None
 
     @property
     def _is_apart(self) -> bool:
-        """Return whether masters are elsewhere than the model."""
+        """Whether masters are on another device than the model."""
         return any(shard.home.is_apart for shard in self._shards[:1])
 
     def _finish(self, shard: Shard) -> None:
-        """Have a shard that was updated in the model, if masters are apart, and sync it.
+        """Copy an updated shard to the model if masters are on another device, and start its sync.
 
-        While others are updated; all ranks do it in the same order.
+        It runs while others are updated; all ranks do it in the same order.
         """
         if shard.home.is_apart:
             if shard.fragments:
@@ -363,19 +362,19 @@ class Update(ABC):
             self._ready([shard.pack])
 
     def switch(self, _mode: str) -> bool:
-        """Switch to ``train`` or ``eval``; return whether masters changed and were published."""
+        """Call ``train`` or ``eval``; return whether masters changed and were published."""
         return False
 
     @abstractmethod
     def begin_state(self) -> None:
-        """Make the state that a first step with zero gradients makes; masters stay as they are."""
+        """Create the state after a first step with zero gradients; masters do not change."""
 
     @abstractmethod
     def nbytes(self) -> int:
         """Return the bytes of the state, without 0-dim tensors and averages."""
 
     def memory(self) -> Iterator[Tensor]:
-        """Give the very tensors that are kept for elements: state, and views of masters."""
+        """Yield the tensors themselves that store elements: state, and views of masters."""
         for state in self._states.values():
             yield from state.memory()
 
@@ -384,7 +383,7 @@ class Update(ABC):
         return sum(state.nbytes(averages=True) for state in self._states.values())
 
     def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
-        """Return torch's state of one fragment, and averages, each with its number of steps."""
+        """Return torch's state of one fragment, and averages with their numbers of steps."""
         if shard not in self._states:
             return {}
         values = self._states[shard].read(number, [*self._places], decode)
@@ -393,22 +392,22 @@ class Update(ABC):
 
     def steps_of_averages(self) -> dict[str, Tensor]:
         """Return how many steps each average has seen, as on all ranks; 0-dim."""
-        counts = self._epilogue_steps.clone()  # which later steps do not change
+        counts = self._epilogue_steps.clone()  # a copy, which later steps do not change
         return {name + STEPS: counts[place] for name, place in self._places.items()}
 
     def load_fragment(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
-        """Overwrite the state of one fragment; a frozen one has none."""
+        """Overwrite the state of one fragment; a frozen fragment has none."""
         if shard in self._states:
             self._load_averages(shard, number, state, [*self._places])
             torchs = {name: value for name, value in state.items() if not name.startswith(AVERAGE)}
             self._load_state(shard, number, torchs)
 
     def edit(self, shard: Shard, number: int, name: str, changed: Tensor, values: Tensor) -> None:
-        """Overwrite some elements of a state tensor of one fragment, which has one per element.
+        """Overwrite some elements of a fragment's per-element state tensor.
 
         Args:
-            changed: 1-d bool: which ones; all others keep their bits.
-            values: 1-d fp32, all of them.
+            changed: 1-d bool, the elements to write; all others keep their bits.
+            values: 1-d fp32, values of all elements.
         """
         self._states[shard].edit(number, name, changed, values)
 
@@ -428,50 +427,51 @@ class Update(ABC):
 
     @property
     def epilogue_steps(self) -> list[float]:
-        """The steps that each epilogue has taken part in, as on all ranks. Waits for the device.
+        """Steps that each epilogue has taken part in, equal on all ranks. Waits for the device.
 
-        Whoever loads sets them to zero first, and afterwards to the most that any rank has loaded:
-        a state has them with each parameter, and a rank may own none of those.
+        A load first sets them to zero, and then to the maximum that any rank loaded: a state has
+        them with each parameter, and a rank may own none of those.
         """
         steps: list[float] = self._epilogue_steps.tolist()
         return steps
 
     @epilogue_steps.setter
     def epilogue_steps(self, steps: Sequence[float]) -> None:
-        self._epilogue_steps = self._epilogue_steps.new_tensor(steps)  # others may have the old one
+        # others may hold the old tensor
+        self._epilogue_steps = self._epilogue_steps.new_tensor(steps)
 
     @abstractmethod
     def _load_state(self, shard: Shard, number: int, state: Mapping[str, Any]) -> None:
         """Overwrite torch's state of one fragment."""
 
     def average(self, shard: Shard, number: int, name: str) -> Tensor:
-        """Return an average, 1-d fp32; the masters before its first step, or where frozen."""
+        """Return an average, 1-d fp32; before its first step, or if frozen, the masters."""
         state, fragment = self._states.get(shard), shard.fragments[number]
         values = {} if state is None else state.read(number, [AVERAGE + name], decode=True)
         return values[AVERAGE + name] if values else shard.exact(fragment)
 
     def sums(self, shard: Shard) -> RowSums:
-        """Return the sums of epilogues for a shard; empty before an update that is measured."""
+        """Return a shard's sums of epilogues; empty before a measured update."""
         return self._states[shard].sums
 
     def _begin_epilogues(self, taken: Tensor) -> None:
-        """Count a step; ``taken`` is 0-dim: 1, or 0 for a skipped one."""
+        """Count a step; ``taken`` is 0-dim: 1, or 0 for a skipped step."""
         self._active = tuple(e for e in self.epilogues if self.measured or not e.sums)
         if self.epilogues:
             for state in self._states.values():
                 state.begin()
-            # In place, so that a captured step goes on where the last one ended.
+            # In place, so that a captured step continues where the last one ended.
             self._epilogue_steps = self._epilogue_steps.to(taken.device).add_(taken)
 
     def _numbers_of(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> UpdateNumbers:
-        """Return a rule's numbers of this step with those of epilogues."""
+        """Return a rule's numbers in this step, with those of epilogues."""
         return UpdateNumbers(step, rule, *self._behind_rules(on_host))
 
     def _behind_rules(self, on_host: bool) -> tuple[tuple[tuple[Any, ...], ...], Tensor | None]:
-        """Return the epilogues' numbers in this step, and the steps that each took part in."""
+        """Return the epilogues' numbers in this step, and the steps that each has taken part in."""
         if not self._active:
             return (), None
-        steps = self._epilogue_steps[: len(self._active)]  # epilogues with sums stand last
+        steps = self._epilogue_steps[: len(self._active)]  # epilogues with sums are last
         counts: Any = steps.tolist() if on_host else steps.double().unbind()
         behind = [e.numbers(count) for e, count in zip(self._active, counts, strict=True)]
         if not on_host:
