@@ -1,11 +1,11 @@
-"""Forwards of modules: activations are cast around them, and autocast is turned on or off.
+"""Forwards of modules: casts of activations around them, and autocast inside.
 
-Every module computes in one of three ways (:class:`ComputeMode`). With ``autocast`` an
-:class:`AutocastForward` replaces the ``forward`` of each module that has low-precision weights,
-since a script may call any of them, and embeddings return fp32, as they do under DDP. A
-:class:`LowForward` replaces that of a layer that takes low-precision activations, and of a module
-whose caller computes in another way. Counts, labels, positions and time steps reach the user's code
-as they are: only layers of torch have their inputs cast. Tensors without dimensions are never cast.
+Every module computes in one of three modes (:class:`ComputeMode`). With ``autocast`` an
+:class:`AutocastForward` replaces the ``forward`` of each module with low-precision weights, because
+a script may call any of them; embeddings return fp32, as under DDP. A :class:`LowForward` replaces
+the forward of a layer that takes low-precision activations, and of a module whose caller computes
+in another mode. Counts, labels, positions and time steps reach the user's code unchanged: only
+torch's layers have their inputs cast. 0-dim tensors are never cast.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from shardcast.plan.precision import (
     is_packable,
 )
 
-MATMULS = (  # autocast casts what they take
+MATMULS = (  # autocast casts their inputs
     nn.Linear,
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 
-LOOKS = 8  # calls of a forward of which it is seen whose they are
+LOOKS = 8  # calls of a forward whose module is checked
 
 
 class ComputeMode(Enum):
-    """The dtypes that a module's own code computes in.
+    """The dtypes in which a module's own code computes.
 
-    ``AUTOCAST`` is that of a whole model with ``autocast``, of modules in fp32 that would be under
+    ``AUTOCAST`` is the mode of a whole model with ``autocast``, of fp32 modules that would be under
     autocast under DDP (frozen or parametrized layers), and of a user's class that holds a matrix
-    itself: what it multiplies may be fp32, and only autocast knows which of its inputs that is.
+    itself: it may multiply fp32 tensors, and only autocast knows which inputs to cast.
     """
 
     LOW = "in param_dtype"
@@ -56,13 +56,13 @@ class LowForward:
     """The forward of one module, between casts; copies and pickles of the module keep it.
 
     Args:
-        inputs: the dtype that floating-point tensors are cast to, also as the dtype that a weight
-            has by then (a model may be converted to be evaluated); ``None``: they are not.
-        outputs: likewise.
-        weight: a low-precision one inside, if any. Inputs are cast to its dtype if it has another
-            one now, as in a copy, which is in fp32.
-        turns_off: the compute mode in which autocast is turned off: any that is on for ``FP32``,
-            for ``LOW`` only one that an :class:`AutocastForward` turned on; else ``None``.
+        inputs: dtype to which floating-point inputs are cast, or that of a weight if the model was
+            converted; ``None``: no cast.
+        outputs: likewise for outputs.
+        weight: a low-precision weight inside, if any. If it now has another dtype, as in an fp32
+            copy, inputs are cast to that.
+        turns_off: the compute mode in which autocast is turned off: any autocast for ``FP32``; for
+            ``LOW`` only that of an :class:`AutocastForward`; ``None``: no change.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LowForward:
         weight: nn.Parameter | None,
         turns_off: ComputeMode | None = None,
     ) -> None:
-        self.__wrapped__ = module.forward  # as inspect.signature looks for it
+        self.__wrapped__ = module.forward  # inspect.signature reads it
         self._module, self._low, self._device_type = module, low, device_type
         self._inputs, self._outputs, self._weight = inputs, outputs, weight
         self._turns_off = turns_off
@@ -85,10 +85,11 @@ class LowForward:
 
     @property
     def __code__(self) -> Any:
-        return self.__wrapped__.__code__  # torch.export names places by that of a model's forward
+        return self.__wrapped__.__code__  # torch.export names places by a forward's code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and self._looks:  # in this order: it is no guard then
+        # in this order, so that Dynamo makes no guard
+        if not torch.compiler.is_compiling() and self._looks:
             self._looks -= 1
             self._refuse_copies(_compat.calling_module())
         inputs = self._weight if self._is_converted() else self._inputs
@@ -104,7 +105,7 @@ class LowForward:
         return output if self._outputs is None else _cast(output, self._outputs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward without the autocast that is to be off."""
+        """Run the module's own forward, with autocast off if required."""
         is_on = self._turns_off is not None and torch.is_autocast_enabled(self._device_type)
         any_autocast = self._turns_off is ComputeMode.FP32
         if is_on and (any_autocast or not torch.is_autocast_cache_enabled()):
@@ -115,7 +116,7 @@ class LowForward:
         return self.__wrapped__(*args, **kwargs)
 
     def _refuse_copies(self, caller: nn.Module | None) -> None:
-        """Raise for a copy that has this forward and other weights, which it would not see."""
+        """Raise for a copy that has this forward and other weights, which this forward ignores."""
         shared = caller is None or caller is self._module
         if shared or getattr(caller, "_parameters", None) is self._module._parameters:
             return
@@ -130,13 +131,13 @@ class LowForward:
         return self._weight is not None and self._weight.dtype != self._low
 
     def _dtype(self) -> torch.dtype:
-        """The dtype of an autocast of the script's, if one is on."""
+        """Return the dtype of the script's autocast, if one is on."""
         kind = self._device_type
         enabled = torch.is_autocast_enabled(kind)
         return torch.get_autocast_dtype(kind) if enabled else self._low
 
     def remove(self) -> None:
-        """Give the module its own forward back; idle if somebody wrapped it since."""
+        """Restore the module's own forward, unless somebody wrapped this one."""
         self._inputs = self._outputs = self._weight = None
         self._is_installed = False
         if vars(self._module).get("forward") is self:
@@ -146,17 +147,16 @@ class LowForward:
 
 
 class AutocastForward(LowForward):
-    """The forward of one module, under an autocast that this turns on where none is.
+    """The forward of one module, under an autocast that is turned on here if none is.
 
-    With a weight that was converted, as in a copy, nothing is turned on, here and in modules
-    inside.
+    If a weight was converted, as in a copy, it turns nothing on, neither here nor in submodules.
 
     Args:
-        within: how the caller computes, if not under autocast. Else autocast stays off where the
-            script turned it off within the model; a layer then computes in fp32.
-        is_root: nobody but the script calls it, so that an autocast without a cache is its own;
-            one that is on is entered anew, without its cache.
-        holds_untouched: a matrix inside is not trained and stays as it came.
+        within: the caller's mode, if not autocast. Otherwise autocast stays off where the script
+            turned it off inside the model; a layer then computes in fp32.
+        is_root: only the script calls it. So an autocast without cache is the script's own, and one
+            that is on is entered again without its cache.
+        holds_untouched: a matrix inside is not trained and keeps its dtype.
     """
 
     def __init__(
@@ -177,9 +177,10 @@ class AutocastForward(LowForward):
         self._is_product = isinstance(module, MATMULS) and is_layer(module)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward under autocast, or as the script says."""
+        """Run the module's own forward under autocast, or as the script decides."""
         if self._enters():
-            # Without the cache, which tells this autocast from the user's: it would hold nothing.
+            # Without the cache, which would be empty; this distinguishes it from the user's
+            # autocast.
             with torch.autocast(
                 self._device_type,
                 self._dtype(),
@@ -193,17 +194,17 @@ class AutocastForward(LowForward):
 
     def _enters(self) -> bool:
         has_cache = torch.is_autocast_cache_enabled()
-        if torch.is_autocast_enabled(self._device_type):  # by the script
+        if torch.is_autocast_enabled(self._device_type):  # turned on by the script
             return self._is_root and has_cache and not self._is_converted()
-        # An autocast that a script nests in ours inherits that there is no cache, which
-        # torch.export turns off itself.
-        if self._is_converted():  # one without a cache that is off tells those inside
+        # An autocast that a script nests in ours inherits the missing cache, and torch.export turns
+        # caches off itself.
+        if self._is_converted():  # an autocast that is off, without a cache, tells submodules
             return has_cache and self._holds_untouched
         exported = self._weight is not None and torch.compiler.is_exporting()
         return self._forced or self._is_root or has_cache or exported
 
     def _is_turned_off(self, args: tuple[Any, ...]) -> bool:
-        """Return whether the script turned autocast off around this layer, which it gives fp32."""
+        """Return whether the script turned autocast off around this layer and passes fp32."""
         return (
             len(args) == 1
             and isinstance(args[0], Tensor)
@@ -212,7 +213,7 @@ class AutocastForward(LowForward):
         )
 
     def _in_fp32(self, args: tuple[Any, ...]) -> Any:
-        """Compute as under DDP, whose weights are fp32; the only place where weights are cast."""
+        """Compute as under DDP with fp32 weights; the only place where weights are cast."""
         params = self._module._parameters
         exact: Any = {n: None if p is None else p.to(MASTER_DTYPE) for n, p in params.items()}
         self._module._parameters = exact
@@ -223,10 +224,10 @@ class AutocastForward(LowForward):
 
 
 def install_casts(model: nn.Module, precision: Precision) -> list[LowForward]:
-    """Cast the activations of a model that has its storage dtypes.
+    """Install casts of activations in a model with its storage dtypes.
 
-    Kept modules get fp32 and return their caller's dtype. Parameters are never cast in forward or
-    backward, but those of modules that stay in fp32 and compute under autocast.
+    Modules kept in fp32 get fp32 and return their caller's dtype. Forward and backward never cast
+    parameters, except those of fp32 modules that compute under autocast.
     """
     config, low = precision.config, precision.config.param_dtype
     if low == MASTER_DTYPE:
@@ -247,7 +248,7 @@ def install_casts(model: nn.Module, precision: Precision) -> list[LowForward]:
         outputs: torch.dtype | None = None
         switch: ComputeMode | None = None
         if inside is ComputeMode.AUTOCAST and config.autocast and (has_low or holds_untouched):
-            switch = inside  # it may be called by the script
+            switch = inside  # the script may call it
         if inside is not outside:
             is_product = isinstance(module, MATMULS) and is_layer(module)
             switch = (
@@ -255,7 +256,7 @@ def install_casts(model: nn.Module, precision: Precision) -> list[LowForward]:
             )
             if inside is ComputeMode.FP32:
                 inputs = MASTER_DTYPE
-                # A norm returns what it is given, as torch's own do.
+                # A norm returns its input's dtype, like torch's own norms.
                 is_low_norm = isinstance(module, NORMS) and outside is ComputeMode.LOW
                 outputs = low if is_low_norm else None
             elif outside is ComputeMode.FP32:
@@ -281,7 +282,7 @@ def _compute(
     precision: Precision,
     stored: dict[nn.Module, set[torch.dtype]],
 ) -> ComputeMode:
-    """Return what ``module`` computes in; modules without parameters do as their caller."""
+    """Return the mode of ``module``; modules without parameters use their caller's."""
     config, dtypes = precision.config, _dtypes(module, stored)
     if module in precision.fp32_modules:
         return ComputeMode.FP32
@@ -312,9 +313,9 @@ def _dtypes(module: nn.Module, stored: dict[nn.Module, set[torch.dtype]]) -> set
 def _takes_activations(
     module: nn.Module, precision: Precision, stored: dict[nn.Module, set[torch.dtype]]
 ) -> bool:
-    """Return whether all that this layer of torch takes are activations that it needs low.
+    """Return whether this torch layer's inputs are all activations that it needs in low precision.
 
-    Under autocast those are layers for which autocast has no rule on every device, such as an LSTM.
+    Under autocast these are layers without an autocast rule on every device, such as LSTMs.
     """
     config, low = precision.config, precision.config.param_dtype
     if not is_layer(module) or isinstance(module, (nn.Embedding, nn.Sequential)):
@@ -326,16 +327,17 @@ def _takes_activations(
 
 
 def _holds_matrix(module: nn.Module) -> bool:
-    """Return whether its own code reads a parameter of several dimensions, also one in a list."""
+    """Return whether its own code reads a parameter of several dimensions, even from a list."""
     return any(map(is_matrix, module.parameters(recurse=False))) or any(
         _holds_matrix(child) for child in module.children() if not is_called(child)
     )
 
 
 def _with_callers(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Each module once, with the one that holds it and calls it, before those inside it.
+    """Yield each module once, with the module that calls it, before its submodules.
 
-    Lists and the like, which are never called, are left out: who holds them calls what is inside.
+    Lists and the like are never called, so they are left out; their holder calls the modules
+    inside.
     """
     seen = {model}
     waiting: deque[tuple[nn.Module, nn.Module | None]] = deque([(model, None)])

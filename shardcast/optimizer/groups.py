@@ -1,4 +1,4 @@
-"""Groups that a script adds or assigns, and packs of theirs that were frozen before."""
+"""Groups that a script adds or assigns, and packs that become trained."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def add_group(packed: PackedOptimizer, place: int, group: Group) -> None:
 def assign_groups(
     packed: PackedOptimizer, groups: Sequence[Group], place: int | None = None
 ) -> list[Group]:
-    """Replace the groups of all optimizers, or of one; returns those that are beyond them. Local.
+    """Replace the groups of all optimizers, or of one; return additional groups. Local.
 
     Raises:
-        ValueError: other parameters than the groups have; nothing is changed.
+        ValueError: the groups have other parameters; nothing changes.
     """
     present = [
         (owner, group)
@@ -53,13 +53,13 @@ def assign_groups(
 
 @contextmanager
 def _added(originals: OptimizerList, place: int, group: Group) -> Iterator[GroupId]:
-    """A further group of the optimizer at ``place``, unless what follows fails.
+    """Add a group to the optimizer at ``place``, and remove it if the block fails.
 
     Raises:
         TypeError, ValueError: torch refuses the group.
     """
     optimizer = originals.optimizers[place]
-    torch.optim.Optimizer.add_param_group(optimizer, group)  # fills in its defaults
+    torch.optim.Optimizer.add_param_group(optimizer, group)  # fills in the defaults
     number = GroupId(place, len(optimizer.param_groups) - 1)
     try:
         yield number
@@ -86,7 +86,7 @@ def _extend(packed: PackedOptimizer, added: GroupId) -> None:
     )
     shards = allocate(plan, packed.process_groups)
     packed.ready_to_read()
-    packed.remove_hooks()  # modules that the model got since take part too
+    packed.remove_hooks()  # includes modules that were added to the model
     packed.layout, packed.precision = plan.layout, plan.precision
     tie(packed.aliases)
     _note_stale(packed, shards)
@@ -95,23 +95,23 @@ def _extend(packed: PackedOptimizer, added: GroupId) -> None:
 
 
 def _note_stale(packed: PackedOptimizer, added: Sequence[Shard]) -> None:
-    """Have the step compare how many gradients the added parameters have over the ranks."""
+    """Let the step compare how many gradients the added parameters have on each rank."""
     count = sum(param.grad is not None for shard in added for param in shard.pack.params)
     packed.reduce.history[STALE] += count
 
 
 def activate_packs(packed: PackedOptimizer, indices: Collection[int]) -> None:
-    """Activate those of these packs that are frozen still."""
+    """Activate those of these packs that are still frozen."""
     for shard in packed.shards:
         if shard.grads is None and shard.pack.layout.index in indices:
             packed.activate(shard)
 
 
 def activate_trained(packed: PackedOptimizer, frozen: Sequence[Shard]) -> list[Shard]:
-    """Activate, and return, those of the ``frozen`` that have a gradient on some rank now.
+    """Activate and return the ``frozen`` shards that now have a gradient on some rank.
 
-    One more small all-reduce, whose result the host waits for, in models that have such
-    packs; parameters that stay frozen are better left out of the optimizer.
+    In models with such packs this takes one more small all-reduce, for which the host waits.
+    Parameters that stay frozen are better left out of the optimizer.
     """
     has_gradient = [any(p.grad is not None for p in s.pack.params) for s in frozen]
     return activate_together(packed, frozen, has_gradient)
@@ -120,11 +120,11 @@ def activate_trained(packed: PackedOptimizer, frozen: Sequence[Shard]) -> list[S
 def activate_together(
     packed: PackedOptimizer, frozen: Sequence[Shard], wanted: Sequence[bool]
 ) -> list[Shard]:
-    """Activate, and return, those of the ``frozen`` that some rank wants. Collective."""
+    """Activate and return the ``frozen`` shards that some rank wants. Collective."""
     flags = torch.tensor(wanted, dtype=torch.float32).to(packed.device)
     for number, shard in enumerate(frozen):
         pack_groups = shard.pack.layout.pack_groups
-        if pack_groups.sums_replicas:  # copies must be active on all ranks alike
+        if pack_groups.sums_replicas:  # copies must be active on all ranks
             for comm in packed.process_groups.comms(pack_groups.reduce):
                 comm.all_reduce(flags[number])
     packed.comm.all_reduce(flags)

@@ -1,8 +1,8 @@
 """A sharded model: its modules, the note that it is sharded, hooks on it, and loads of it.
 
-The hooks notice what the optimizer cannot see by itself: a backward that begins (so that the
-outermost one flushes the reduction), weights that ``load_state_dict`` has in full precision, a
-model that was converted, and a DDP wrapper put around a sharded one.
+The hooks notice events that the optimizer cannot see by itself: a backward that begins (so that the
+outermost one flushes the reduction), weights that ``load_state_dict`` has at full precision, a
+converted model, and a DDP wrapper around a sharded model.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-NOTE = "_shardcast_model"  # attribute of a model that is sharded, or was
-WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
+NOTE = "_shardcast_model"  # attribute of a model that is or was sharded
+WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DDP and torch.compile add to names
 
 
 def called_by_script(module: nn.Module) -> list[nn.Module]:
-    """Return ``module``, or modules in it where it has no forward, as a list of models has none."""
+    """Return ``module``, or its submodules if it has no forward, like a list of models."""
     children = list(module.children())
     owns = any(True for _ in module.parameters(recurse=False))
     if type(module).forward is not nn.Module.forward or owns or not children:
@@ -50,10 +50,10 @@ def called_by_script(module: nn.Module) -> list[nn.Module]:
 
 
 class Tree:
-    """The modules below ``stages``, and the parameters in them, when this was made.
+    """The modules below ``stages`` and their parameters, at the time when this was made.
 
     Args:
-        names: of the parameters that are trained.
+        names: names of the trained parameters.
     """
 
     def __init__(self, stages: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
@@ -66,9 +66,9 @@ class Tree:
         ]
 
     def left(self) -> str:
-        """The trained parameters that are no longer in the model, by name; usually empty. Local.
+        """Return trained parameters that are no longer in the model, by name; usually empty. Local.
 
-        A look at each place, of a tenth of a microsecond, as long as nothing was replaced.
+        It checks each place, in a tenth of a microsecond, while nothing is replaced.
         """
         if all(get(key) is value for get, key, value in self._places):
             return ""
@@ -81,7 +81,7 @@ def _modules(stages: Sequence[nn.Module]) -> Iterable[nn.Module]:
 
 
 class Stages(nn.Module):
-    """Several stages, named as in the whole model; it is never called."""
+    """Several stages with the names of the whole model; it is never called."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -90,17 +90,17 @@ class Stages(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of all stages; torch finds parameters and buffers by it."""
+        """Yield the modules of all stages; torch finds parameters and buffers with it."""
         memo = set() if memo is None else memo
         for stage in self._stages:
             yield from stage.named_modules(memo, prefix, remove_duplicate)
 
 
 def joined(stages: Sequence[nn.Module]) -> nn.Module:
-    """One stage itself; of several a module that holds what they hold.
+    """Return a single stage itself, and for several stages a module that holds their modules.
 
     Raises:
-        ValueError: two stages have different parameters under one name.
+        ValueError: two stages have different parameters with one name.
     """
     if len(stages) == 1:
         return stages[0]
@@ -123,9 +123,9 @@ def joined(stages: Sequence[nn.Module]) -> nn.Module:
 
 
 def saved_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """The buffers that ``state_dict`` saves, each under its first name.
+    """Return the buffers that ``state_dict`` saves, each under its first name.
 
-    Asked of the modules, since hooks may give the keys of ``state_dict`` other names.
+    It reads them from the modules, because hooks may rename the keys of ``state_dict``.
     """
     names: dict[Tensor, str] = {}
     for prefix, module in (pair for stage in stages for pair in stage.named_modules()):
@@ -136,10 +136,10 @@ def saved_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
 
 
 class ShardedModel:
-    """A model's knowledge of its sharding; its copies and pickles know nothing.
+    """A model's note on its sharding; its copies and pickles have none.
 
     Args:
-        restore: gives a model that was sharded back in fp32, with the masters that are still kept.
+        restore: restores a model in fp32 from the masters that are still kept.
     """
 
     def __init__(self, restore: Callable[[], None] | None) -> None:
@@ -150,23 +150,23 @@ class ShardedModel:
 
 
 def note_model(model: nn.Module, restore: Callable[[], None] | None = None) -> None:
-    """Note that ``model`` is sharded; or was, and that ``restore`` gives it back in fp32."""
+    """Note that ``model`` is sharded, or was, and that ``restore`` restores it in fp32."""
     setattr(model, NOTE, ShardedModel(restore))
 
 
 def forget_model(model: nn.Module) -> None:
-    """Take the note away, if there is one."""
+    """Remove the note, if there is one."""
     vars(model).pop(NOTE, None)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether ``model`` itself, not the model it was copied from, is sharded."""
+    """Return whether ``model`` itself is sharded, rather than the model it was copied from."""
     note: ShardedModel | None = getattr(model, NOTE, None)
     return note is not None and note.restore is None
 
 
 def waiting_restores(models: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Return what gives these models, or a part of them, back in fp32, each once."""
+    """Return the functions that restore these models, or a part of them, each once."""
     notes: list[ShardedModel | PackedParam | None] = []
     for model in models:
         notes += [getattr(model, NOTE, None), *map(note_of, model.parameters())]
@@ -177,11 +177,11 @@ class ModelHooks:
     """Hooks of one model.
 
     Args:
-        stages: the unwrapped root module, or those of the pipeline stages that are here.
-        shards: those of all packs; the list may grow.
+        stages: the unwrapped root module, or this rank's pipeline stages.
+        shards: shards of all packs; the list may grow.
         begins: called when a backward reaches an output of the model.
-        sync: what may be under way still.
-        loads: notes the parameters that are loaded.
+        sync: may still be in flight.
+        loads: notes the loaded parameters.
     """
 
     def __init__(
@@ -194,11 +194,11 @@ class ModelHooks:
     ) -> None:
         self._shards, self._begins, self._sync, self._loads = shards, begins, sync, loads
         self._in_vain: dict[nn.Module, str] = {}  # loads that matched no name, as messages
-        self._looked = False  # at what the first forward did to parameters
+        self._looked = False  # whether the effect of the first forward on parameters was checked
         self._handles: list[RemovableHandle] = []
         for stage in stages:
             self._handles += [
-                # One of each kind: Dynamo keeps few graphs for hooks, which share their code.
+                # One of each kind, because Dynamo keeps few graphs for hooks that share their code.
                 stage.register_forward_pre_hook(Hook(self._before_forward)),
                 stage.register_forward_hook(Hook(self._after_forward)),
             ]
@@ -214,10 +214,10 @@ class ModelHooks:
         self._handles.clear()
 
     def _before_forward(self, module: nn.Module, _args: object) -> None:
-        """Refuse what torch would stop at somewhere without saying why."""
+        """Raise early for mistakes on which torch would fail without a reason."""
         if torch.compiler.is_compiling():
             return
-        if vars(module).get("_is_replica"):  # torch's own mark
+        if vars(module).get("_is_replica"):  # torch's own flag
             raise RuntimeError(
                 "model: a sharded model was wrapped in nn.DataParallel, whose copies train "
                 "nothing; use the model as shardcast.shard left it, in a process for each device"
@@ -227,11 +227,11 @@ class ModelHooks:
                 "model: a sharded model was wrapped in DistributedDataParallel, so gradients "
                 "would be averaged twice; use the model as shardcast.shard left it, without DDP"
             )
-        # With strict=True torch has raised, and the script has loaded other names since.
+        # With strict=True torch has raised, and the script has loaded other names after that.
         for message in filter(None, self._in_vain.values()):
             warn_first(message)
         self._in_vain.clear()
-        if not (module.training and torch.is_grad_enabled()):  # it may be converted to be used
+        if not (module.training and torch.is_grad_enabled()):  # it may be converted for inference
             return
         first = next(module.parameters(), None)
         if first is not None and first.is_meta:
@@ -247,12 +247,12 @@ class ModelHooks:
                 shard.pack.take_moved()
 
     def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
-        if torch.compiler.is_compiling():  # the first gradient hook begins the backward then
+        if torch.compiler.is_compiling():  # then the first gradient hook begins the backward
             return
         if module.training and torch.is_grad_enabled() and not self._looked:
             self._looked = True
             self._refuse_conversion_inside()
-        begins = self._begins  # not all of this object: a graph may be kept
+        begins = self._begins  # not this whole object, because a graph may be kept
 
         def begin(_grad: Tensor) -> None:
             for each in begins:
@@ -263,7 +263,7 @@ class ModelHooks:
                 tensor.register_hook(begin)
 
     def _refuse_conversion_inside(self) -> None:
-        """After the first forward: some routers do ``self.classifier.to(torch.float32)`` in it."""
+        """Raise if the first forward converted a module, as some routers do."""
         for shard in self._shards:
             pack = shard.pack
             for slot, param in zip(pack.layout.slots, pack.params, strict=True):
@@ -285,7 +285,7 @@ class ModelHooks:
         metadata: dict[str, Any],
         *_strictness: object,
     ) -> None:
-        if not prefix:  # what the script calls load_state_dict() of
+        if not prefix:  # the module whose load_state_dict() the script calls
             self._in_vain[module] = in_vain(module, state_dict)
         before_load(self._shards, self._sync, self._loads, module, state_dict, prefix, metadata)
 
@@ -311,28 +311,28 @@ def before_load(
     prefix: str,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Give masters the loaded values in full precision; the model gets them cast. Local.
+    """Load masters at full precision; the model gets them cast. Local.
 
-    A value that is the cast of its master leaves the master as it is, see :meth:`.Shard.load`. What
-    is loaded while an average is in the model takes the average's place, and leaves with it.
+    If a value is the cast of its master, the master stays as it is, see :meth:`.Shard.load`. While
+    an average is in the model, loaded values replace the average, and go with it.
 
     Args:
-        shards: those of all packs of the model.
-        sync: what may be under way still.
-        loads: notes the parameters that are loaded.
-        module: one of the model's, whose own parameters torch loads next.
-        state_dict: the values, by names that begin with ``prefix``; those of packs with a cast of
-            their own are replaced by what is published of them.
+        shards: shards of all packs of the model.
+        sync: may still be in flight.
+        loads: notes the loaded parameters.
+        module: one of the model's modules, whose own parameters torch loads next.
+        state_dict: values by names with ``prefix``. In packs with their own cast, published values
+            replace them.
 
     Raises:
-        RuntimeError: ``assign=True``, which would replace parameters; nothing is changed.
+        RuntimeError: ``assign=True``, which would replace parameters; nothing changes.
     """
-    if metadata.get("assign_to_params_buffers"):  # torch's own key for it
+    if metadata.get("assign_to_params_buffers"):  # torch's own key for assign=True
         raise RuntimeError(
             "model: load_state_dict(assign=True) would replace parameters of a sharded model; "
             "load without assign, or before shardcast.shard"
         )
-    sync.wait()  # split masters are written into the packs
+    sync.wait()  # loading split masters writes to the packs
     loaded: dict[nn.Parameter, Tensor] = {}
     for name, param in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
@@ -357,7 +357,7 @@ def before_load(
 
 
 def in_vain(module: nn.Module, state_dict: Mapping[str, Any]) -> str:
-    """Return what to warn of where no name of ``state_dict`` is one of ``module``'s; or nothing."""
+    """Return a warning if ``state_dict`` has none of ``module``'s names; else nothing."""
     own = (*module.named_parameters(), *module.named_buffers())
     names = {key for name, _ in own for key in (name, _compat.state_key(name))}
     if not names or not state_dict or not names.isdisjoint(state_dict):
@@ -380,7 +380,7 @@ def _round(
     prefix: str,
     loaded: Mapping[nn.Parameter, Tensor],
 ) -> None:
-    """Have torch copy what is published of loaded values; its own cast is another one."""
+    """Let torch copy the published form of loaded values, whose cast differs from torch's."""
     pack = shard.pack
     names = {param: name for name, param in module.named_parameters(recurse=False)}
     for slot, param in zip(pack.layout.slots, pack.in_model, strict=True):
@@ -394,10 +394,12 @@ def _round(
 
 
 def convert_rest(plan: Plan, stages: Sequence[nn.Module], process_groups: ProcessGroups) -> None:
-    """Make the rest equal on all ranks, and cast what is not to stay as it came. Collective.
+    """Make parameters outside the optimizer, and buffers, equal on all ranks. Collective.
+
+    It casts those that should not keep their dtype.
 
     Args:
-        stages: the model, or the stages of it that this rank has.
+        stages: the model, or this rank's stages of it.
     """
     precision = plan.precision
     for name, param in sorted(
@@ -420,7 +422,7 @@ def convert_rest(plan: Plan, stages: Sequence[nn.Module], process_groups: Proces
 
 
 def _broadcast(name: str, buffer: Tensor, comm: Comm) -> Tensor:
-    """Return rank 0's buffer; on other ranks a sparse or quantized one is another object then."""
+    """Return rank 0's buffer; for a sparse or quantized one other ranks get a new object."""
     local = _compat.local_tensor(buffer)
     if is_dense(local):
         comm.broadcast(local, 0)
@@ -442,10 +444,10 @@ def _broadcast(name: str, buffer: Tensor, comm: Comm) -> Tensor:
 
 
 def restore_rest(stages: Sequence[nn.Module], dtypes: Sequence[Mapping[str, torch.dtype]]) -> None:
-    """Undo the casts of :func:`convert_rest`, whose rounding stays. Local.
+    """Undo the casts of :func:`convert_rest`, except for their rounding. Local.
 
     Args:
-        dtypes: of :func:`.setup.dtypes_of`, before.
+        dtypes: dtypes before, from :func:`.setup.dtypes_of`.
     """
     for stage, dtype_of in zip(stages, dtypes, strict=True):
         for name, param in stage.named_parameters():
@@ -457,9 +459,10 @@ def restore_rest(stages: Sequence[nn.Module], dtypes: Sequence[Mapping[str, torc
 
 
 def warn_of_averages(plan: Plan) -> None:
-    """Warn of buffers that begin with the values of parameters which become low precision. Local.
+    """Warn about buffers that start as copies of parameters which become low-precision. Local.
 
-    So EMA classes keep their averages. Many of them cast an average to the dtype of its parameter.
+    EMA classes keep averages in such buffers, and many of them cast an average to its parameter's
+    dtype.
     """
     buffers = {name: _compat.local_tensor(buffer) for name, buffer in plan.model.named_buffers()}
     shapes = {buffer.shape for buffer in buffers.values()}
@@ -485,7 +488,7 @@ def warn_of_averages(plan: Plan) -> None:
 
 
 def _sample(tensor: Tensor) -> Hashable:
-    """Return a few values of a tensor with its shape; ``None`` where all values may be equal."""
+    """Return a few values of a tensor, with its shape; ``None`` if all may be equal."""
     if tensor.layout is not torch.strided or not tensor.is_floating_point() or tensor.numel() < 2:
         return None
     flat = tensor.reshape(-1)
@@ -495,7 +498,7 @@ def _sample(tensor: Tensor) -> Hashable:
 
 
 def _equal(buffer: Tensor, lowered: Mapping[Hashable, list[tuple[str, Tensor]]]) -> str | None:
-    """Return the name of a parameter with the values of a buffer in other memory."""
+    """Return the name of a parameter that equals a buffer in other memory."""
     for name, param in lowered.get(_sample(buffer), ()):
         same = buffer.dtype == param.dtype and buffer.device == param.device
         if same and buffer.data_ptr() != param.data_ptr() and torch.equal(buffer, param):
@@ -504,9 +507,9 @@ def _equal(buffer: Tensor, lowered: Mapping[Hashable, list[tuple[str, Tensor]]])
 
 
 def name_unheld(outside: Mapping[str, nn.Parameter]) -> None:
-    """Warn once of parameters that have a gradient and that no sharded optimizer holds. Local.
+    """Warn once about parameters with a gradient that no sharded optimizer holds. Local.
 
-    Nobody averages these gradients. Called after the first step.
+    These gradients are not averaged over ranks. Called after the first step.
     """
     unheld = [
         repr(name)

@@ -1,7 +1,7 @@
-"""An optimizer over packs, from ``shard()`` to ``close()``: what is sharded.
+"""An optimizer over packs, from ``shard()`` to ``close()``.
 
-Scripts see :class:`shardcast.ShardedOptimizer`, which holds it; options, checkpoints and adapters
-of this library work with this one.
+Scripts see :class:`shardcast.ShardedOptimizer`, which holds it. This library's options, checkpoints
+and adapters work with it directly.
 """
 
 from __future__ import annotations
@@ -53,27 +53,27 @@ class PackedOptimizer:
     """The sharded training; its step is in :mod:`.sharded`, its end is :func:`close`.
 
     Attributes:
-        config: the options that hold.
+        config: the options in effect.
         layout: all packs, slots and spans; equal on all ranks.
         precision: the dtype of each parameter.
-        originals: what was given to ``shard``; its groups are the present ones.
-        model: the root module, without wrappers; of several pipeline stages what holds them.
-        stages: what is called: that module, or the stages.
-        process_groups: the ranks; ``comm`` are the data-parallel ones of them.
+        originals: the optimizers that were passed to ``shard``; they hold the current groups.
+        model: the root module without wrappers; for several pipeline stages, their container.
+        stages: the called modules: the root, or the stages.
+        process_groups: the ranks; ``comm`` are the data-parallel ones.
         shards: this rank's part of every pack, in the order of ``layout.packs``.
-        reduce, decider, updates, sync: the stages of a step; an update for each optimizer.
-        called: the modules that the script calls.
-        device: of the packs.
-        given_dtypes: of parameters and buffers by name, for each stage, as the model was given.
+        reduce, decider, updates, sync: the stages of a step; one update per optimizer.
+        called: modules that the script calls.
+        device: device of the packs.
+        given_dtypes: original dtypes of parameters and buffers by name, for each stage.
         aliases: views of parameters that modules hold.
-        step_hooks: of the options in their order, and behind them those that calls asked for.
+        step_hooks: those of the options in order, then those that calls asked for.
         is_closed: ``close()`` was called.
         in_no_sync: the script accumulated in ``no_sync()`` since the last step or ``zero_grad()``.
-        tree: the modules, to see one that a rank replaced.
-        block: inside ``averaged()``, ``owned()`` or ``whole()``, in which the model or the state is
-            another one: what to do before other calls.
-        plain_names: inside ``as_plain()``, what stands for the state of all ranks, of which DCP
-            asks for names alone.
+        tree: the modules, to detect replaced ones.
+        block: what to do before other calls, inside ``averaged()``, ``owned()`` or ``whole()``,
+            where the model or the state is temporarily another one.
+        plain_names: names that stand for all ranks' state inside ``as_plain()``, because DCP asks
+            only for names.
     """
 
     is_closed = in_no_sync = False
@@ -98,7 +98,7 @@ class PackedOptimizer:
         self.process_groups, self.comm = process_groups, process_groups.dp
         self.device = shards[0].pack.data.device
         self.shards: list[Shard] = []
-        # Stages wait for one another in their backwards, of which a step has many.
+        # Stages wait for one another in their backwards, and a step has many.
         at_step = len(self.stages) > 1 or process_groups.parallel_dims.in_pipeline
         if at_step and plan.config.accumulate == "sharded":
             raise ValueError(
@@ -133,7 +133,7 @@ class PackedOptimizer:
     # -- groups -----------------------------------------------------------------------------
 
     def add(self, shards: Sequence[Shard]) -> None:
-        """Hold these too."""
+        """Add these packs and shards."""
         self.shards += shards
         given = self.given_dtype_of()
         for shard in shards:
@@ -151,17 +151,17 @@ class PackedOptimizer:
         self.sync.add(shard.pack)
 
     def update_of(self, shard: Shard) -> Update:
-        """The update of the optimizer that has the parameters of ``shard``."""
+        """Return the update that has the parameters of ``shard``."""
         return self.updates[shard.pack.layout.optimizer]
 
     def together(self, act: Callable[[], T], call: str) -> T:
-        """Return what ``act`` does here, if it succeeds on all ranks; else all raise. Collective.
+        """Return the result of ``act`` if it succeeds on all ranks; else all raise. Collective.
 
-        :meth:`.Comm.together` by a message of a step's form, where there is one: so ranks that are
-        in a step, or in another call, raise as well.
+        Like :meth:`.Comm.together`, but with a message in the form of a step's if possible. So
+        ranks that are in a step, or in another call, raise as well.
 
         Args:
-            call: the call that all ranks are in.
+            call: name of the call on all ranks.
         """
         if not self.decider.meets:
             return self.process_groups.everyone.together(act, self.device, call)
@@ -172,7 +172,7 @@ class PackedOptimizer:
         return done[0]
 
     def given_dtype_of(self) -> dict[nn.Parameter, torch.dtype]:
-        """Return the dtype of each parameter that the model had at ``shard()``, as it was given."""
+        """Return the original dtype of each parameter that the model had at ``shard()``."""
         return {
             param: of_stage.get(name, param.dtype)
             for stage, of_stage in zip(self.stages, self.given_dtypes, strict=True)
@@ -182,10 +182,10 @@ class PackedOptimizer:
     # -- masters and parameters -------------------------------------------------------------
 
     def publish(self) -> None:
-        """Cast all masters into their packs and sync these. Every rank must call it."""
+        """Cast all masters into their packs and sync these. Collective: every rank."""
         self.refuse_inside("publish")
         self.sync.wait()
-        sync = Sync()  # of packs that are still frozen too
+        sync = Sync()  # includes packs that are still frozen
         for shard in self.shards:
             shard.publish()
             shard.home.send()
@@ -193,47 +193,47 @@ class PackedOptimizer:
         sync()
 
     def ready_to_read(self) -> None:
-        """Wait for parameters, and take what a script assigned, before masters are read. Local.
+        """Wait for parameters, and adopt memory that a script assigned. Local.
 
-        Masters stay as they are. Readers get those that the model shows, by :meth:`.Shard.exact`;
-        only the update makes them the masters.
+        It does not change masters. Readers get the values that the model shows, by
+        :meth:`.Shard.exact`; only the update turns these into masters.
         """
         self.need_masters("masters")
         self.sync.wait()
-        is_lent = any(shard.is_lent for shard in self.shards)  # to an average
-        if self.is_closed or is_lent:  # the model goes its own way
+        is_lent = any(shard.is_lent for shard in self.shards)  # the model holds an average
+        if self.is_closed or is_lent:  # the model is independent of the masters
             return
         take_moved(self.shards)
 
     def need_masters(self, call: str) -> None:
-        """Raise RuntimeError where an option has masters and state elsewhere."""
+        """Raise RuntimeError if an option has moved masters and state away."""
         for hook in self.step_hooks:
             hook.refuse(call)
 
     def refuse_inside(self, call: str) -> None:
-        """Raise RuntimeError inside a :attr:`block`, and as :meth:`need_masters`."""
+        """Raise RuntimeError inside a :attr:`block`, and like :meth:`need_masters`."""
         self.need_masters(call)
         if self.block:
             raise RuntimeError(f"{call}: {self.block}")
 
     def hook_of(self, name: str) -> Any:
-        """The step hook of an option; ``None`` where it has none."""
+        """Return the step hook of an option; ``None`` if it has none."""
         return self._hooks_by_option.get(name)
 
     def hook_for(self, call: str) -> Any:
-        """The step hook that has the method ``call``, made if no option did; ``None``: none has."""
+        """Return the step hook with the method ``call``, made on demand; ``None``: no hook."""
         if (name := CALLS.get(call)) is None:
             return None
         if name not in self._hooks_by_option:
             make = self.config.declared(name).hook
-            assert make is not None  # or the table of calls is wrong
-            # Before those of options: a step that it refuses must not have been seen by them.
+            assert make is not None  # otherwise the table of calls is wrong
+            # Before the options' hooks, which must not see a step that it refuses.
             self._hooks_by_option = {name: make(self), **self._hooks_by_option}
             self.step_hooks = (*self._hooks_by_option.values(),)
         return self._hooks_by_option[name]
 
     def install_hooks(self) -> None:
-        """Have the model and the options take part; again after each added group."""
+        """Install the hooks on the model and of the options; again after each added group."""
         for name, asked in self.config.extensions(self.stages).items():
             if asked.hook is not None and name not in self._hooks_by_option:
                 self._hooks_by_option[name] = asked.hook(self)
@@ -264,24 +264,25 @@ class PackedOptimizer:
         for handle in self._casts:
             handle.remove()
         self._casts.clear()
-        self.sync.wait()  # last: it raises where another rank was lost
+        self.sync.wait()  # last, because it raises if another rank was lost
 
 
-APART = ("masters", "state", "averages", "offload")  # what is where masters are
+# kinds of memory that are where the masters are
+APART = ("masters", "state", "averages", "offload")
 
 
 class MemoryReport(dict[str, int]):
-    """Bytes that this rank holds, by kind; ``print`` shows them in one line, with the total.
+    """Bytes on this rank, by kind; ``print`` shows them in one line, with the total.
 
     Attributes:
-        host: how much of the total is in host memory, by ``offload``.
+        host: part of the total in host memory, with ``offload``.
     """
 
     host = 0
 
     @property
     def total(self) -> int:
-        """The sum of all kinds, in bytes."""
+        """Sum of all kinds, in bytes."""
         return sum(self.values())
 
     def __str__(self) -> str:
@@ -293,7 +294,7 @@ class MemoryReport(dict[str, int]):
 
 
 def report_of(packed: PackedOptimizer) -> MemoryReport:
-    """Add up what this rank holds. Local."""
+    """Return the bytes on this rank, by kind. Local."""
     report = MemoryReport(parameters=0, gradients=0, masters=0, state=0)
     for shard in packed.shards:
         report["parameters"] += shard.pack.data.nbytes
@@ -311,7 +312,7 @@ def report_of(packed: PackedOptimizer) -> MemoryReport:
 
 
 def summary_of(packed: PackedOptimizer) -> str:
-    """Say in one line what was sharded, and what this rank holds of it. Local."""
+    """Return one line about what was sharded and how much this rank holds. Local."""
     packs, comm = packed.layout.packs, packed.process_groups.shard
     numels: Counter[torch.dtype] = Counter()
     for pack in packs:
@@ -338,7 +339,7 @@ def summary_of(packed: PackedOptimizer) -> str:
 
 
 def _rounded(packed: PackedOptimizer) -> str:
-    """Say how many masters begin with the digits of a lower dtype, in which the model came."""
+    """Return a text on how many masters start from a lower dtype, in which the model came."""
     numels: Counter[torch.dtype] = Counter()
     for shard in packed.shards:
         for slot, given in zip(shard.pack.layout.slots, shard.given_dtypes, strict=True):
@@ -368,7 +369,7 @@ def close(packed: PackedOptimizer, restore: bool) -> None:
 
 
 def _end(packed: PackedOptimizer) -> None:
-    """Let go of the model, whose masters wait to be given back."""
+    """Release the model, whose masters wait to be restored."""
     packed.is_closed = True
     later = partial(_restore, packed, MASTER_DTYPE)
     for module in {*packed.stages, *packed.called}:
@@ -384,7 +385,7 @@ def _end(packed: PackedOptimizer) -> None:
 
 
 def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
-    """Give parameters and buffers back, in ``dtype`` or as they were given. Collective."""
+    """Restore parameters and buffers, in ``dtype`` or their original dtypes. Collective."""
     for module in {*packed.stages, *packed.called}:
         forget_model(module)
     for param in _params(packed):
@@ -395,32 +396,32 @@ def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
             "gathered, so that its weights stay in low precision: call optimizer.close() first"
         )
         return
-    # Those of a group that was added later were made low by shard() already.
+    # shard() already converted those of a group that was added later.
     dtypes = packed.given_dtype_of()
     for shard in packed.shards:
         params = zip(shard.pack.in_model, shard.given_dtypes, strict=True)
         _restore_shard(shard, [dtype or dtypes.get(param, low) for param, low in params])
     packed.shards.clear()
-    packed.updates.clear()  # operands and state, which a script that keeps this would keep
+    packed.updates.clear()  # frees operands and state even if a script keeps this object
     restore_rest(packed.stages, packed.given_dtypes)
     tie(packed.aliases)
 
 
 def _params(packed: PackedOptimizer) -> list[nn.Parameter]:
-    """Return the parameters that have notes of this optimizer."""
+    """Return the parameters with notes of this optimizer."""
     held = [param for shard in packed.shards for param in shard.pack.in_model]
     return [*held, *packed.outside.values()]
 
 
 @torch.no_grad()
 def _restore_shard(shard: Shard, dtypes: Sequence[torch.dtype]) -> None:
-    """Give parameters back, out of their pack, from all ranks' masters. Collective.
+    """Restore parameters from all ranks' masters, outside their pack. Collective.
 
-    Every rank of the pack must call it. Parameters that the script changed since the last
-    step, also by moving or converting them, keep their values.
+    Every rank of the pack must call it. Parameters that the script changed since the last step,
+    including moves and conversions, keep their values.
     """
     pack, low = shard.pack, shard.pack.layout.dtype
-    if shard.in_blocks:  # the owner's copy decides
+    if shard.in_blocks:  # the owner's copy counts
         for view, param in zip(pack.views(pack.data), pack.params, strict=True):
             if param.dtype == low:
                 view.copy_(param.data)

@@ -1,9 +1,9 @@
-"""Set-up: what is going to be sharded and how, then the memory for it, bounded.
+"""Set-up: what is sharded and how, then the memory for it, with a bounded peak.
 
 One pipeline for :func:`shardcast.shard`, ``add_param_group`` and ``shardcast estimate``::
 
     plan_for    model, optimizer, config, world size -> Plan: local, pure, also on ``meta``
-    agreed      the ranks planned the same; how packs travel between them: two small collectives
+    agreed      compares the ranks' plans and chooses algorithms: two small collectives
     allocate    Plan -> shards: pack by pack broadcast, masters, cast
 """
 
@@ -36,27 +36,27 @@ from shardcast.plan.partition import partition_of
 from shardcast.plan.precision import Precision
 from shardcast.plan.publishing import publishing_of
 
-EXPERT = "of an expert"  # whatever its number
-_SIZE, _TRIES = 128, 4  # of the products that are timed
-told: set[torch.dtype] = set()  # dtypes that nobody is warned of any more in this process
+EXPERT = "of an expert"  # replaces the name of an expert, whatever its number
+_SIZE, _TRIES = 128, 4  # size and number of the timed products
+told: set[torch.dtype] = set()  # dtypes about which this process has warned
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of what is going to be sharded, and how.
+    """A plan of what is sharded, and how.
 
     Attributes:
-        model: the root module, without wrappers; of several pipeline stages what holds them.
-        stages: what is called: that module, or the stages.
+        model: the root module without wrappers; for several pipeline stages, their container.
+        stages: the called modules: the root, or the stages.
         originals: the optimizers.
         layout: all packs of the optimizer.
-        new: those that are to be allocated.
-        params: the parameters of the new packs by name.
-        outside: those that the optimizer does not hold.
-        pack_groups_by_name: of both.
-        costs: of updates, where they are not as ``ELEMENT`` says.
-        begun: parameters of which the optimizer has a state already.
-        options: what all ranks must have alike, whatever stage they hold, a line each.
+        new: packs to be allocated.
+        params: parameters of the new packs by name.
+        outside: parameters that the optimizer does not hold.
+        pack_groups_by_name: groups of both.
+        costs: costs of updates that are not proportional to elements.
+        begun: parameters for which the optimizer already has a state.
+        options: facts that must be equal on all ranks, whatever their stage, one per line.
         unmatched: patterns that match nothing in this stage of a pipeline, as messages.
     """
 
@@ -76,24 +76,25 @@ class Plan:
     unmatched: tuple[str, ...]
 
     def facts(self) -> list[str]:
-        """Return what all data-parallel ranks must have planned alike, a line each."""
+        """Return facts that must be equal on all data-parallel ranks, one per line."""
         outside = (*self.outside.items(), *self.model.named_buffers())
         groups = self.pack_groups_by_name
         begun = [EXPERT if groups[name].shard != PLAIN else name for name in self.begun]
         return [
             *self.layout.lines(expert=EXPERT),
             *self.options,
-            # Rank 0's are broadcast, so they must fit everywhere.
+            # Rank 0's values are broadcast, so they must fit everywhere.
             *(
                 f"    {n} {tuple(t.shape)} {t.dtype}, not trained by the optimizer"
                 for n, t in outside
             ),
-            # Each rank's own is cut: loaded on rank 0 alone it would be that of its spans alone.
+            # Each rank uses its own copy. State loaded on rank 0 alone would cover only rank 0's
+            # spans.
             *(f"    {name}, of which the optimizer has a state" for name in begun),
         ]
 
     def experts(self, dim: str) -> list[str]:
-        """Return what ranks along a dimension must have alike of the experts that they share."""
+        """Return facts about shared experts that must be equal along a dimension."""
         packs = [pack for pack in self.new if pack.pack_groups.shard == dim]
         return [f"    {slot.name} {slot.shape}" for pack in packs for slot in pack.slots]
 
@@ -110,12 +111,13 @@ def plan_for(
     """Plan all parameters of the optimizers. Local; the model may be on ``meta``.
 
     Args:
-        world: the number of ranks, or the dimensions of a mesh.
-        stages: of a pipeline, which ``model`` holds.
-        before: the layout of all groups but the ``added`` one, which alone is planned, behind it.
+        world: number of ranks, or the dimensions of a mesh.
+        stages: stages of a pipeline, which ``model`` holds.
+        before: layout of all groups except the ``added`` one. Then only that group is planned,
+            after these.
 
     Raises:
-        TypeError, ValueError: what cannot be sharded, by name.
+        TypeError, ValueError: something cannot be sharded; names it.
     """
     validate.check_bare(model)
     inner = _compat.unwrapped(model)
@@ -206,10 +208,10 @@ def _is_held(param: nn.Parameter) -> bool:
 
 
 def _traits(originals: OptimizerList, parallel_dims: ParallelDims) -> list[OptimizerTraits]:
-    """Return what each optimizer needs.
+    """Return the traits of each optimizer.
 
     Raises:
-        TypeError: one cannot be sharded.
+        TypeError: one of them cannot be sharded.
     """
     traits = [
         known_traits(optimizer) or load_extension("any_optimizer").traits_of(optimizer)
@@ -229,7 +231,7 @@ def _costs(
     traits: Sequence[OptimizerTraits],
     config: ShardcastConfig,
 ) -> dict[str, float]:
-    """Return costs of updates that are not the number of the parameter's elements, by name."""
+    """Return costs of updates that differ from the number of elements, by name."""
     costs = {}
     for name, param in params.items():
         number = groups[name]
@@ -244,15 +246,17 @@ def _costs(
 def agreed(
     planned: Callable[[], Plan], process_groups: ProcessGroups, device: torch.device, call: str
 ) -> Plan:
-    """Return what all ranks planned alike, with the algorithms of packs; nothing is changed.
+    """Return the plan that all ranks agree on, with algorithms of packs. Collective.
+
+    It changes nothing.
 
     Args:
-        planned: plans what is here, and may raise, of which all ranks hear.
-        call: the name of what they are in.
+        planned: makes this rank's plan; if it raises, all ranks raise.
+        call: name of the caller.
 
     Raises:
-        TypeError, ValueError: on every rank, for what cannot be sharded on one of them.
-        RuntimeError: on every rank, where they planned differently; names the first difference.
+        TypeError, ValueError: on every rank: something cannot be sharded on one of them.
+        RuntimeError: on every rank: plans differ; names the first difference.
     """
 
     def ready() -> Plan:
@@ -275,9 +279,9 @@ def agreed(
 
 
 def allocate(plan: Plan, process_groups: ProcessGroups) -> list[Shard]:
-    """Make the new packs and this rank's shards of them. Every rank must call it.
+    """Make the new packs and this rank's shards of them. Collective: every rank.
 
-    The model's memory at its worst moment: what it had, one pack in fp32, and the shards.
+    At its peak the model takes its earlier memory, one pack in fp32, and the shards.
     """
     return [
         build_shard(
@@ -297,7 +301,7 @@ def dtypes_of(stages: Sequence[nn.Module]) -> list[dict[str, torch.dtype]]:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Switch the collector off, which would take half the time of making so many objects."""
+    """Switch the garbage collector off; it would take half the time of creating the objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -309,15 +313,15 @@ def without_collector() -> Iterator[None]:
 
 @functools.cache
 def slowdown(dtype: torch.dtype) -> float:
-    """The time of a product of matrices in ``dtype`` on this CPU over the time in fp32.
+    """Return how much slower matmuls in ``dtype`` are on this CPU than in fp32.
 
-    Without AVX-512 torch multiplies bf16 and fp16 by a plain loop, which takes 20 to 150 times as
+    Without AVX-512, torch multiplies bf16 and fp16 in a plain loop, which takes 20 to 150 times as
     long as fp32 (pytorch 146508, 118499). Measured in a few milliseconds, once per process.
     """
 
     def seconds(dtype: torch.dtype) -> float:
         matrix = torch.ones(_SIZE, _SIZE, dtype=dtype, device="cpu")
-        matrix @ matrix  # the first one may prepare a kernel
+        matrix @ matrix  # the first product may prepare a kernel
         times = []
         for _ in range(_TRIES):
             start = time.perf_counter()
@@ -326,7 +330,7 @@ def slowdown(dtype: torch.dtype) -> float:
         return min(times)
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for each other on a busy machine
+    torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             return seconds(dtype) / seconds(torch.float32)

@@ -3,18 +3,18 @@
 Three worlds run the same functions ``fn(group, *args)``:
 
 ===================  ==============================  ==========================================
-world                what it is                      what it is for
+world                what it is                      use it for
 ===================  ==============================  ==========================================
 `fake_world`         one rank, imagined replicas     layout, memory, sequence at world 1,024
 `threaded_world`     threads, strict rendezvous      real values, order, misuse, injected faults
-`spawn`              processes, gloo                 the real thing
+`spawn`              processes, gloo                 a final check
 ===================  ==============================  ==========================================
 
-With the sizes of a mesh, ``threaded_world({"dp": 2, "tp": 2}, fn)`` and ``fake_world({"dp": 512,
-"tp": 8})``, they give a ``DeviceMesh`` instead, on which DTensors work.
+If you pass mesh sizes, ``threaded_world({"dp": 2, "tp": 2}, fn)`` or ``fake_world({"dp": 512,
+"tp": 8})``, ``fn`` gets a ``DeviceMesh`` instead, on which DTensors work.
 
-The groups of the first two worlds need no ``init_process_group``; give them to
-``torch.distributed`` functions as ``group=``, with ranks of the group (``group_src=``).
+The groups of the first two worlds need no ``init_process_group``. Pass them to functions of
+``torch.distributed`` as ``group=``, with ranks of the group (``group_src=``).
 """
 
 from .fake import FakeGroup, fake_world

@@ -1,6 +1,6 @@
-"""torch's record of process groups, which :mod:`shardcast.testing` gives each rank's thread anew.
+"""torch's record of process groups, with a separate one for each rank's thread.
 
-Private interfaces of ``torch.distributed``, which nothing else of the package may use.
+It uses private interfaces of ``torch.distributed``, which nothing else in the package may use.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MOCK = "mock"  # the backend under which torch knows the groups of own_process_groups
-NAMES = 10**6  # names of groups are numbers; each world has so many of its own
+MOCK = "mock"  # name of the backend of groups from own_process_groups
+NAMES = 10**6  # number of group names (which are numbers) that each world has
 
 
 def keep_device_guard() -> None:
-    """Call it on a thread that outlives those that trace with fake tensors, as DTensors do.
+    """Keep torch's device guard alive. Call it on a thread that outlives those that trace.
 
-    Where a build for CUDA sees no GPU, torch 2.11 puts an object of the first such thread in the
-    place of the device guard, and the next one crashes once it is gone (PyTorch PR 178950).
+    If a CUDA build sees no GPU, torch 2.11 replaces the device guard with an object of the first
+    thread that traces with fake tensors, as DTensors do. Other threads crash once that thread is
+    gone (PyTorch PR 178950).
     """
     if torch.version.cuda is not None and not torch.cuda.is_available():
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,12 +40,12 @@ class _OwnWorld:
     def __init__(self, make: Callable[[str, tuple[int, ...]], dist.ProcessGroup]) -> None:
         self.make, self.number = make, next(_worlds)
         self.default_pg: dist.ProcessGroup | None = None
-        # Names that no other world has had: what finds a group by its name, such as a DTensor,
-        # never finds that of another rank.
+        # Names that no other world had, so that a DTensor, which finds a group by name, never finds
+        # another rank's.
         self.group_count = self.number * NAMES
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else this torch records, by group and by name; nothing of its own."""
+        """Return torch's other records by group and by name, empty."""
         c10d: Any = dist.distributed_c10d
         value = type(getattr(c10d._world.shared, name))()
         setattr(self, name, value)
@@ -52,7 +53,7 @@ class _OwnWorld:
 
 
 class _Worlds:
-    """Stands in for torch's record: each thread that has a world of its own sees that one."""
+    """Replaces torch's record: each thread with its own world sees that world."""
 
     def __init__(self, shared: Any) -> None:
         vars(self).update(shared=shared, own=threading.local())
@@ -69,12 +70,12 @@ _worlds = itertools.count(1)
 
 @contextmanager
 def separate_process_groups() -> Iterator[None]:
-    """Have :func:`own_process_groups` work inside it, in any thread.
+    """Let :func:`own_process_groups` work inside the block, in any thread.
 
-    Does what torch's tests with threads do: puts another object in the place of
-    ``distributed_c10d._world``. And marks each ``DeviceMesh`` with the world that it was made in:
-    DTensor's caches take meshes of equal shape and names for the same one, whichever rank's.
-    Groups that were made outside are not found by name inside.
+    Like torch's own threaded tests it replaces ``distributed_c10d._world``. It also marks each
+    ``DeviceMesh`` with its world, because DTensor's caches treat meshes of equal shape and names as
+    the same one, even of different ranks. Groups that were made outside are not found by name
+    inside.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -101,14 +102,14 @@ def separate_process_groups() -> Iterator[None]:
 def own_process_groups(
     rank: int, world_size: int, make: Callable[[str, tuple[int, ...]], dist.ProcessGroup]
 ) -> Iterator[None]:
-    """Make this thread ``rank`` of a default process group of its own inside it.
+    """Make this thread ``rank`` of its own default process group inside the block.
 
-    ``torch.distributed`` functions see that group and those that ``new_group`` makes here, and
-    nothing of the rest of the process.
+    Functions of ``torch.distributed`` see that group and those that ``new_group`` makes here, and
+    no other group of the process.
 
     Args:
-        make: ``make(key, ranks)`` gives the process group of this rank, for the default one and
-            then for each new group that it is in. A group has the same key on all its ranks.
+        make: ``make(key, ranks)`` returns this rank's process group, for the default group and then
+            for each new group that it is in. A group has the same key on all its ranks.
     """
     c10d: Any = dist.distributed_c10d
     store = dist.HashStore()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""One rank of a world of any size, in one process, with replicated peers."""
+"""One rank of a world of any size, in one process, with imagined peers."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ def fake_world(
 ) -> AbstractContextManager[DeviceMesh]: ...
 @contextmanager
 def fake_world(world_size: Shape, rank: int = 0) -> Iterator[Any]:
-    """Yield the process group of ``rank`` in a world of ``world_size`` that exists only here.
+    """Yield the process group of ``rank`` in a world of ``world_size``, with imagined peers.
 
-    The other ranks are *replicas*: each is taken to hold the same tensors as this one and to make
-    the same calls. So the values are those of a world in which every rank does the same:
+    The other ranks are *replicas*: they hold the same tensors as this one and make the same calls.
+    So the values are those of a world in which every rank does the same:
 
     * ``all_reduce``, ``reduce``, ``reduce_scatter``: SUM multiplies by ``world_size``, PRODUCT
       raises to that power, BXOR leaves 0 when it is even; AVG, MIN, MAX, BAND, BOR change nothing;
-    * ``broadcast`` changes nothing, ``all_gather`` copies the own tensor ``world_size`` times;
-    * ``all_to_all`` receives from each peer what that peer, with the same input and the same
-      splits, sends here: the own chunk addressed to this rank, ``world_size`` times.
+    * ``broadcast`` changes nothing, ``all_gather`` copies this rank's tensor ``world_size`` times;
+    * ``all_to_all`` receives from each peer what it would send with the same input and splits: this
+      rank's own chunk for itself, ``world_size`` times.
 
-    It serves to check layout, memory and the sequence of collectives (``group.log``) of any rank
-    of a large world: a world of 1,024 costs what one rank costs. Nothing is copied that a real
-    group would not copy, and meta tensors are welcome. For real values use
+    Use it to check layout, memory and the sequence of collectives (``group.log``) of any rank of a
+    large world. A world of 1,024 costs as much as one rank. It copies only what a real group would
+    copy, and accepts meta tensors. For real values use
     :func:`~shardcast.testing.threaded_world`.
 
-    With the sizes of a mesh by name, outer dimension first, it yields a ``DeviceMesh`` as
-    ``rank`` sees it, and within the block this thread is that rank of a default process group:
-    ``parallelize_module``, DTensors, functional collectives and ``new_group`` work. Replicas hold
-    in each group; ``mesh.get_group("tp").rank_log`` has the collectives of all groups in order.
-    What a rank receives by scatter or broadcast keeps whatever it holds: give
-    ``src_data_rank=None`` to ``distribute_tensor`` and ``parallelize_module`` to keep the values.
-    Functional collectives on meta tensors reach no group, hence no log.
+    If you pass mesh sizes by name, outer dimension first, it yields the ``DeviceMesh`` of
+    ``rank``, and inside the block this thread is that rank of a default process group.
+    ``parallelize_module``, DTensors, functional collectives and ``new_group`` work. Peers are
+    replicas in each group. ``mesh.get_group("tp").rank_log`` has the collectives of all groups in
+    order. Tensors received by scatter or broadcast keep their values: pass
+    ``src_data_rank=None`` to ``distribute_tensor`` and ``parallelize_module``. Functional
+    collectives on meta tensors reach no group, so they are not logged.
 
     Example::
 
@@ -60,10 +60,10 @@ def fake_world(world_size: Shape, rank: int = 0) -> Iterator[Any]:
             model = parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
 
     Raises:
-        BufferHazardError: on leaving the block, when an ``async_op=True`` collective was never
+        BufferHazardError: at the end of the block, if an ``async_op=True`` collective was never
             waited for.
-        ValueError: where a call makes no sense on this rank, or has output splits which
-            peers with the same input splits would not serve.
+        ValueError: a call makes no sense on this rank, or its output splits do not match peers
+            with the same input splits.
     """
     if isinstance(world_size, Mapping):
         groups: list[FakeGroup] = []
@@ -104,13 +104,13 @@ class FakeGroup(RecordedGroup):
                     f"but the outputs are {[list(chunk.shape) for chunk in call.outputs]}",
                 )
         self._note(record)
-        if record.source in (None, rank):  # else: what comes in is what is there already
+        if record.source in (None, rank):  # otherwise the received values are there already
             deliver(rank, call, [call.inputs] * self.size(), _scale)
         self.pending[record.seq] = record
         return MockWork(partial(self.pending.pop, record.seq))
 
     def _message(self, tensor: Tensor, source: int, dest: int, tag: int) -> dist.Work:
-        return MockWork()  # a message that comes in leaves what is there
+        return MockWork()  # a received message changes nothing
 
 
 def _scale(reduce_op: str, parts: Sequence[Tensor], out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Faults between ranks, by themselves or injected into a threaded world."""
+"""Errors of ranks that do not fit together, and faults to inject into a threaded world."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .record import Collective
 class CollectiveMismatchError(RuntimeError):
     """Ranks met in one collective with different calls.
 
-    ``calls`` maps each rank that had arrived to what it called.
+    ``calls`` maps each rank that has arrived to its call.
     """
 
     def __init__(self, message: str, calls: Mapping[int, Collective]) -> None:
@@ -20,9 +20,9 @@ class CollectiveMismatchError(RuntimeError):
 
 
 class RankLeftError(RuntimeError):
-    """A collective can never complete because ``rank`` has returned or raised.
+    """A collective cannot complete because ``rank`` has returned or raised.
 
-    ``__cause__`` is the exception of that rank, if it raised.
+    ``__cause__`` is that rank's exception, if it raised.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -31,7 +31,7 @@ class RankLeftError(RuntimeError):
 
 
 class RendezvousTimeoutError(TimeoutError):
-    """A collective was not joined by the ranks ``missing`` within the time-out."""
+    """The ranks ``missing`` did not join a collective within the time-out."""
 
     def __init__(self, message: str, missing: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class RendezvousTimeoutError(TimeoutError):
 
 
 class BufferHazardError(RuntimeError):
-    """A buffer was touched while a collective was using it, or nobody waited for the result."""
+    """A buffer was used during a collective on it, or nobody waited for the result."""
 
 
 class RankDied(RuntimeError):  # noqa: N818, it names what happened to the rank
@@ -48,9 +48,9 @@ class RankDied(RuntimeError):  # noqa: N818, it names what happened to the rank
 
 @dataclass(frozen=True)
 class Delay:
-    """``rank`` sleeps ``seconds`` before its collective number ``at``; the others go on.
+    """``rank`` sleeps ``seconds`` before its collective number ``at``; other ranks continue.
 
-    ``at`` counts a rank's collectives from 0, here as in the other faults.
+    ``at`` counts a rank's collectives from 0, here and in the other faults.
     """
 
     rank: int
@@ -62,9 +62,9 @@ class Delay:
 class Drop:
     """``rank`` silently skips its collective number ``at``.
 
-    Its tensors stay as they are and its next collective meets the one that it skipped on the
-    other ranks: a :class:`CollectiveMismatchError`, or a :class:`RankLeftError` if it was the last.
-    Where neighbors in the sequence look the same, the error comes at the first that differs.
+    Its tensors do not change. Its next collective meets the skipped one on the other ranks: they
+    raise :class:`CollectiveMismatchError`, or :class:`RankLeftError` if it was the last. If the
+    next collectives look the same, the error comes at the first that differs.
     """
 
     rank: int

@@ -1,9 +1,9 @@
-"""The part that all process groups of this package share: understand a call, check it, log it.
+"""Shared by all process groups of this package: parse a call, check it, log it.
 
-``torch.distributed`` functions reach a process group as methods with option objects, under names
-that differ between torch versions. :class:`RecordedGroup` turns each of them into one
-:class:`Call` and hands it to ``_issue``; a kind of group is then one method long. What a
-collective *means* is written once, in :func:`deliver`.
+Functions of ``torch.distributed`` call a process group's methods with option objects, under names
+that differ between torch versions. :class:`RecordedGroup` turns each call into one :class:`Call`
+and passes it to ``_issue``, the only method that a kind of group has to add. :func:`deliver`
+defines the *meaning* of each collective.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 @dataclass(frozen=True)
 class Call:
-    """A collective of one rank: what it sends, and where it wants the results::
+    """A collective of one rank: its inputs, and where its results go::
 
         op               inputs                    outputs
         all_reduce       [t]                       [t]
@@ -41,8 +41,8 @@ class Call:
         all_to_all*      one per rank              one per rank
         barrier          []                        []
 
-    ``*`` also with ``_single``, whose one big tensor is cut into such chunks. The tensors are
-    ``.data``: collectives write behind autograd's back, without a version bump, as real ones do.
+    ``*`` includes ``_single`` variants, whose one big tensor is cut into such chunks. The tensors
+    are ``.data``: like real collectives, these write without autograd and version bumps.
     """
 
     record: Collective
@@ -51,7 +51,7 @@ class Call:
 
 
 def deliver(rank: int, call: Call, sent: Sequence[Sequence[Tensor]], combine: Combine) -> None:
-    """Write into ``call.outputs`` what ``rank`` receives when rank ``r`` sends ``sent[r]``."""
+    """Write to ``call.outputs`` what ``rank`` receives if each rank ``r`` sends ``sent[r]``."""
     record, outputs = call.record, call.outputs
     if not outputs:
         return
@@ -70,10 +70,10 @@ def deliver(rank: int, call: Call, sent: Sequence[Sequence[Tensor]], combine: Co
 
 
 class MockWork(dist.Work):
-    """The handle of a collective, whose first ``wait()`` does what is left to do.
+    """The handle of a collective. The first ``wait()`` runs the rest of the collective.
 
     Args:
-        finish: what that is; nothing where all was done when the call returned.
+        finish: the rest; ``None`` if the call did everything.
         ready: whether ``wait()`` would not block.
     """
 
@@ -98,10 +98,10 @@ class MockWork(dist.Work):
 class RecordedGroup(dist.ProcessGroup):
     """A process group that needs no ``init_process_group`` and logs every collective.
 
-    Pass it as ``group=`` to ``torch.distributed`` functions, with group ranks (``group_src``,
-    ``group_dst``). Tensors must be contiguous. Coalesced operations are supported where torch
-    hands them to the backend one by one (broadcasts). Messages between two ranks are no
-    collectives: they are in no log.
+    Pass it as ``group=`` to functions of ``torch.distributed``, with group ranks (``group_src``,
+    ``group_dst``). Tensors must be contiguous. Coalesced operations work if torch passes them to
+    the backend one by one (broadcasts). Messages between two ranks are not collectives and are not
+    logged.
     """
 
     log: list[Collective]
@@ -115,29 +115,29 @@ class RecordedGroup(dist.ProcessGroup):
         super().__init__(rank, world_size)
         self._backend_name = backend
         self._group_name = ""
-        self._coalescing: int | None = None  # seq of the first collective of the present launch
-        self._works: list[dist.Work] = []  # of that launch
+        self._coalescing: int | None = None  # seq of the first collective of the current launch
+        self._works: list[dist.Work] = []  # works of that launch
         self.log = self.rank_log = []
 
     def getBackendName(self) -> str:  # noqa: N802, the name under which torch asks
         return self._backend_name
 
     def _get_backend(self, _device: object) -> Any:
-        return self  # torch asks it what it can coalesce: nothing
+        return self  # torch asks the backend what it can coalesce; here nothing
 
     def _set_group_name(self, name: Any) -> None:
-        self._group_name = name  # torch leaves it to the backend, which there is none of
+        self._group_name = name  # torch leaves this to a backend, and there is none
 
     @property
     def group_name(self) -> Any:
-        """The number under which ``torch.distributed`` finds a group of a mesh; else nothing."""
+        """Number by which ``torch.distributed`` finds a group of a mesh; otherwise empty."""
         return self._group_name
 
     def _issue(self, call: Call) -> dist.Work:
         raise NotImplementedError
 
     def _message(self, tensor: Tensor, source: int, dest: int, tag: int) -> dist.Work:
-        """Send, or receive, one message; this rank is one of the two."""
+        """Send or receive one message between this rank and another one."""
         raise NotImplementedError
 
     def _note(self, record: Collective) -> None:
@@ -146,13 +146,13 @@ class RecordedGroup(dist.ProcessGroup):
             self.rank_log.append(record)
 
     def _name(self) -> str:
-        """Return the name that a mesh or ``new_group(group_desc=...)`` gave; none for a default."""
+        """Return the name from a mesh or ``new_group(group_desc=...)``; empty for a default."""
         name = self.group_desc
         unnamed = ("", "undefined", "default_pg", "mesh_default")
         return "" if name in unnamed else name.removeprefix("mesh_")
 
-    # The methods below are what torch.distributed calls, aliases included: those are the names
-    # in torch 2.11. Options are optional because ``group.barrier()`` and the like are in use too.
+    # torch.distributed calls the methods below, under these names in torch 2.11, including aliases.
+    # Options are optional, because code also calls ``group.barrier()`` directly.
 
     def allreduce(
         self, tensors: list[Tensor], opts: dist.AllreduceOptions | None = None
@@ -275,7 +275,7 @@ class RecordedGroup(dist.ProcessGroup):
             self._refuse(op, f"rank {peer} is not another one in a world of {self.size()}")
         return tensors[0]
 
-    # What functional collectives call, with one tensor or several: collectives of one launch.
+    # Called by functional collectives, with one or several tensors: collectives of one launch.
 
     def allreduce_coalesced(
         self, tensors: list[Tensor], opts: dist.AllreduceCoalescedOptions | None = None
@@ -308,7 +308,7 @@ class RecordedGroup(dist.ProcessGroup):
         self, op: str, tensors: Sequence[Tensor], launches: Sequence[Callable[[], dist.Work]]
     ) -> dist.Work:
         dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) > 1:  # as NCCL
+        if len(dtypes) > 1:  # like NCCL
             names = ", ".join(sorted(map(str, dtypes)))
             self._refuse(op, f"a launch of several needs tensors of one dtype, got {names}")
         if len(launches) == 1:
@@ -319,7 +319,7 @@ class RecordedGroup(dist.ProcessGroup):
             launch()
         return self._end_coalescing(device)
 
-    # What torch calls around the collectives of one launch.
+    # Called by torch around the collectives of one launch.
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing, self._works = len(self.log), []
@@ -331,7 +331,7 @@ class RecordedGroup(dist.ProcessGroup):
             lambda: all(work.is_completed() for work in works),
         )
 
-    # Understanding and checking, before any other rank is concerned.
+    # Parsing and checking, before any other rank is involved.
 
     def _call(
         self, op: str, inputs: list[Tensor], outputs: list[Tensor], opts: Any, **details: Any
@@ -365,7 +365,7 @@ class RecordedGroup(dist.ProcessGroup):
         for root in roots:
             if not 0 <= root < self.size():
                 self._refuse(op, f"rank {root} is not in a world of {self.size()}")
-        optional = bool(roots) or op == "barrier"  # then a rank may have nothing on one side
+        optional = bool(roots) or op == "barrier"  # then a rank may have no inputs or no outputs
         many_in = op.startswith(("scatter", "reduce_scatter", "all_to_all"))
         many_out = op.startswith(("gather", "all_gather", "all_to_all"))
         for side, many in ((inputs, many_in), (outputs, many_out)):
@@ -395,7 +395,7 @@ class RecordedGroup(dist.ProcessGroup):
         return list(tensor.detach().view(-1).tensor_split(world))
 
     def _split(self, side: str, tensor: Tensor, splits: Sequence[int]) -> list[Tensor]:
-        """Cut a tensor's rows by ``splits``, evenly where there are none."""
+        """Cut a tensor's rows by ``splits``; evenly without them."""
         world, rows = self.size(), len(tensor)
         if not splits and rows % world:
             self._refuse("all_to_all_single", f"{side}: {rows} rows do not divide by {world} ranks")

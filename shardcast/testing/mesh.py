@@ -1,4 +1,4 @@
-"""Meshes of mock process groups: what the worlds of this package give instead of one group."""
+"""Meshes of mock process groups, which the worlds of this package yield instead of a group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shape = int | Mapping[str, int]
 
 
 def ranks_of(shape: Shape) -> int:
-    """Return how many ranks a world has."""
+    """Return the number of ranks of a world."""
     if isinstance(shape, int):
         if shape < 1:
             raise ValueError(f"a world needs at least one rank, got {shape}")
@@ -37,10 +37,10 @@ def ranks_of(shape: Shape) -> int:
 def rank_of_mesh(
     shape: Mapping[str, int], rank: int, make: Callable[[str, tuple[int, ...]], dist.ProcessGroup]
 ) -> Iterator[DeviceMesh]:
-    """The mesh of ``rank``, for as long as this thread is that rank.
+    """Yield the mesh of ``rank``, while this thread is that rank.
 
     Args:
-        make: ``make(key, ranks)`` makes the process groups of this rank, the default one first.
+        make: ``make(key, ranks)`` makes this rank's process groups, the default one first.
     """
     world_size = ranks_of(shape)
     if not 0 <= rank < world_size:

@@ -1,4 +1,4 @@
-"""Records of what one rank did, one for each collective, and the comparison of ranks."""
+"""Records of a rank's collectives, and the comparison of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 class Collective:
     """One collective as one rank called it.
 
-    The names are those of today's ``torch.distributed`` functions whatever the torch version:
+    Its names are those of current ``torch.distributed`` functions for any torch version:
     ``all_gather_into_tensor`` is logged as ``all_gather_single``, ``reduce_scatter_tensor`` as
     ``reduce_scatter_single``.
     """
@@ -47,15 +47,15 @@ class Collective:
 
     @property
     def launch(self) -> int:
-        """A number of its launch, for counting: equal for all collectives of one group."""
+        """Number of its launch; collectives of one group of calls have the same number."""
         return self.seq if self.launched_with is None else self.launched_with
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """The part that has to agree between ranks of the same collective.
+        """The part that must be equal on all ranks of a collective.
 
-        The order, splits and sizes of an all-to-all are a rank's own business, and so is whether
-        it waits at once (``async_op``) and how far it counts (``seq``).
+        Ranks may differ in the order, splits and sizes of an all-to-all, in ``async_op``, and in
+        their count (``seq``).
         """
         shape = None if self.op.startswith("all_to_all") else self.shape
         return (self.op, shape, self.dtype, self.source, self.dest, self.reduce_op, self.group)
@@ -78,14 +78,15 @@ class Collective:
 def assert_same_sequence(logs: Sequence[Sequence[Collective]]) -> None:
     """Assert that every rank issued the same collectives in the same order.
 
+    Ranks may differ where :attr:`Collective.signature` allows it: in the splits of an all-to-all
+    and in ``async_op``.
+
     Args:
         logs: one log per rank: ``ThreadedWorld.logs``, or the ``log`` of one fake group per rank.
 
-    Ranks may differ in what :attr:`Collective.signature` leaves out: the splits of an all-to-all
-    and ``async_op``.
-
     Raises:
-        AssertionError: at the first difference; shows what each rank did there and just before.
+        AssertionError: the ranks differ; shows each rank's call at the first difference, and just
+            before.
     """
     for position in range(max(map(len, logs), default=0)):
         groups: dict[object, list[int]] = {}
@@ -110,7 +111,7 @@ def _difference(
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 2, 3`` or, when there are many, ``ranks 0, 1, 2 … 1023 (1000)``."""
+    """Return ``rank 3``, ``ranks 0, 2, 3`` or ``ranks 0, 1, 2 … 1023 (1000)``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) <= 8:

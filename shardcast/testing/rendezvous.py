@@ -1,20 +1,19 @@
-"""The meeting of the ranks of a threaded world: every call is checked against the others'.
+"""The meeting point of a threaded world's ranks, which checks every call against the others'.
 
-Launching never blocks, as with real asynchronous collectives: a rank leaves a copy of what it
-sends in the exchange of that sequence number and goes on. Waiting blocks until every rank has
-launched. Within one group that cannot deadlock: whoever waits in an exchange has launched all
-before it, so the lowest one that anybody waits in is filled by all who wait. Ranks that wait for
-each other in different groups are found out at once, since all of them stand in line.
+Launching never blocks, like a real asynchronous collective: a rank leaves a copy of its inputs in
+the exchange of that sequence number and continues. Waiting blocks until every rank has launched.
+Within one group this cannot deadlock: a rank that waits in an exchange has launched all earlier
+ones, so the earliest exchange that anybody waits in is filled by those who wait. Ranks that wait
+for each other in different groups are detected at once, because all of them are in the queue.
 
-A rank reads only the copies which the others left in an exchange, never their memory: what a rank
-does to its tensors after the launch cannot reach another rank, it can only be found out.
+A rank reads only copies that the others left in an exchange, never their memory. If a rank changes
+its tensors after the launch, no other rank sees it; it can only be detected.
 
 Ranks are threads that take turns: one runs at a time, and only a collective passes the turn on.
-Real ranks are processes and share nothing. Threads share torch's random generator and every
-module-level variable, and would interleave differently in each run. Taking turns, with the random
-state swapped along, gives each rank a generator of its own and makes every run, and every failure,
-the same as the last one. Ranks begin with different seeds, as processes do: who forgets to
-broadcast the initial weights shall notice.
+Real ranks are processes and share nothing, but threads share torch's random generator and every
+module-level variable, and would interleave differently in each run. With turns, and a random state
+per rank, every run and every failure repeats exactly. Ranks start with different seeds, like
+processes, so a test notices if a script forgets to broadcast its initial weights.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from .faults import (
 from .group import Call
 from .record import Collective, name_ranks
 
-MESSAGE = "message"  # the op of what one rank sends to one other
-# Part of the time for which a process that computes has a processor on a very busy machine.
+MESSAGE = "message"  # the op of a message from one rank to another
+# Fraction of time that a computing process gets a processor on a very busy machine.
 BUSY = 0.05
 
 
 @dataclass
 class PendingCollective:
-    """One collective: what each rank that has launched it left for the others."""
+    """One collective, with the inputs of each rank that has launched it."""
 
     ranks: tuple[int, ...]
     """The ranks of the world that take part, by rank in the group."""
@@ -63,17 +62,17 @@ class PendingCollective:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks of the world that have not launched this collective."""
+        """Ranks of the world that have not launched this collective."""
         return tuple(rank for rank in self.ranks if rank not in self.calls)
 
     def table(self) -> str:
-        """Return what each rank called here, one line each."""
+        """Return each rank's call here, one line each."""
         called = {rank: str(call.record) for rank, call in self.calls.items()}
         lines = [f"  rank {rank}: {called.get(rank, 'not there yet')}" for rank in self.ranks]
         return "\n".join([":", *lines])
 
     def difference(self, rank: int, call: Call) -> str | None:
-        """Say in which respect ``call`` of ``rank`` is not that of another rank."""
+        """Return how ``call`` of ``rank`` differs from another rank's."""
         for peer, expected in self.calls.items():
             pair = name_ranks(sorted((rank, peer)))
             for name in ("op", "dtype", "source", "dest", "reduce_op"):
@@ -112,17 +111,18 @@ class ThreadedRun:
         self._groups: dict[str, tuple[int, ...]] = {}
         self._open: dict[
             tuple[str, int], PendingCollective
-        ] = {}  # those that not all ranks have launched
+        ] = {}  # collectives that not all ranks have launched
         lock = threading.RLock()
-        self._changed = threading.Condition(lock)  # a rank has left, none is ready, the run ends
+        # notified if a rank left, none is ready, or the run ends
+        self._changed = threading.Condition(lock)
         self._turn = [threading.Condition(lock) for _ in range(world_size)]
-        # All ranks stand in line before the first one runs: the order does not depend on how
-        # fast the threads start. A rank is there with what it waits in, if it waits.
+        # All ranks queue before the first one runs, so the order does not depend on how fast
+        # threads start. Maps each rank to the exchange that it waits in, if any.
         self._line: dict[int, PendingCollective | None] = dict.fromkeys(range(world_size))
         self._holder: int | None = None
         self._last = world_size - 1
         self._begin_turn()
-        self._ended = False  # nobody has to wait for a rank that is stuck
+        self._ended = False  # nobody waits for a stuck rank any more
         self._random = [
             torch.Generator().manual_seed(rank).get_state() for rank in range(world_size)
         ]
@@ -130,7 +130,7 @@ class ThreadedRun:
     # -- turns ----------------------------------------------------------------------------------
 
     def take_turn(self, rank: int, exchange: PendingCollective | None = None) -> None:
-        """Wait until ``exchange`` is settled and it is ``rank``'s turn, or until the run ends."""
+        """Wait until ``exchange`` is settled and it is ``rank``'s turn, or the run ends."""
         with self._changed:
             self._line[rank] = exchange
             self._pass_on()
@@ -142,7 +142,7 @@ class ThreadedRun:
                 torch.set_rng_state(self._random[rank])
 
     def give_turn(self, rank: int) -> None:
-        """Let the next one go on."""
+        """Pass the turn to the next ready rank."""
         with self._changed:
             if self._holder == rank:
                 self._random[rank] = torch.get_rng_state()
@@ -151,23 +151,23 @@ class ThreadedRun:
             self._pass_on()
 
     def wait_turn(self, rank: int, exchange: PendingCollective | None = None) -> None:
-        """Give the turn and take it again.
+        """Give the turn and take it again, at once.
 
-        In one, since the order must not depend on who is quicker, this rank or the next one.
+        So the order does not depend on which of this rank and the next is faster.
         """
         with self._changed:
             self.give_turn(rank)
             self.take_turn(rank, exchange)
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """Give the turn for good; the others know that this rank will not come any more."""
+        """Give up the turn for good, and let the other ranks know that this rank is gone."""
         with self._changed:
             self.left[rank] = error
             self.give_turn(rank)
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Let everybody go on at once."""
+        """Let all ranks continue at once."""
         with self._changed:
             self._ended = True
             self._begin_turn()
@@ -182,7 +182,7 @@ class ThreadedRun:
             self._changed.notify_all()
 
     def _next(self) -> int | None:
-        """The first ready rank after the one that had the last turn, if it is nobody's turn."""
+        """Return the first ready rank after the last one, if nobody has the turn."""
         for step in range(1, self.world_size + 1) if self._holder is None else ():
             rank = (self._last + step) % self.world_size
             if rank in self._line and self.settled(self._line[rank]):
@@ -190,7 +190,7 @@ class ThreadedRun:
         return None
 
     def watch(self) -> None:
-        """Wait for all ranks, or for the time-out twice: once to fail, once to let them leave."""
+        """Wait for all ranks, for up to two time-outs: one to fail, one to let them leave."""
         with self._changed:
             while len(self.left) < self.world_size:
                 remaining = self.timeout - self._turn_time()
@@ -208,9 +208,9 @@ class ThreadedRun:
         self._since, self._used = time.monotonic(), time.process_time()
 
     def _turn_time(self) -> float:
-        """Return for how long the turn has not changed hands: of the processor, if it computes.
+        """Return how long the turn has not changed; processor time, if its rank computes.
 
-        So nobody is late because other programs had the processor.
+        So a rank is not late because other programs had the processor.
         """
         waited, used = time.monotonic() - self._since, time.process_time() - self._used
         return min(waited, used) if used > BUSY * waited else waited
@@ -218,7 +218,7 @@ class ThreadedRun:
     # -- collectives ----------------------------------------------------------------------------
 
     def join(self, key: str, ranks: tuple[int, ...]) -> None:
-        """A rank has made a process group, which has the same ``key`` on all its ranks."""
+        """Note that a rank made a process group, which has the same ``key`` on all its ranks."""
         known_ranks = self._groups.setdefault(key, ranks)
         if known_ranks != ranks:
             raise ValueError(
@@ -228,7 +228,7 @@ class ThreadedRun:
             )
 
     def inject(self, rank: int) -> bool:
-        """Let the faults of this rank's present collective happen; whether to skip it."""
+        """Apply the faults of this rank's current collective; return whether to skip it."""
         at = self.attempts[rank]
         self.attempts[rank] += 1
         due = [fault for fault in self.unreached if (fault.rank, fault.at) == (rank, at)]
@@ -244,20 +244,20 @@ class ThreadedRun:
         return any(isinstance(fault, Drop) for fault in due)
 
     def launch(self, key: str, ranks: tuple[int, ...], rank: int, call: Call) -> PendingCollective:
-        """Leave ``call`` of a rank in its exchange; raise if it differs from others."""
+        """Put ``call`` of a rank into its exchange; raise if it differs from the others."""
         at = (key, call.record.seq)
         exchange = self._open.setdefault(at, PendingCollective(ranks, call.record))
         difference = None if self.failure else exchange.difference(rank, call)
         exchange.calls[rank] = call
         if not exchange.missing:
-            self._open.pop(at, None)  # only its ranks hold it now
+            self._open.pop(at, None)  # from now on only its ranks hold it
         if difference is not None:
             self._fail(lambda: _mismatch(exchange, f"does not match: {difference}"))
         self.check(exchange)
         return exchange
 
     def wait(self, rank: int, exchange: PendingCollective) -> None:
-        """Block until the exchange is full; raise if it never will be."""
+        """Block until the exchange is full; raise if it cannot become full."""
         if not self.settled(exchange):
             self.wait_turn(rank, exchange)
         self.check(exchange)
@@ -284,13 +284,13 @@ class ThreadedRun:
         ) from error
 
     def check_received(self) -> None:
-        """Raise if a message was sent that nobody has received, for which a real rank may wait."""
+        """Raise if a sent message was never received; a real sender might wait for that."""
         for exchange in self._oldest():
             if exchange.record.op == MESSAGE:
                 raise _mismatch(exchange, "was never received")
 
     def _lost(self, exchange: PendingCollective) -> int | None:
-        """The first rank that left without having launched this collective."""
+        """Return the first rank that left without launching this collective."""
         return next((rank for rank in self.left if rank in exchange.missing), None)
 
     def _oldest(self) -> list[PendingCollective]:
@@ -303,19 +303,19 @@ class ThreadedRun:
     # -- failure --------------------------------------------------------------------------------
 
     def _fail(self, failure: Callable[[], Exception]) -> None:
-        """Make every rank raise: at once where it waits, else at its next collective."""
+        """Make every rank raise: at once if it waits, otherwise at its next collective."""
         with self._changed:
             self.failure = self.failure or failure
-            self._changed.notify_all()  # those that sleep
+            self._changed.notify_all()  # wakes sleeping ranks
             self._pass_on()
 
     def interrupt(self) -> None:
-        """Make every rank raise, and wait for none."""
+        """Make every rank raise, without waiting for any."""
         self._fail(lambda: RuntimeError("the run was interrupted"))
         self.end()
 
     def _fail_stuck(self) -> None:
-        """Every rank that has not left waits for another one, in another group."""
+        """Fail: every rank still there waits for another one, in another group."""
         lines, calls = ["no rank can go on, each waits for another one:"], {}
         for rank, exchange in sorted(self._line.items()):
             if exchange is not None:
@@ -325,9 +325,9 @@ class ThreadedRun:
         self._fail(lambda: CollectiveMismatchError("\n".join(lines), calls))
 
     def _fail_late(self) -> None:
-        """The turn has not changed hands for ``timeout`` seconds."""
+        """Fail: the turn has not changed for ``timeout`` seconds."""
         exchanges = self._oldest()
-        if self._holder is not None:  # the other late ones have only been waiting for their turn
+        if self._holder is not None:  # other late ranks were only waiting for their turn
             exchanges.sort(key=lambda exchange: self._holder not in exchange.missing)
             late: tuple[int, ...] = (self._holder,)
         elif exchanges:

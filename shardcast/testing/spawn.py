@@ -1,4 +1,4 @@
-"""A world of processes: the real thing, on this machine, without ports or launchers."""
+"""A world of real processes on this machine, without ports or launchers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GOODBYE = 5.0
 
 
 class ProcessFailedError(RuntimeError):
-    """A rank's process died, or raised something that cannot be sent to another process."""
+    """A rank's process died, or raised an error that cannot be sent to another process."""
 
 
 def spawn(
@@ -45,38 +45,38 @@ def spawn(
 ) -> list[T]:
     """Run ``fn(group, *args)`` once in each of ``world_size`` new processes.
 
-    The same as one :meth:`SpawnedWorld.run` in a world of its own. Where several tests need
-    processes, share a :func:`spawn_world`: starting them takes seconds.
+    This is one :meth:`SpawnedWorld.run` in a new world. Processes take seconds to start, so if
+    several tests need them, share a :func:`spawn_world`.
     """
     with SpawnedWorld(world_size, timeout=timeout, backend=backend) as world:
         return world.run(fn, *args)
 
 
 class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
-    """``world_size`` processes that run one function after another; also :func:`spawn_world`.
+    """``world_size`` processes that run one function after another; alias :func:`spawn_world`.
 
-    For a ``with`` statement or a pytest fixture::
+    Use it in a ``with`` statement or a pytest fixture::
 
         @pytest.fixture(scope="module")
         def world():
             with spawn_world(2) as world:
                 yield world
 
+    Each run has a new default process group, which meets through a file in a temporary directory.
+    It has the environment that a launcher would set (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``,
+    ``LOCAL_WORLD_SIZE``), and starts with ``torch.manual_seed(rank)``, as in a threaded world.
+    Other settings that a function changes in a process stay changed for later runs. Each process
+    uses one torch thread.
+
+    The processes start with the first run. If a run leaves a rank unfinished, they are killed, and
+    the next run starts new ones. They are daemons: they end with this process and have no child
+    processes.
+
     Args:
         world_size: number of processes.
-        timeout: seconds for a run, start-up included, where the run does not say otherwise.
-        backend: of the default process group.
-        start_method: of :mod:`multiprocessing`.
-
-    Each run has a new default process group, which meets through a file in a temporary directory;
-    the environment (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``) that a
-    launcher would set; and begins with ``torch.manual_seed(rank)``, as in a threaded world. Other
-    settings of the process that a function changes stay changed for later runs. Each process uses
-    one torch thread.
-
-    The processes start with the first run. After a run that left a rank unfinished they are
-    killed, and the next run starts new ones. They are daemons: they end with this process, and
-    have no child processes.
+        timeout: seconds for a run, including start-up, unless the run sets its own.
+        backend: backend of the default process group.
+        start_method: start method of :mod:`multiprocessing`.
     """
 
     def __init__(
@@ -101,18 +101,18 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
         """Run ``fn(group, *args)`` in every process; ``group`` is the default process group.
 
         Args:
-            fn: a function that the processes can import: at the top level of a module.
-            args: anything that can be pickled; every rank gets its own copy.
+            fn: a function that the processes can import, at the top level of a module.
+            args: picklable arguments; every rank gets its own copy.
             timeout: seconds for this run.
 
         Returns:
-            what the ranks returned, in rank order. Tensors travel by value.
+            The ranks' results in rank order. Tensors are sent by value.
 
         Raises:
-            BaseException: the first exception that any rank raised, with its traceback as a note.
-            ProcessFailedError: when a process died, or its exception cannot be pickled.
-            TimeoutError: names the ranks that had not finished, with a note where each was.
-            TypeError: when ``fn`` or ``args`` cannot be pickled.
+            BaseException: the first exception of any rank, with its traceback as a note.
+            ProcessFailedError: a process died, or its exception cannot be pickled.
+            TimeoutError: names the ranks that did not finish, with a note on where each was.
+            TypeError: ``fn`` or ``args`` cannot be pickled.
         """
         try:
             work = pickle.dumps((fn, args))
@@ -131,7 +131,7 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
                 answers = self._ask(task, deadline)
                 failure = self._failure(answers, task, timeout)
                 healthy = len(answers) == self.world_size and self._leave_group()
-            finally:  # also on Ctrl-C and the caller's own time limit
+            finally:  # also after Ctrl-C or the caller's own time limit
                 if not healthy:
                     self._kill()
         if failure is not None:
@@ -167,9 +167,9 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
             self._processes.append(process)
 
     def _ask(self, message: Task | bool, deadline: float) -> dict[int, Any]:
-        """Send a message to all ranks; their answers, in the order in which they came."""
+        """Send a message to all ranks; yield their answers in the order of arrival."""
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # it has died: seen when its answer is due
+            with contextlib.suppress(OSError):  # the process died; detected when its answer is due
                 pipe.send(message)
         answers: dict[int, Any] = {}
         while len(answers) < self.world_size:
@@ -196,14 +196,14 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
             )
 
     def _leave_group(self) -> bool:
-        """Let every rank end its process group; whether all did, and can be used again."""
+        """Let every rank destroy its process group; return whether all did and are reusable."""
         answers = self._ask(True, time.time() + _GOODBYE)
         return [answers.get(rank) for rank in range(self.world_size)] == [True] * self.world_size
 
     def _failure(
         self, answers: dict[int, TaskResult], task: Task, timeout: float
     ) -> BaseException | None:
-        """The error of the run, if any: a death first, since it makes the other ranks fail."""
+        """Return the error of the run, if any; a death first, because it makes other ranks fail."""
         failed = [rank for rank, answer in answers.items() if answer.value is None]
         unfinished = [rank for rank in range(self.world_size) if rank not in answers]
         if not failed:
@@ -223,7 +223,7 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
     def _late(self, unfinished: Sequence[int], task: Task, timeout: float) -> TimeoutError:
         have = "has" if len(unfinished) == 1 else "have"
         error = TimeoutError(f"{name_ranks(unfinished)} {have} not finished within {timeout} s")
-        time.sleep(0.2)  # they are writing down where they are
+        time.sleep(0.2)  # let them write down where they are
         for rank in unfinished:
             stack = Path(f"{task.path}.stack-{rank}")
             text = stack.read_text() if stack.exists() else ""
@@ -249,7 +249,7 @@ spawn_world = SpawnedWorld
 
 @dataclass(frozen=True)
 class Task:
-    """A function to run. ``path`` plus a suffix names the files of this run."""
+    """A function to run; files of this run are named ``path`` plus a suffix."""
 
     work: bytes
     """The pickled ``(fn, args)``: by value, so that no tensor is shared between processes."""
@@ -261,7 +261,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The end of a task: the pickled value, or else a text and, if possible, the error."""
+    """The end of a task: the pickled result, or else a text and, if possible, the error."""
 
     value: bytes | None = None
     error: bytes | None = None
@@ -270,8 +270,9 @@ class TaskResult:
 
 
 def serve(rank: int, world_size: int, pipe: Connection) -> None:
-    """Answer one :class:`Task` after the other, until ``None`` comes or the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends us
+    """Run one :class:`Task` after another, until ``None`` comes or the parent is gone."""
+    # only the parent handles Ctrl-C, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
@@ -285,12 +286,12 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
             task = pipe.recv()
             if task is None:
                 return
-            os.environ.clear()  # launchers and trainers change it
+            os.environ.clear()  # because launchers and trainers change it
             os.environ.update(environment)
             torch.manual_seed(rank)
             pipe.send(_answer(task, rank, world_size))
-            # Only when all ranks have answered: closing the sockets of a rank that finished
-            # early could tear a collective from under one that still reads.
+            # Only after all ranks have answered: closing a finished rank's sockets could break a
+            # collective that another rank still reads.
             pipe.recv()
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -304,7 +305,8 @@ def _answer(task: Task, rank: int, world_size: int) -> TaskResult:
     with open(f"{task.path}.stack-{rank}", "w") as stack:
         faulthandler.dump_traceback_later(max(remaining, 0.001), file=stack)
         try:
-            # The group's own time-out is the later one: the parent knows better who is missing.
+            # The group's own time-out is longer, because the parent knows better which rank is
+            # missing.
             dist.init_process_group(
                 task.backend,
                 init_method=f"file://{task.path}.store",
@@ -314,14 +316,14 @@ def _answer(task: Task, rank: int, world_size: int) -> TaskResult:
             )
             fn, args = pickle.loads(task.work)
             return TaskResult(value=pickle.dumps(fn(dist.group.WORLD, *args)))
-        except BaseException as error:  # SystemExit too: the process serves on
+        except BaseException as error:  # including SystemExit: the process stays in service
             return TaskResult(error=_pickled(error), text=traceback.format_exc())
         finally:
             faulthandler.cancel_dump_traceback_later()
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The error, if it also survives the way back: many exceptions pickle but do not unpickle."""
+    """Return the error if it also unpickles, which many picklable exceptions do not."""
     try:
         dump = pickle.dumps(error)
         pickle.loads(dump)

@@ -1,4 +1,4 @@
-"""The process group of one rank in a threaded world, and the watch over its buffers."""
+"""The process group of one rank in a threaded world, with checks of its buffers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .group import Call, MockWork, RecordedGroup, deliver
 from .record import Collective
 from .rendezvous import MESSAGE, PendingCollective, ThreadedRun
 
-DEFAULT = "0"  # the key of the default group
+DEFAULT = "0"  # key of the default group
 
 
 class StrictGroup(RecordedGroup):
     """One rank's process group in a :class:`~shardcast.testing.ThreadedWorld`.
 
-    One thread per rank may call it, during :meth:`ThreadedWorld.run` only.
+    Only the rank's thread may call it, and only during :meth:`ThreadedWorld.run`.
 
     Args:
         world_rank: this rank in the world, of which the group may be a part.
-        ranks: of the world, by rank in the group.
+        ranks: ranks in the world, by rank in the group.
         key: equal on all ranks of the group.
         poison: fill buffers that a collective will write with NaN until then.
     """
@@ -43,20 +43,20 @@ class StrictGroup(RecordedGroup):
 
     @property
     def store(self) -> Any:
-        """A store that all ranks of the group can write to and read from, during a run."""
+        """A store that all ranks of the group can write and read during a run."""
         return None if self.run is None else dist.PrefixStore(self.key, self.run.store)  # type: ignore[attr-defined]
 
     def begin(self, run: ThreadedRun, rank_log: list[Collective] | None = None) -> None:
-        """Take part in a new run, with an empty log.
+        """Start a new run with an empty log.
 
         Args:
-            rank_log: of this rank of a mesh, next to that of the group.
+            rank_log: log of this rank in all groups of a mesh, besides the group's.
         """
         run.join(self.key, self.ranks)
         self.run, self._pending, self.log = run, {}, []
         self._messages.clear()
         self.rank_log = self.log if rank_log is None else rank_log
-        self._coalescing = None  # a run that failed may have left it
+        self._coalescing = None  # a failed run may have left it set
 
     def check_all_waited_for(self) -> None:
         """Raise ``BufferHazardError`` if a collective was launched and never waited for."""
@@ -80,10 +80,10 @@ class StrictGroup(RecordedGroup):
         return self._work(call.record.seq, call, exchange, write, watched)
 
     def _message(self, tensor: Tensor, source: int, dest: int, tag: int) -> dist.Work:
-        """A rendezvous of two, where the one that sends does not wait."""
+        """Meet one other rank; the sender does not wait."""
         line = (source, dest, tag)
         pair = (self.ranks[source], self.ranks[dest])
-        shape = tuple(tensor.shape) or (1,)  # torch 2.11's pipelines send [] where they expect [1]
+        shape = tuple(tensor.shape) or (1,)  # torch 2.11's pipelines send shape [] and expect [1]
         number, group = self._messages[line], self._name()
         record = Collective(number, MESSAGE, shape, tensor.dtype, source, dest, group=group)
         self._messages[line] += 1
@@ -108,7 +108,7 @@ class StrictGroup(RecordedGroup):
         write: Callable[[], None],
         watched: Sequence[tuple[str, Tensor, Tensor]] = (),
     ) -> dist.Work:
-        """Outputs are written in ``wait()``, by the rank that waits, and nowhere else."""
+        """Return a work whose ``wait()`` writes the outputs, on the rank that waits."""
         run, rank = self._present_run(), self.world_rank
         self._pending[key] = call
 
@@ -117,7 +117,7 @@ class StrictGroup(RecordedGroup):
             changed = [side for side, value, then in watched if not _same_bits(value, then)]
             run.wait(rank, exchange)
             write()
-            if changed:  # told only now, so that the other ranks get what they wait for
+            if changed:  # raised only now, so that the other ranks get their data
                 raise BufferHazardError(
                     f"rank {rank}: an {changed[0]} of {call.record} was written "
                     "between its launch and wait()"
@@ -125,20 +125,20 @@ class StrictGroup(RecordedGroup):
 
         def ready() -> bool:
             if not run.settled(exchange):
-                run.wait_turn(rank)  # who polls must let the others run
+                run.wait_turn(rank)  # a polling rank must let the others run
             return run.settled(exchange)
 
         return MockWork(finish, ready)
 
     def _watch(self, call: Call) -> list[tuple[str, Tensor, Tensor]]:
-        """Return the copies of all buffers, to see in ``wait()`` whether somebody wrote into them.
+        """Return copies of all buffers, for ``wait()`` to detect writes to them.
 
-        Version counters would not do: views of one pack share one, and writing into the next
-        slot of a pack while this one is on its way is no fault.
+        Version counters do not suffice: views of one pack share one, and writing to the next slot
+        while this one is in flight is allowed.
         """
         if self.poison:
             for tensor in call.outputs:
-                _bytes(tensor).fill_(255)  # which is NaN in every floating dtype
+                _bytes(tensor).fill_(255)  # NaN in every floating dtype
         sides = (("output", call.outputs), ("input", call.inputs))
         return [(side, tensor, tensor.clone()) for side, tensors in sides for tensor in tensors]
 

@@ -29,10 +29,10 @@ def threaded_world(
 ) -> list[T]:
     """Run ``fn(group, *args)`` as each rank of a new :class:`ThreadedWorld`.
 
-    With the sizes of a mesh, such as ``{"dp": 2, "tp": 2}``, it is ``fn(mesh, *args)``.
+    If you pass mesh sizes, such as ``{"dp": 2, "tp": 2}``, it runs ``fn(mesh, *args)``.
 
     Returns:
-        what the ranks returned, in rank order.
+        The ranks' results, in rank order.
     """
     world = ThreadedWorld(world_size, timeout=timeout, poison=poison)
     return world.run(fn, *args, faults=faults)
@@ -42,45 +42,45 @@ class ThreadedWorld:
     """``world_size`` ranks as threads of this process, with real values and strict checks.
 
     Args:
-        world_size: number of ranks, or a mesh: the sizes of its dimensions by name, outer first.
-        timeout: seconds that a rank may take from one collective to the next; of the processor,
-            while it computes, so that none is late on a busy machine.
-        poison: fill the outputs of ``async_op=True`` collectives with NaN (integers: all bits
-            set) until somebody waits for them.
+        world_size: number of ranks; or mesh sizes by name, outer dimension first.
+        timeout: seconds that a rank may take between two collectives; processor time while it
+            computes, so that a busy machine makes no rank late.
+        poison: fill the outputs of ``async_op=True`` collectives with NaN (integers: all bits set)
+            until somebody waits for them.
 
-    **Matching.** The ``n``-th collective of each rank is the same one: equal op, dtype, shape,
-    source or destination and reduce op; in an all-to-all, what rank ``i`` sends to ``j`` has the
-    shape that ``j`` expects from ``i``. The first call that differs raises
-    :class:`CollectiveMismatchError` on every rank, with what each of them called.
+    **Matching.** The ``n``-th collective of each rank must be the same: equal op, dtype, shape,
+    source or destination and reduce op. In an all-to-all, rank ``i`` must send to ``j`` the shape
+    that ``j`` expects from ``i``. The first call that differs raises
+    :class:`CollectiveMismatchError` on every rank, with each rank's call.
 
-    **Values.** Reductions go through the ranks' tensors in rank order, in the tensor's dtype,
-    rounding after each step; AVG divides the sum by ``world_size`` at the end.
+    **Values.** Reductions process the ranks' tensors in rank order, in the tensor's dtype, rounding
+    after each step; AVG divides the sum by ``world_size`` at the end.
 
-    **Asynchronous collectives.** A launch never blocks and takes a copy of what it sends.
-    ``wait()`` blocks until all ranks have launched; the outputs are written there and only there.
-    Writing to an input or an output in between raises :class:`BufferHazardError` in ``wait()``,
-    and so does, at the end, never having waited.
+    **Asynchronous collectives.** A launch never blocks, and copies its inputs. ``wait()`` blocks
+    until all ranks have launched; only then are outputs written. If an input or output is written
+    in between, ``wait()`` raises :class:`BufferHazardError`. If nobody waits, the end of the run
+    raises it.
 
-    **Turns.** One rank runs at a time, until it has to wait in a collective; the next ready one
-    follows, in rank order. So runs repeat exactly, and each rank has its own state of torch's CPU
-    random generator, which begins as after ``torch.manual_seed(rank)``; the caller's stays as it
-    was. A rank must not wait for another one by any other means than collectives.
+    **Turns.** One rank runs at a time, until it must wait in a collective. Then the next ready rank
+    runs, in rank order. So runs repeat exactly. Each rank has its own state of torch's CPU random
+    generator, which starts as after ``torch.manual_seed(rank)``; the caller's does not change. A
+    rank must wait for others only in collectives.
 
-    **Ranks that leave.** When a rank returns or raises, the ranks that wait for it, now or later,
-    raise :class:`RankLeftError` at once. :meth:`run` raises the exception that came first.
+    **Ranks that leave.** If a rank returns or raises, ranks that wait for it, now or later, raise
+    :class:`RankLeftError` at once. :meth:`run` raises the first exception.
 
-    **Meshes.** With ``{"dp": 2, "tp": 2}`` each rank gets a ``DeviceMesh`` in place of a group, and
-    is a rank of a default process group of its own: ``init_device_mesh``, ``new_group``,
-    ``parallelize_module``, DTensors and functional collectives work as in a process. All of the
-    above holds in each group; faults and turns count a rank's collectives in all of them. Ranks
-    that wait for each other in different groups raise :class:`CollectiveMismatchError` at once.
+    **Meshes.** With ``{"dp": 2, "tp": 2}`` each rank gets a ``DeviceMesh`` instead of a group, and
+    is a rank of its own default process group. ``init_device_mesh``, ``new_group``,
+    ``parallelize_module``, DTensors and functional collectives work as in a process. Everything
+    above holds in each group; faults and turns count a rank's collectives in all groups. Ranks that
+    wait for each other in different groups raise :class:`CollectiveMismatchError` at once.
 
-    **Messages** from one rank to another (``send``, ``irecv``) arrive in order for each tag; who
-    sends does not wait. They are in no log, and no fault counts them. One that nobody has received
-    at the end raises :class:`CollectiveMismatchError`.
+    **Messages** from one rank to another (``send``, ``irecv``) arrive in order for each tag, and
+    the sender does not wait. They are not logged, and faults do not count them. A message that was
+    not received at the end raises :class:`CollectiveMismatchError`.
 
-    CPU tensors only: on accelerators, backward passes of all ranks share one thread, which a
-    waiting rank would block. Threads begin with gradients enabled, whatever the caller has set.
+    It supports only CPU tensors: on accelerators the backwards of all ranks share one thread, which
+    a waiting rank would block. Threads start with gradients enabled.
     """
 
     groups: list[StrictGroup]
@@ -96,23 +96,22 @@ class ThreadedWorld:
 
     @property
     def logs(self) -> list[list[Collective]]:
-        """The calls of each rank in the latest run, in all groups, whether or not it succeeded."""
+        """Collectives of each rank in the latest run, in all groups, even if it failed."""
         return [list(group.rank_log) for group in self.groups]
 
     def run(self, fn: Callable[..., T], *args: object, faults: Sequence[Fault] = ()) -> list[T]:
-        """Run ``fn(group, *args)`` once per rank; ``group.rank()`` tells which one.
+        """Run ``fn(group, *args)`` once per rank; ``group.rank()`` returns the rank.
 
-        In a world with a mesh it is ``fn(mesh, *args)``, and ``mesh.get_rank()``.
+        In a world with a mesh, run ``fn(mesh, *args)``; ``mesh.get_rank()`` returns the rank.
 
         Returns:
-            what the ranks returned, in rank order.
+            The ranks' results, in rank order.
 
         Raises:
-            BaseException: the first exception of any rank, itself, with a note of the rank.
-                What the others raised only because that one left does not count.
-            RendezvousTimeoutError: when some rank takes longer than ``timeout``.
-            ValueError: after a run in which an injected fault was never reached, because such
-                a test tests nothing.
+            BaseException: the first exception of any rank, with a note of the rank. Errors that
+                other ranks raise because that one left do not count.
+            RendezvousTimeoutError: a rank took longer than ``timeout``.
+            ValueError: an injected fault was never reached, so the test tested nothing.
         """
         if self._stuck:
             raise RuntimeError(f"ranks {self._stuck} of an earlier run have not finished")
@@ -150,13 +149,13 @@ class ThreadedWorld:
             try:
                 with self._groups_of(run, rank) as groups:
                     results[rank] = fn(groups, *args)
-            except BaseException as raised:  # whatever it is, run() raises it again
+            except BaseException as raised:  # run() raises any exception again
                 error = raised
             run.leave(rank, error)
 
         for group in self.groups:
             group.begin(run)
-        # Daemons, so that a rank that never comes back does not keep the interpreter alive.
+        # Daemons, so that a rank that never returns does not keep the interpreter alive.
         threads = [
             threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True)
             for rank in range(self.world_size)
@@ -165,7 +164,7 @@ class ThreadedWorld:
             thread.start()
         try:
             run.watch()
-        except BaseException:  # the caller's time limit, or Ctrl-C
+        except BaseException:  # for example Ctrl-C or the caller's time limit
             run.interrupt()
             raise
         finally:
@@ -176,7 +175,7 @@ class ThreadedWorld:
 
     @contextmanager
     def _groups_of(self, run: ThreadedRun, rank: int) -> Iterator[Any]:
-        """The group of ``rank``, or its mesh; whose groups end with it."""
+        """Yield the group of ``rank``, or its mesh, whose groups end with the block."""
         groups = [self.groups[rank]]
 
         def make(key: str, ranks: tuple[int, ...]) -> StrictGroup:
@@ -208,7 +207,7 @@ class ThreadedWorld:
         primary = [r for r, error in errors.items() if not isinstance(error, RankLeftError)]
         first = (primary or list(errors))[0]
         mismatches = {r: e for r, e in errors.items() if isinstance(e, CollectiveMismatchError)}
-        if first in mismatches:  # the same everywhere, but who raised last knows most
+        if first in mismatches:  # the same on all ranks, but the last one knows most
             first = max(mismatches, key=lambda r: len(mismatches[r].calls))
         raised = errors[first]
         raised.add_note(f"raised by rank {first} of a threaded world of {self.world_size}")
