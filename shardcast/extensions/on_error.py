@@ -315,7 +315,7 @@ class Attempts(StepHook):
             for shard in optimizer.shards:
                 for param in shard.pack.in_model:
                     param.grad = None
-            reduce.backwards = 0
+            reduce.last_backward = None
             tokens.abstain()  # the rank may have failed before count()
 
 

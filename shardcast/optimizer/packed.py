@@ -115,7 +115,7 @@ class PackedOptimizer:
             self.reduce.divisor,
             self.reduce.history,
         )
-        self.decider.check = self.reduce.check
+        self.decider.check, self.decider.complete = self.reduce.check, self.reduce.complete
         self.sync = Sync()
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self.add(shards)
@@ -164,6 +164,7 @@ class PackedOptimizer:
             call: name of the call on all ranks.
         """
         if not self.decider.meets:
+            self.reduce.complete()
             return self.process_groups.everyone.together(act, self.device, call)
         done: list[T] = []
         with self.decider.refusal.held():
@@ -357,10 +358,13 @@ def _size(nbytes: int) -> str:
 def close(packed: PackedOptimizer, restore: bool) -> None:
     """See :meth:`shardcast.ShardedOptimizer.close`."""
     packed.refuse_inside("close")
+    restores = restore and sys.exc_info()[0] is None
     try:
         if not packed.is_closed:
+            if restores:
+                packed.reduce.complete()
             _end(packed)
-        if restore and sys.exc_info()[0] is None:
+        if restores:
             if packed.shards and packed.comm.is_alive:
                 packed.decider.meet("close")
             _restore(packed)

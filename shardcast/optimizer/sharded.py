@@ -216,9 +216,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if several and not packed.reduce.at_step:
             self._warn_of_local_steps()
         frozen = [shard for shard in packed.shards if shard.grads is None]
-        scale, touched = packed.decider.loss_scale, packed.reduce.touched
+        scale, has_run = packed.decider.loss_scale, packed.reduce.last_backward is not None
         if scale is not None:
-            scale.look(packed.reduce.grads, touched)
+            scale.look(packed.reduce.grads, has_run)
         packed.reduce.finish()
         if frozen:
             # After the reduction, which other ranks started in their backward. This reduces newly
@@ -228,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 packed.decider.meet(call)
             activated = activate_trained(packed, frozen)
             if scale is not None:
-                scale.look([s.grads for s in activated if s.grads is not None], touched, more=True)
+                scale.look([s.grads for s in activated if s.grads is not None], has_run, more=True)
 
     def _conclude(self, decision: Decision, is_edited: bool) -> None:
         """Count the step, update the loss scale, and set what ``.grad`` and schedulers see.
@@ -292,7 +292,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _warn_of_local_steps(self) -> None:
         reduce = self._packed.reduce
-        if self._packed.in_no_sync and reduce.touched and not reduce.history[BACKWARDS]:
+        has_run = reduce.last_backward is not None
+        if self._packed.in_no_sync and has_run and not reduce.history[BACKWARDS]:
             warn_first(
                 "no_sync: all backwards of a step ran inside it, and the step averages their "
                 "gradients over the ranks; under DDP each rank would step by its own ones (local "
@@ -332,7 +333,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _count(self, tokens: float | Tensor) -> None:
         reduce = self._packed.reduce
-        if reduce.backwards and not reduce.has_gradients:
+        if reduce.last_backward is not None and not reduce.has_gradients:
             self._clip.note(None)
             self._drop_tokens()  # gradients were cleared by the model's zero_grad, or one by one
         if self._clip.decision is not None:
@@ -346,14 +347,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "count: torch's schedules divide gradients by the micro-batches, and the tokens "
                 "divide them again; build the schedule with scale_grads=False"
             )
-        self._packed.decider.tokens.add(tokens, reduce.backwards)
+        self._packed.decider.tokens.add(tokens, reduce.last_backward is not None)
 
     def _drop_tokens(self) -> None:
         """Forget tokens whose gradients were dropped, but not those of a coming batch."""
         packed = self._packed
-        if packed.reduce.backwards:
+        if packed.reduce.last_backward is not None:
             packed.decider.tokens.clear()
-        packed.reduce.backwards = 0
+        packed.reduce.last_backward = None
 
     @_compat.uncompiled
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -927,6 +928,7 @@ class Clip:
     def __init__(self, reduce: Reducer) -> None:
         self._reduce = reduce
         self._seen: list[int] = []  # versions of the means at the clip
+        self._backward: int | None = None  # the last one before the clip
         self.decision: Decision | None = None
         me = weakref.ref(self)
         reduce.before_edit = lambda: None if (it := me()) is None else it.apply()
@@ -935,6 +937,7 @@ class Clip:
         """Keep a decision on the current gradients; ``None`` forgets it."""
         self.decision = decision
         self._seen = self._reduce.versions() if decision else []
+        self._backward = self._reduce.last_backward
 
     def is_edited(self) -> bool:
         """Return whether a script edited, assigned or cleared gradients after the clip."""
@@ -965,7 +968,7 @@ class Clip:
 
     def pending(self) -> Decision | None:
         """Return the last clip, unless a backward came after it."""
-        if self.decision is not None and self._reduce.touched:
+        if self.decision is not None and self._reduce.last_backward != self._backward:
             self.decision = None
             warn_first(
                 "a backward came after clip_grad_norm_, so that this clip is lost: it would have "

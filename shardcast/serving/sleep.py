@@ -111,7 +111,6 @@ class Sleep(StepHook):
                 self._forget()
             raise
         self._drop_gradients()
-        optimizer.reduce.touched = True  # so that a clip of what is gone is lost, too
         self._free(keeps_parameters="parameters" in kinds)
         try:
             optimizer.together(self._refuse_holders, "sleep")
@@ -231,9 +230,9 @@ class Sleep(StepHook):
                 param.grad = None
         for bucket in reduce.buckets.values():
             bucket.grads.free()
-        if reduce.backwards:
+        if reduce.last_backward is not None:
             optimizer.decider.tokens.clear()
-            reduce.backwards = 0
+            reduce.last_backward = None
 
     # -- meanwhile -------------------------------------------------------------------------------
 
@@ -345,7 +344,6 @@ class Sleep(StepHook):
             door.remove()
         self._sleeps = False
         self._drop_gradients()  # of a backward that was refused
-        optimizer.reduce.touched = False
         self._forget()
         if written:
             warn_first(

@@ -146,7 +146,7 @@ class Chain(nn.Module):
                 x = Fail.apply(x)
             layer = self.layers[number]
             x = checkpoint(layer, x, grad, use_reentrant=True) if nests else layer(x, grad)
-        return x
+        return Fail.apply(x) if fails_at == COUNT else x  # before the first gradient
 
 
 class Several(list[torch.optim.Optimizer]):
@@ -227,6 +227,13 @@ class Side:
     def failed(self, seed: int, uses: Uses, fails_at: int) -> None:
         """On all ranks, which must use the same parameters, at the same place."""
         self.backward(seed, uses, fails_at=fails_at)
+
+    def failed_apart(self, seed: int, places: Sequence[int]) -> None:
+        """By each rank at a place of its own: before its first gradient at COUNT, nowhere at -1."""
+        if self.group is not None:
+            self.backward(seed, ALL, fails_at=places[self.here[0]])
+        else:  # what came before
+            self.backward(seed, tuple(frozenset(range(max(it, 0), COUNT)) for it in places))
 
     def hook_fails(self, seed: int, uses: Uses, fails_at: int, quiet: bool = False) -> None:
         """A hook of the script raises before a gradient is accumulated, on all ranks."""

@@ -14,6 +14,7 @@ from sequences import BoomError, Fail
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardcast.memory.gradients import Gradients
 from shardcast.memory.stand_in import StandIn
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import ThreadedWorld
@@ -187,6 +188,34 @@ def test_what_a_failed_backward_left_in_such_memory_is_added_up_too(size: int, c
         return [float(param.unique()) for param in model]
 
     assert ThreadedWorld(size).run(run) == [[-2.0, -3.0]] * size
+
+
+def test_what_a_failed_backward_left_and_nobody_could_keep_is_an_error_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """As where memory is short, of which it has failed; no exception leaves the callback."""
+    keep = Gradients.keep
+
+    def short(self: Gradients, positions: Any) -> None:
+        if positions and self.pack.comm.rank == 1:
+            raise torch.OutOfMemoryError("not 8 bytes more")
+        keep(self, positions)
+
+    def run(group: Any) -> None:
+        model = nn.ParameterList(torch.zeros(8) for _ in range(2))
+        optimizer = sharded(model, group, sgd, pack_params=2)
+        for fails in (True, False):
+            monkeypatch.setattr(Gradients, "keep", short if fails else keep)
+            loss = Fail.apply(model[0].sum()) + model[1].sum() if fails else model[0].sum()
+            with pytest.raises(BoomError) if fails else contextlib.nullcontext():
+                loss.backward()
+            monkeypatch.setattr(Gradients, "keep", keep)
+            told = "could not be kept.*not 8 bytes more"
+            with pytest.raises(RuntimeError, match=told) if fails else contextlib.nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
+
+    ThreadedWorld(2).run(run)
 
 
 def test_the_fp32_sum_of_a_step_is_not_kept_beside_the_gradients_of_the_next():

@@ -55,6 +55,7 @@ class Decider:
         presence: which parameters a step updates, and how many steps have updated each.
         signals: those of the core, then those of the options, in their order.
         check: raises errors in this rank's gradients.
+        complete: ends the pass of a backward that failed.
         left: trained parameters that are no longer in the model, by name.
     """
 
@@ -78,6 +79,7 @@ class Decider:
         self.presence = Presence(grads, process_groups, device)
         self.loss_scale = LossScale(config, process_groups, device) if config.scales_loss else None
         self.check: Callable[[], None] = lambda: None
+        self.complete: Callable[[], None] = lambda: None
         self.refusal = Refusal(process_groups, device)
         self._options = OptionCheck(
             originals.option_names(),
@@ -248,6 +250,7 @@ class Decider:
             Exception: on every rank: an error that a rank held back, a different call, or different
                 loaded weights.
         """
+        self.complete()
         if not self.meets:
             return
         self.refusal.call = call

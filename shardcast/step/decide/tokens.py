@@ -67,13 +67,13 @@ class Tokens(Signal):
             self.expected = self.counted
         self.clear()
 
-    def add(self, tokens: Any, backwards: int) -> None:
+    def add(self, tokens: Any, has_run: bool) -> None:
         """Count the tokens of one micro-batch; see :meth:`shardcast.ShardedOptimizer.count`.
 
         Args:
-            backwards: number of backwards of this step before it.
+            has_run: whether a backward of this step came before it.
         """
-        if backwards and not self.counted:
+        if has_run and not self.counted:
             raise RuntimeError(
                 "count: called after a backward of this step that was not counted; count each "
                 "micro-batch before its backward, or call optimizer.zero_grad() to drop gradients "

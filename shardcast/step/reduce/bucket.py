@@ -113,9 +113,18 @@ class Bucket:
 
     def failed(self) -> None:
         """Called when the backward failed, maybe before the last gradient was accumulated."""
-        if (position := self.grads.give_back()) is not None:
-            self.arrived.discard(position)
-        self.grads.keep(self.arrived)  # now: the next backward may write before its first hook runs
+        try:
+            if (position := self.grads.give_back()) is not None:
+                self.arrived.discard(position)
+            # Now: the next backward may write before its first hook runs.
+            self.grads.keep(self.arrived)
+        except Exception as error:  # most likely for want of memory, of which it has failed
+            lost = RuntimeError(
+                "backward: gradients of a backward that failed could not be kept "
+                f"({type(error).__name__}: {error}), and others may be in their memory now; call "
+                "optimizer.zero_grad() after such a backward"
+            )
+            self.grads.refuse(lost)
 
     def adopt(self, synchronizes: bool) -> None:
         """Take in what one rank has of a backward that sends nothing.

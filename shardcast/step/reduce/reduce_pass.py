@@ -10,12 +10,13 @@ Life of a pack in one synchronized backward::
     end of backward       -> packs still incomplete are launched, absent gradients as zeros
 
 Each pass launches every pack exactly once, in the same order, on every rank, whatever gradients are
-absent. What a backward that fails has left is sent by the next backward, clear or step.
+absent. A backward that fails, be it before its first gradient, is a pass all the same: what it has
+left is sent by the next backward, clear, step or other call of all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -29,15 +30,16 @@ WINDOW = 2  # packs in flight: bounds the memory of buffers
 class Backward:
     """A backward that runs, from the model's output or its first gradient on.
 
-    The engine alone holds it, in the callback at its end, and drops it when the backward fails.
-
     Attributes:
         number: the engine's.
         sends: whether gradients are reduced while it runs, and not accumulated on this rank.
         waits: whether nothing is sent before its end: in the first one a re-entrant checkpoint may
             bring gradients twice, and another model may be reached.
         started: whether a gradient came.
+        end: a weak reference to the callback at its end, which the engine drops when it fails.
     """
+
+    end: Callable[[], object]
 
     def __init__(self, sends: bool, waits: bool) -> None:
         self.number = _compat.current_backward()

@@ -55,10 +55,9 @@ class Reducer:
         grads: the gradients of the packs, in the order of :meth:`add`; it grows.
         divisor: the number that divides sums over ranks.
         at_step: whether :meth:`finish` sends, not backwards: a pipeline has many in a step.
-        touched: whether a gradient arrived since :meth:`finish`.
-        backwards: how many of them brought gradients since the last step or ``zero_grad``.
+        last_backward: the engine's number of the last one that brought gradients; ``None``: none
+            came since the last step or ``zero_grad``.
         due: whether gradients are here that were not reduced; a step needs a pass before it.
-        acts: counts backwards, clips and clears, to tell whether one came in between.
         before_edit: is called before a script edits a mean, or sees it.
         counting: the backward whose gradients of open packs are counted and no more, as long as no
             further pack is complete.
@@ -73,18 +72,19 @@ class Reducer:
         self.at_step = at_step
         self.divisor = Divisor(process_groups.dp.size)
         self.grads: list[Gradients] = []
-        self.touched, self.backwards, self.acts = False, 0, 0
+        self.last_backward: int | None = None
         self.due = True
         self.before_edit: Callable[[], None] = nothing
         self.counting: int | None = None
         self.history: dict[str, Any] = {**NOTHING}
         self.buckets: dict[Pack, Bucket] = {}
         self._syncs = True
-        self._before_quiet = 0, True  # acts and due, where no_sync() was entered last
+        # The last backward and ``due``, where no_sync() was entered last.
+        self._before_quiet: tuple[int | None, bool] = None, True
         self._mistake: Exception | None = None  # of the last finish()
         self._gathered = False  # since the last backward: all edits are right
         self._told: set[str] = set()
-        self._backward: Callable[[], Backward | None] = nothing  # weak: the engine holds it
+        self._backward: Backward | None = None  # that runs
         self._pass: ReducePass | None = None  # of the running backward, or one that failed
         self._has_ended = False  # a synchronized backward
         self._meets = False  # one went through another model, too: packs are sent at its end
@@ -176,7 +176,7 @@ class Reducer:
             sends: they are reduced all the same, where there is no room to accumulate locally.
         """
         syncs, self._syncs = self._syncs, sends
-        self._before_quiet, self.due = (self.acts, self.due), True
+        self._before_quiet, self.due = (self.last_backward, self.due), True
         try:
             yield
         finally:
@@ -201,7 +201,7 @@ class Reducer:
         backward that reaches no trained parameter (an adversarial example, Langevin sampling) makes
         no pass, as under DDP.
         """
-        if not self._local and self._backward() is None and _compat.accumulates():
+        if not self._local and self._backward is None and _compat.accumulates():
             self._begin()
 
     def finish(self) -> None:
@@ -217,10 +217,9 @@ class Reducer:
                 "step() was called inside no_sync(): the gradients were not reduced; leave the "
                 "context before the last backward and the step"
             )
-            acts, due = self._before_quiet
-            if self.acts == acts:  # no backward has come since
+            before, due = self._before_quiet
+            if self.last_backward == before:  # no backward has come since
                 self.due = due
-        self.touched = False
         self._complete()
         if self.due or self.alone:  # alone no backward makes a pass due
             self._start(not self.alone)
@@ -349,14 +348,14 @@ class Reducer:
         Args:
             is_edited: they had been edited after the clip.
         """
-        self.due, self.backwards = True, 0
+        self.due, self.last_backward = True, None
         self.history.update({**NOTHING, EDITED: is_edited})
         for grads in self.grads:
             grads.use()
 
     def cleared(self, set_to_none: bool = True) -> None:
         """Called when gradients are cleared. No pass is due for it: one rank may clear its own."""
-        if self._pass is not None and self._backward() is None:
+        if self._pass is not None and self._backward is None:
             for bucket in self._pass.left if set_to_none else ():
                 for param in bucket.grads.pack.params:
                     param.grad = None  # zeros are sent: there may be no memory for more
@@ -364,7 +363,6 @@ class Reducer:
         landed = any(grads.adds and not grads.used for grads in self.grads)
         self.history[CLEARS] += landed and not self.due
         self.history.update({STALE: 0, FAILED: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""})
-        self.acts += 1
         for grads in self.grads:
             grads.forget(set_to_none)
 
@@ -417,35 +415,40 @@ class Reducer:
         """Return a value that differs after a gradient came, was edited, replaced or cleared."""
         grads = [param.grad for pack in self.buckets for param in pack.in_model]
         known = [None if grad is None else (id(grad), grad._version) for grad in grads]
-        return self.acts, self.versions(), known
+        return self.last_backward, self.versions(), known
 
     # -- the running backward -------------------------------------------------------------------
 
     def _begin(self) -> Backward:
         """Note which backward runs, and end the pass with it.
 
+        From here on it is one pass, whatever becomes of it: ranks on which it fails, before the
+        first gradient or later, send zeros for what did not come.
+
         Two models in one backward launch at its end, in the order in which it reached them: which
         of them has a pack complete first depends on the gradients of a rank.
         """
+        self._complete()
         sends, peers, me = not self._local, self._peers, weakref.ref(self)
         first = sends and not self._has_ended
-        backward = Backward(sends, first and (bool(peers) or _compat.reaches_checkpoint()))
+        waits = first and (bool(peers) or _compat.reaches_checkpoint())
+        backward = self._backward = Backward(sends, waits)
+        end, number = partial(self._end, backward), backward.number
 
-        def gone(_: object) -> None:  # the engine drops that of a backward that fails
+        def dropped(_: object) -> None:  # the engine alone holds it, until the backward fails
             if (reducer := me()) is not None:
-                reducer._failed()
+                reducer._failed(number)
 
-        self._backward = weakref.ref(backward, gone)
-        _compat.at_end_of_backward(partial(self._end, backward))
+        backward.end = weakref.ref(end, dropped)
+        _compat.at_end_of_backward(end)
         for peer in peers if sends else ():
-            other = peer._backward()
+            other = peer._backward
             if other is not None and other.sends and other.number == backward.number:
                 self._meets = peer._meets = True
         return backward
 
     def _start(self, sends: bool) -> None:
         """Begin to accumulate, and to send: the first gradient is about to come, or none."""
-        self._complete()
         self.due = True  # and stays so where a backward fails
         self._gathered = False
         for bucket in self.buckets.values():
@@ -460,24 +463,18 @@ class Reducer:
         Packs that were complete before are sent now. Not when the last one comes: hooks of the
         script on that very parameter, which may clip or replace ``.grad``, run later.
         """
-        backward = self._backward()
+        backward = self._backward
         if backward is None:
             if not _compat.accumulates():  # what autograd.grad returns is no gradient of ours yet
                 return
             backward = self._begin()
         elif running != backward.number and not backward.accumulates(running):
             return
-        self.touched = True
         try:
             if not backward.started:
-                backward.started = True
-                self.backwards += 1
-                self.acts += 1
                 if torch.is_grad_enabled():
                     self.warn_of_graph()
-                self._start(backward.sends)
-                for grads in self.grads:
-                    grads.widen()
+                self._open(backward)
             reduce_pass = self._pass
             if reduce_pass is not None and not (backward.waits or self._meets):
                 reduce_pass.advance(bucket.grads.pack.data.device, self._syncs)
@@ -487,18 +484,33 @@ class Reducer:
             # A full pack is sent when the next gradient arrives, whichever pack that belongs to.
             self.counting = running if is_outer and not bucket.complete else None
         except BaseException:
-            self._failed()
+            self._failed(backward.number)
             raise
 
-    def _failed(self) -> None:
-        """Called when the running backward fails, maybe by one of our own errors."""
-        self._backward = nothing
+    def _open(self, backward: Backward) -> None:
+        """Begin to take the gradients of a backward; local."""
+        backward.started, self.last_backward = True, backward.number
+        self._start(backward.sends)
+        for grads in self.grads:
+            grads.widen()
+
+    def _failed(self, number: int) -> None:
+        """Called when a backward fails, maybe by one of our own errors, or after it has ended.
+
+        Nobody hears an error that is raised here, where the engine drops a callback.
+        """
+        backward = self._backward
+        if backward is None or backward.number != number:
+            return
+        self._backward = None
+        if backward.sends and not backward.started:
+            self._open(backward)
         for bucket in self.buckets.values():
             bucket.failed()
 
     def _end(self, backward: Backward) -> None:
         """Called when the engine ends a backward."""
-        self._backward = nothing  # an engine's thread may keep the callback for a moment longer
+        self._backward = None  # an engine's thread may keep the callback for a moment longer
         if not backward.started:
             return
         if backward.sends:
@@ -512,6 +524,14 @@ class Reducer:
             bucket.end_local(self.alone, self._syncs and bucket in left)
         if any(grads.is_part for grads in self.grads):
             self.warn_of_part()
+
+    def complete(self) -> None:
+        """End the pass of a backward that failed, before another call that all ranks make.
+
+        Collective: every rank.
+        """
+        if self._backward is None:
+            self._complete()
 
     def _complete(self) -> None:
         """Send what a backward that failed has left: ranks may have sent other packs before."""

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from shardcast import _compat
 from shardcast.memory.gradients import Gradients
-from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
+from shardcast.testing import SpawnedWorld, ThreadedWorld, spawn_world, threaded_world
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -473,6 +473,88 @@ def test_a_backward_that_fails_on_one_rank_alone_is_an_error_on_all():
             side.clear("none")
         side.backward(2, ALL)
         side.step()
+
+    run_world(2, run)
+
+
+AFTER: dict[str, list[Action]] = {
+    "step": [(Side.step, ())],
+    "clip": [(Side.clip, ()), (Side.step, ())],
+    "gather": [(Side.gather, ()), (Side.step, ())],
+    "cleared": [(Side.clear, ("none",)), (Side.step, ())],
+    "zeroed": [(Side.clear, ("zeros",)), (Side.backward, (5, ALL)), (Side.step, ())],
+    "again": [(Side.backward, (5, ALL)), (Side.step, ())],
+    "cleared, again": [(Side.clear, ("none",)), (Side.backward, (5, ALL)), (Side.step, ())],
+    "again and again": [(Side.failed_apart, (5, (COUNT, 0, 3))), (Side.backward, (6, ALL))],
+}
+
+
+def failed_apart(places: Sequence[int], after: str) -> list[Action]:
+    """Nothing is sent before the end of the first backward, so another one comes before."""
+    usual: list[Action] = [(Side.backward, (2, ALL)), (Side.step, ()), (Side.clear, ("none",))]
+    return [*usual, (Side.failed_apart, (3, places)), *AFTER[after], (Side.step, ())]
+
+
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize(
+    "places", [(0, COUNT), (COUNT, 0), (3, COUNT, 0), (COUNT, COUNT, 2)], ids=str
+)
+def test_a_backward_that_fails_on_each_rank_at_another_place_is_one_pass_on_all(
+    places: Sequence[int], after: str
+):
+    """Before its first gradient, too: what came counts, and nobody waits."""
+    for layout, accumulate in (("even", "local"), ("whole", "sharded")):
+        cell = Cell(layout=layout, size=len(places), pack_params=1)
+        compare(failed_apart(places, after), cell, accumulate=accumulate)
+
+
+def test_processes_whose_backward_fails_at_another_place_on_each_do_not_wait(gloo: SpawnedWorld):
+    with spawn_world(3, timeout=60, start_method="forkserver") as three:
+        for places, world in (((0, COUNT), gloo), ((COUNT, 3, 0), three)):
+            for after in ("step", "cleared, again", "again and again"):
+                cell = Cell(size=len(places), pack_params=1)
+                compare(failed_apart(places, after), cell, world)
+
+
+def test_gradients_that_are_cleared_past_the_optimizer_after_it_are_an_error_on_all():
+    """What one rank had sent of them is in the mean, of which the others have cleared nothing."""
+
+    def run(group: Any) -> None:
+        side = Side(Cell(pack_params=1), group)
+        for method, arguments in failed_apart((0, COUNT), "step")[:-2]:
+            method(side, *arguments)
+        side.clear("model")
+        side.backward(5, ALL)
+        with pytest.raises(RuntimeError, match=r"cleared between .* rank 1: ''"):
+            side.step()
+
+    run_world(2, run)
+
+
+def test_where_it_fails_on_some_ranks_alone_they_begin_anew_together_or_all_raise():
+    """On those before its first gradient, or after all but one."""
+
+    def run(group: Any, places: Sequence[int]) -> None:
+        side = Side(Cell(size=len(places), pack_params=1), group)
+        for method, arguments in failed_apart(places, "step")[:-2]:
+            method(side, *arguments)
+        with pytest.raises(RuntimeError, match=r"of a step that failed .*ranks? 1[, 2]*: 1"):
+            side.step()
+        side.clear("none")
+
+    for places in ((-1, COUNT), (-1, 0), (-1, COUNT, 0)):
+        ThreadedWorld(len(places)).run(run, places)
+        compare(failed_apart(places, "cleared, again"), Cell(size=len(places), pack_params=1))
+
+
+@pytest.mark.parametrize("call", ["full_state_dict", "check_copies", "digest", "close"])
+def test_a_call_of_all_ranks_ends_the_pass_of_a_backward_that_failed(call: str):
+    def run(group: Any) -> None:
+        side = Side(Cell(pack_params=1), group)
+        for method, arguments in failed_apart((3, COUNT), "step")[:-2]:
+            method(side, *arguments)
+        for optimizer in side.optimizers:
+            getattr(optimizer, call)()
 
     run_world(2, run)
 
