@@ -268,9 +268,8 @@ class Gradients:
     def holds(self, position: int, grad: Tensor) -> bool:
         """Return whether ``grad`` shows the mean, and is not what a script put in its place."""
         if type(grad) is StandIn:
-            own = self._stand_ins[position]
-            return own is not None and (
-                grad is own or (grad.root is own and grad.shape == own.shape)
+            return grad is self._stand_ins[position] or (
+                grad.position == position and grad.grads() is self
             )
         if grad is not self._views[position]():
             return False

@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # it imports this module
 DOORS = (
     "call optimizer.gather_gradients() on every rank after the backward, before .grad is read (to "
     "clip, optimizer.clip_grad_norm_ needs no more than its bound); what changes each element by "
-    "itself works in place: param.grad.mul_(0.5); and a hook of "
+    "itself works in place on the whole: param.grad.mul_(mask), param.grad[rows] = 0; "
+    "optimizer.owned() gives each rank its own elements; and a hook of "
     "register_post_accumulate_grad_hook sees this rank's own gradient"
 )
 
@@ -36,13 +37,9 @@ METADATA = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
     "new_empty new_empty_strided new_zeros new_ones new_full new_tensor".split()
 )
-VIEWS = frozenset(
-    "view view_as reshape reshape_as flatten unflatten unsqueeze squeeze t transpose swapaxes "
-    "swapdims permute movedim moveaxis narrow select unbind split chunk tensor_split expand "
-    "expand_as __getitem__ detach alias diagonal as_strided unsafe_chunk unsafe_split "
-    "split_with_sizes hsplit vsplit dsplit ravel adjoint".split()
-)
-VIEWING = frozenset({"data", "T", "mT", "H", "mH", "real"})  # attributes
+ALIASES = frozenset({"detach", "alias", "view_as"})  # the same elements in the same places
+# Attributes that are other tensors, but for ``data``.
+VIEWING = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 CONVERSIONS = frozenset("to cpu cuda type float half double bfloat16 pin_memory type_as".split())
 _UNARY = (
     "abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh "
@@ -76,17 +73,15 @@ PLACED = frozenset(
 )
 EDITS = ELEMENTWISE | PLACED
 
-Step = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any], int | None]
-
 
 class StandIn(Tensor):
     """The ``.grad`` of a parameter after the reduction, in the memory of one element, which is NaN.
 
     The mean of the parameter is at the owners of its elements. Functions that are called from
-    Python come to ``__torch_function__``, which answers questions about shape and dtype, makes
-    views, and edits each owner's part of the mean by functions that compute each element by itself.
-    Everything else raises a RuntimeError that names the parameter, on every rank. Code in C++ sees
-    a plain tensor of NaN.
+    Python come to ``__torch_function__``, which answers questions about shape and dtype, and edits
+    each owner's part of the mean by functions that compute each element by itself, also where an
+    index says which. Everything else raises a RuntimeError that names the parameter, on every rank:
+    so do views of a part, of which nothing can be read. Code in C++ sees a plain tensor of NaN.
 
     A plain tensor becomes one by assignment to ``__class__``, so that no wrapper without storage
     meets autograd or ``torch.compile``.
@@ -94,16 +89,12 @@ class StandIn(Tensor):
     Attributes:
         of: the name of the parameter.
         position: of the parameter in the pack.
-        grads: the gradients of the pack, a weak reference; to nothing once it is no ``.grad``.
-        root: the whole gradient that it is a view of; ``None``: it is the whole.
-        path: the views that lead from there to this tensor.
+        grads: gives the gradients of the pack, or ``None`` once it is no ``.grad``.
     """
 
     of: str
     position: int
     grads: Callable[[], Gradients | None]
-    root: StandIn | None
-    path: tuple[Step, ...]
 
     @classmethod
     def __torch_function__(
@@ -158,24 +149,15 @@ def stand_in(grads: Gradients, position: int) -> StandIn:
     value = torch.full((1,), math.nan, dtype=grads.low, device=grads.own.device)
     # Detached, it is no view to autograd, so that a script can call detach_() on it.
     grad = value.expand(1).view([1] * len(slot.shape)).expand(slot.shape).detach()
-    grad.__class__ = StandIn
-    hidden: Any = grad
-    hidden.of, hidden.position, hidden.grads = slot.name, position, weakref.ref(grads)
-    hidden.root, hidden.path = None, ()
-    return hidden  # type: ignore[no-any-return]
+    return _hidden(grad, slot.name, position, weakref.ref(grads))
 
 
-def _hidden(tensor: Tensor, base: StandIn, path: tuple[Step, ...], is_kept: bool = True) -> None:
-    """Make ``tensor`` a stand-in for what ``path`` leads to from the whole gradient."""
-    hidden: Any = tensor
+def _hidden(
+    tensor: Any, name: str, position: int, grads: Callable[[], Gradients | None]
+) -> StandIn:
     tensor.__class__ = StandIn
-    hidden.of, hidden.position, hidden.path = base.of, base.position, path
-    hidden.root = (base if base.root is None else base.root) if is_kept else None
-    hidden.grads = _nothing  # that of the root is asked
-
-
-def _grads_of(hidden: StandIn) -> Gradients | None:
-    return (hidden if hidden.root is None else hidden.root).grads()
+    tensor.of, tensor.position, tensor.grads = name, position, grads
+    return tensor  # type: ignore[no-any-return]
 
 
 def tensors(values: Any) -> Iterator[Any]:
@@ -217,9 +199,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
             return first
         if name in ("__eq__", "__ne__") and args[1] is None:
             return func(*args, **kwargs)
-        # Of another one ``view_as`` asks for the shape alone.
-        if name in VIEWS and (name.endswith("_as") or _only(first, args, kwargs)):
-            return _views(func, first, args, kwargs)
+        if name in ALIASES and all(it.shape == first.shape for it in given):
+            return _alias(func(*args, **kwargs), first)
         if name in CONVERSIONS and _only(first, args, kwargs):
             return _converted(func, first, args, kwargs)
         if name in EDITS:
@@ -251,7 +232,7 @@ def _run_distributed(
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     views = name == "detach" or (name == "__get__" and attribute == "data")
     sets_data = name == "__set__" and attribute == "data"
-    if name in METADATA or (name == "__get__" and attribute not in VIEWING | {"imag"}):
+    if name in METADATA or (name == "__get__" and attribute not in VIEWING | {"data"}):
         return func(*args, **kwargs)
     if not (name in ELEMENTWISE or views or sets_data or name in CONVERSIONS):
         raise _reads(name, local)
@@ -317,9 +298,9 @@ def _attribute(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
     if not isinstance(first, StandIn):  # ``param.grad = stand_in``
         return func(*args, **kwargs)
     if name == "__get__":
+        if attribute == "data":
+            return _alias(func(*args, **kwargs), first)
         if attribute in VIEWING:
-            return _views(func, first, args, kwargs)
-        if attribute == "imag":
             raise _reads(attribute, first)
     elif attribute == "data" and name == "__set__":
         other = args[1]
@@ -331,20 +312,9 @@ def _attribute(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
     return func(*args, **kwargs)
 
 
-def _views(
-    func: Callable[..., Any], base: StandIn, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Return a view, or several, each of which knows how it came about."""
-    result = func(*args, **kwargs)
-    several = isinstance(result, (tuple, list))
-    for number, view in enumerate(result if several else (result,)):
-        if not isinstance(view, Tensor) or not _compat.is_alias(view, base):
-            raise _reads(_name(func), base)  # indices that are tensors copy
-        if view is base:
-            return base
-        step: Step = func, args[1:], dict(kwargs), number if several else None
-        _hidden(view, base, (*base.path, step))
-    return result
+def _alias(alias: Any, of: StandIn) -> StandIn:
+    """Make ``alias`` another stand-in, which is edited as long as the first one is."""
+    return _hidden(alias, of.of, of.position, lambda: of.grads())
 
 
 def _converted(
@@ -353,7 +323,7 @@ def _converted(
     """Return it in another dtype or on another device, for whoever moves a module: NaN, too."""
     result = func(*args, **kwargs)
     if isinstance(result, Tensor) and result is not first:
-        _hidden(result, first, first.path, is_kept=False)
+        _hidden(result, first.of, first.position, _nothing)
     return result
 
 
@@ -418,21 +388,20 @@ def _edit(
     for other in tensors(rest):
         if isinstance(other, StandIn) and not _same(other, target):
             raise _reads(name, other)
-    grads = _grads_of(target)
+    grads = target.grads()
     if grads is None:
         raise RuntimeError(
             f"{name} edits .grad of {target.of!r}, which a script kept: its mean is no longer "
             f"here; {DOORS}"
         )
-    everywhere = target.numel() == grads.pack.layout.slots[target.position].numel
-    if everywhere and (name == "zero_" or (name == "fill_" and _is_zero(args[1:]))):
+    if name == "zero_" or (name == "fill_" and _is_zero(args[1:])):
         grads.zero(target.position)
         return target
 
     def change(tensor: Tensor) -> None:
         func(tensor, *_in(args[1:], tensor), **_in(dict(kwargs), tensor))
 
-    if not target.path and name in ELEMENTWISE and not any(t.dim() for t in tensors(rest)):
+    if name in ELEMENTWISE and not any(t.dim() for t in tensors(rest)):
         change(grads.edited(target.position))
     else:
         _change(target, grads, change)
@@ -444,11 +413,8 @@ def _is_zero(values: tuple[Any, ...]) -> bool:
 
 
 def _same(one: StandIn, other: StandIn) -> bool:
-    """Return whether both show the same elements in the same places."""
-    if one is other:
-        return True
-    is_whole = not one.path and not other.path
-    return is_whole and _grads_of(one) is _grads_of(other) and one.position == other.position
+    """Return whether both show the same gradient."""
+    return one is other or (one.grads() is other.grads() and one.position == other.position)
 
 
 def _in(values: Any, tensor: Tensor) -> Any:
@@ -473,9 +439,5 @@ def _change(target: StandIn, grads: Gradients, change: Callable[[Tensor], Any]) 
     scratch = torch.zeros(shape, dtype=part.dtype, device=part.device)
     own = scratch.view(-1)[start:stop]
     own.copy_(part)
-    view = scratch
-    for func, arguments, keywords, number in target.path:
-        made = func(view, *arguments, **keywords)
-        view = made if number is None else made[number]
-    change(view)
+    change(scratch)
     part.copy_(own)

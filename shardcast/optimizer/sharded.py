@@ -270,7 +270,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @_compat.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as ``torch.optim.Optimizer.zero_grad`` does. Local."""
+        """Clear the gradients, as ``torch.optim.Optimizer.zero_grad`` does.
+
+        Local, except after a backward that failed: then it waits until the other ranks clear
+        theirs, or go on in another way.
+        """
         self._clip.note(None)
         self._drop_tokens()
         self._packed.in_no_sync = False
