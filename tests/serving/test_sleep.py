@@ -20,6 +20,7 @@ from spoiled import received, spoil_after_sync
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardcast
 from shardcast import checkpoint
@@ -336,6 +337,27 @@ def test_an_array_of_a_state_of_any_class_has_its_memory_left():
     optimizer.wake()
 
 
+def test_tensors_inside_of_others_sleep_too():
+    kept: list[Tensor] = []
+
+    class Nested(torch.optim.NAdam):
+        """Keeps copies of a moment in a list, in a tensor that has others inside as torchao's."""
+
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            for state in self.state.values():
+                kept[:] = state["exp_avg"].clone(), state["exp_avg"].clone()
+                state["copies"] = [TwoTensor(*kept)]
+
+    model = CASES["mlp"].build()
+    optimizer = shardcast.shard(model, Nested(model.parameters()))
+    go_on(model, optimizer, 0, 1)
+    optimizer.sleep()
+    assert [copy.untyped_storage().nbytes() for copy in kept] == [0, 0]
+    optimizer.wake()
+    assert torch.equal(*kept) and kept[0].any()
+
+
 def test_rollouts_with_parameters_that_stay():
     def run(group: Any) -> None:
         both = []
@@ -368,11 +390,13 @@ def test_a_backward_of_a_graph_from_before_says_wake_and_brings_nothing():
     def run(group: Any) -> float:
         model = Shift()
         optimizer = sharded(model, group, sgd)
+        seen: list[Tensor] = []
+        model.bias.register_hook(seen.append)
         loss = model(torch.ones(4)).sum()
         optimizer.sleep()
         with pytest.raises(RuntimeError, match=r"backward: .*wake\(\)"):
             loss.backward()
-        assert optimizer.memory_report()["gradients"] == 0
+        assert not seen and optimizer.memory_report()["gradients"] == 0
         optimizer.wake()
         model(torch.ones(4)).sum().backward()
         optimizer.step()

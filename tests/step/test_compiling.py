@@ -143,6 +143,17 @@ def test_what_fails_once_is_tried_again_and_what_fails_twice_is_not():
     assert calls[4:] == ["compiled", "compiled", "eager", "eager"]
 
 
+def test_a_kernel_of_too_many_graphs_goes_on_eagerly():
+    def grow(x: Tensor) -> Tensor:
+        return x + 1
+
+    run = or_eager(torch.compile(grow, fullgraph=True, backend="eager"), grow, "a kernel")
+    warned = pytest.warns(UserWarning, match="compiling failed for a kernel")
+    with forgotten(), torch._dynamo.config.patch(recompile_limit=1), warned:
+        for dtype in (torch.float32, torch.float64, torch.int32):
+            assert run(torch.zeros(4, dtype=dtype)).sum() == 4
+
+
 def test_what_no_compiler_raises_is_raised():
     def compiled() -> None:
         raise ValueError
