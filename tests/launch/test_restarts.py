@@ -35,7 +35,7 @@ FLAGS = (
 RESTARTS = [*FLAGS, *"--steps 60 --accumulation 2 --log-interval 2 --checkpoint-interval 7".split()]
 ELASTIC = [
     *FLAGS,
-    *"--steps 400 --log-interval 5 --checkpoint-interval 20 --keep-checkpoints 100".split(),
+    *"--steps 240 --log-interval 5 --checkpoint-interval 20 --keep-checkpoints 100".split(),
 ]
 
 
@@ -136,7 +136,7 @@ def train_in(group: Any, flags: list[str]) -> None:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_run_that_was_told_to_stop_goes_on_later_and_is_whole_again_after_each_lost_worker(
+def test_a_run_that_was_told_to_stop_goes_on_later_and_is_whole_again_after_a_lost_worker(
     tmp_path: Path, gloo: SpawnedWorld, runs: Callable[[list[str]], Run]
 ) -> None:
     run = runs(RESTARTS)
@@ -149,12 +149,11 @@ def test_a_run_that_was_told_to_stop_goes_on_later_and_is_whole_again_after_each
     assert 0 < stopped < 60
     again = runs(RESTARTS)
     again.start(NPROC="2")
-    for number in (2, 3):
-        again.wait_for(lambda number=number: len(again.starts()) == number)
-        os.kill(again.workers()[-1], signal.SIGKILL)
+    again.wait_for(lambda: len(again.starts()) == 2)
+    os.kill(again.workers()[-1], signal.SIGKILL)
     assert again.end() == 0, again.log()
     assert f"resumed after step {stopped}" in again.log()
-    assert again.starts() == [2, 2, 2, 2], again.log()
+    assert again.starts() == [2, 2, 2], again.log()
     assert "most restarts fail" not in again.log()
 
     alone = Run(tmp_path / "alone", RESTARTS)
@@ -183,9 +182,9 @@ def test_training_goes_on_with_fewer_ranks_from_the_newest_checkpoint(
     assert [r["world"] for r in metrics.read(run.folder) if r["kind"] == "run"] == [2, 1], run.log()
     steps = directory.steps(run.saved)
     sizes = {step: checkpoint.inspect(path).world_size for step, path in steps.items()}
-    assert sizes[400] == 1
+    assert sizes[240] == 1
     resumed = max(step for step, size in sizes.items() if size == 2)
-    assert f"resumed after step {resumed}" in run.log() and 60 <= resumed < 400
+    assert f"resumed after step {resumed}" in run.log() and 60 <= resumed < 240
 
     # One process by itself, from a copy of that checkpoint, comes to the same end.
     alone = Run(tmp_path / "alone", ELASTIC)

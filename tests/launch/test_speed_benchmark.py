@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks import __main__ as benchmark
-from benchmarks import digests, report, step, systems, update
+from benchmarks import digests, report, step, systems
 from benchmarks.counters import Casts
 from benchmarks.models import WORKLOADS, Encoder, Workload
 from benchmarks.systems import OWN, SYSTEMS
 from models import MLP
-from pairwise import thinned
 from storages import settle
 from torch import nn
 
@@ -84,56 +83,24 @@ def test_memory_and_collectives_of_known_systems():
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(["update", "--elements", "4096", "--rounds", "1"], marks=COMPILED),
-        pytest.param(
-            [
-                "peers",
-                "--model",
-                "tiny",
-                "--rounds",
-                "1",
-                "--micros",
-                "2",
-                "--clock",
-                "processor",
-                "--systems",
-                "floor",
-                "plain",
-                "autocast",
-                "views",
-                "in fp32",
-            ],
-            marks=COMPILED,
-        ),
-    ],
-    ids=lambda arguments: arguments[0],
-)
-def test_every_command_prints_its_table(
-    arguments: list[str],
-    gloo: SpawnedWorld,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@COMPILED
+def test_systems_are_measured_next_to_each_other(
+    gloo: SpawnedWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def shared(function: Callable[..., Any], _size: int, *args: Any, timeout: float) -> list[Any]:
         return gloo.run(function, *args, timeout=150)
 
     monkeypatch.setattr(benchmark, "spawn", shared)
-    coded = thinned(len(update.CODED), update.CODED.items())  # each is compiled
-    monkeypatch.setattr(update, "CODED", dict(coded))
-    benchmark.main([*arguments, "--markdown"])
+    words = "peers --model tiny --rounds 1 --micros 2 --clock processor --markdown --systems"
+    benchmark.main([*words.split(), "floor", "plain", "autocast", "views", "in fp32"])
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.startswith("|")]
-    assert len(rows) >= 5
     assert "WRONG" not in printed
-    if arguments[0] == "peers":
-        measured = {row.split("|")[1].strip() for row in rows[2:]}
-        assert {"shardcast", "crude floor", "DDP + autocast"} <= measured <= set(SYSTEMS)
-        own = [row for row in rows if row.split("|")[1].strip() in OWN]
-        place = 1 + report.COLUMNS.index("casts 1 / 4")
-        assert all(row.split("|")[place].strip() == "0 / 0" for row in own), "casts of parameters"
+    measured = {row.split("|")[1].strip() for row in rows[2:]}
+    assert {"shardcast", "crude floor", "DDP + autocast"} <= measured <= set(SYSTEMS)
+    own = [row for row in rows if row.split("|")[1].strip() in OWN]
+    place = 1 + report.COLUMNS.index("casts 1 / 4")
+    assert own and all(row.split("|")[place].strip() == "0 / 0" for row in own), "casts of weights"
 
 
 @pytest.mark.filterwarnings("ignore:step skipped", "ignore:state_dict")
