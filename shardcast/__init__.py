@@ -15,18 +15,15 @@ from shardcast.messages import namesake
 if TYPE_CHECKING:  # imported at first use, because torch takes seconds
     from shardcast.config import ShardcastConfig
     from shardcast.memory.convert import convert_
-    from shardcast.memory.pack_only import PackedParameters, pack_parameters
     from shardcast.optimizer.api import shard
     from shardcast.optimizer.sharded import ShardedOptimizer
 
 __version__ = "0.2.0"
 
 __all__ = [
-    "PackedParameters",
     "ShardcastConfig",
     "ShardedOptimizer",
     "convert_",
-    "pack_parameters",
     "shard",
 ]
 
@@ -43,11 +40,9 @@ _MODULES = (
     "transformers",
 )
 _MODULE_OF = {
-    "PackedParameters": "memory.pack_only",
     "ShardcastConfig": "config",
     "ShardedOptimizer": "optimizer.sharded",
     "convert_": "memory.convert",
-    "pack_parameters": "memory.pack_only",
     "shard": "optimizer.api",
 }
 
