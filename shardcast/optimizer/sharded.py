@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import compress
 from numbers import Real
 from typing import Any, NoReturn
@@ -43,7 +43,6 @@ from shardcast.plan.originals import Group, OptimizerList, ParamGroup
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import BACKWARDS
 from shardcast.step.reduce.reducer import Reducer
-from shardcast.step.update.state import OwnMethod
 
 Parameters = Iterable[Tensor] | Tensor
 # Name of such a step when ranks compare their calls.
@@ -826,15 +825,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         if (hook := packed.hook_for(name)) is not None:
             return getattr(hook, name)
-        return _own_method(packed, name, self._decision)
-
-    def _decision(self) -> Decision:
-        """Return a decision on the current gradients without signals. Collective: every rank."""
-        decision = self._clip.pending()
-        if decision is None:
-            self._reduce("step")
-            decision = self._packed.decider.decide(None, judges=False)
-        return decision
+        raise _without(name, packed.originals.optimizers)
 
     def __repr__(self) -> str:
         return f"Sharded{self._packed.originals.name}: {self.layout.lines()[0]}"
@@ -862,53 +853,6 @@ def _refuse_loss(loss: object) -> None:
         )
 
 
-def _own_method(
-    packed: PackedOptimizer, name: str, decide: Callable[[], Decision]
-) -> Callable[..., None]:
-    """Return a method of that name which one of the optimizers has, made callable on all ranks.
-
-    Args:
-        decide: returns the decision on the current gradients, on all ranks.
-
-    Raises:
-        AttributeError: no optimizer has it, or it cannot run on one rank's masters alone.
-    """
-    offered = (update.own_method(name) for update in packed.updates)
-    methods = [method for method in offered if method is not None]
-    if len(methods) == 1:
-        return partial(_call, packed, methods[0], name, decide)
-    raise _without(name, packed.originals.optimizers)
-
-
-@torch.no_grad()
-def _call(
-    packed: PackedOptimizer,
-    method: OwnMethod,
-    name: str,
-    decide: Callable[[], Decision],
-    /,
-    *args: Any,
-    **named: Any,
-) -> None:
-    """Call a method that the optimizer's class adds, on masters with the mean in ``.grad``.
-
-    Collective: every rank, with the same arguments.
-
-    Raises:
-        AttributeError: on all ranks: the method combines parameters, or returns something.
-    """
-
-    def check() -> None:
-        if not method.fits(args, named):
-            raise _without(name, packed.originals.optimizers)
-
-    packed.together(check, name)
-    decision = decide()
-    packed.sync.wait()
-    method.call(decision, args, named)
-    packed.sync()
-
-
 def _without(name: str, originals: Sequence[torch.optim.Optimizer]) -> AttributeError:
     """Return the error for a method that only an original optimizer's class has."""
     owners = [type(original).__name__ for original in originals if hasattr(type(original), name)]
@@ -916,9 +860,8 @@ def _without(name: str, originals: Sequence[torch.optim.Optimizer]) -> Attribute
         return AttributeError(f"'ShardedOptimizer' object has no attribute {name!r}")
     return AttributeError(
         f"{name}: {owners[0]} has it, the sharded optimizer has not: each rank has gradients and "
-        "state of its own parameters alone, on which a method can work that takes each parameter "
-        "by itself, under partition 'whole', and returns nothing; use DDP, or an optimizer that "
-        "updates in step()"
+        "state of its own parameters alone; edit them in `with optimizer.owned() as parts:`, or "
+        "use an optimizer that updates in step()"
     )
 
 

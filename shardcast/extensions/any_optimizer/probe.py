@@ -14,7 +14,7 @@ first steps are watched, see :mod:`.update`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -180,32 +180,6 @@ def _measured(optimizer: torch.optim.Optimizer) -> str:
     return _entangled(optimizer, dependence, tolerance) if dependence else ""
 
 
-def takes_parameters_alone(
-    optimizer: torch.optim.Optimizer, name: str, args: Sequence[Any], named: Mapping[str, Any]
-) -> bool:
-    """Return whether a method treats each parameter by itself, and returns nothing.
-
-    Measured by its effect on a twin's next step; the optimizer stays unchanged. Local; equal on
-    ranks that pass equal arguments.
-    """
-    results = []
-
-    def call(twin: torch.optim.Optimizer) -> None:
-        with torch.no_grad():
-            results.append(getattr(twin, name)(*args, **named))
-
-    try:
-        with unnoticed() as draws, observer.StepObserver() as seen:
-            twins = Twins(optimizer)
-            samples = twins.samples(SMALL, SCALES)
-            together = twins.stepped(samples, call)
-            tolerance = PRODUCTS if seen.multiplies else ALONE
-            is_alone = not _dependence(twins, samples, together, tolerance, call)
-            return is_alone and not draws() and all(result is None for result in results)
-    except Exception:  # it cannot run on twins, or calls collectives
-        return False
-
-
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the update of an element needs only that element.
 
@@ -248,15 +222,10 @@ def _dependence(
     samples: Samples,
     together: torch.optim.Optimizer,
     tolerance: float,
-    call: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> str:
-    """Return what differs without every second parameter; empty if nothing differs.
-
-    Args:
-        call: see :meth:`.Twins.stepped`, which returned ``together``.
-    """
+    """Return what differs without every second parameter; empty if nothing differs."""
     for turn in (0, 1):
-        alone = twins.stepped([of_group[turn::2] for of_group in samples], call)
+        alone = twins.stepped([of_group[turn::2] for of_group in samples])
         triples = zip(together.param_groups, alone.param_groups, samples, strict=True)
         for group, lonely, of_group in triples:
             for name, value in numbers(group).items():

@@ -106,14 +106,8 @@ class Twins:
             for dims in self._dims
         ]
 
-    def stepped(
-        self, samples: Samples, call: Callable[[torch.optim.Optimizer], None] | None = None
-    ) -> torch.optim.Optimizer:
-        """Return a twin over ``samples`` after one step with each of their gradients.
-
-        Args:
-            call: called with the twin then, and followed by one more step with the last gradients.
-        """
+    def stepped(self, samples: Samples) -> torch.optim.Optimizer:
+        """Return a twin over ``samples`` after one step with each of their gradients."""
         params = (param for group in self._optimizer.param_groups for param in group["params"])
         # Attributes may hold the model's parameters, which a step must not change.
         stand_ins: dict[int, Any] = {id(param): nn.Parameter(torch.empty(0)) for param in params}
@@ -130,10 +124,6 @@ class Twins:
                 for param, sample in zip(group["params"], of_group, strict=True):
                     param.grad = sample.grads[number].clone()
             with torch.enable_grad():  # some classes compute with autograd
-                step()
-        if call is not None:
-            call(twin)
-            with torch.enable_grad():
                 step()
         switch(twin, "eval")
         return twin
@@ -201,9 +191,3 @@ def unnoticed() -> Iterator[Callable[[], bool]]:
             random.setstate(before[0])
             if numpy:
                 numpy.random.set_state(before[1])
-
-
-def has_own(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    """Return whether the class of ``optimizer`` adds a public method of that name."""
-    added = not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
-    return added and callable(getattr(type(optimizer), name, None))

@@ -24,7 +24,7 @@ from shardcast.step.decide.decision import Decision
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import choose_executor
 from shardcast.step.update.rules import AssignRule, NoRule
-from shardcast.step.update.state import OwnMethod, Ready, ShardState, Update
+from shardcast.step.update.state import Ready, ShardState, Update
 
 PROBATION = 10  # steps in which a third-party class is watched
 
@@ -135,7 +135,7 @@ class AnyOptimizerUpdate(Update):
         measured = any(epilogue.sums for epilogue in self._active)
         old = {shard: shard.data.clone() for shard in owned if measured}
         for shard in owned:
-            self._set_gradients(shard, decision, decision.factors)
+            self._set_gradients(shard, decision)
         with torch.enable_grad():  # some optimizers use autograd
             if self._watched and self._comm.size > 1:
                 self._watched -= 1
@@ -151,14 +151,12 @@ class AnyOptimizerUpdate(Update):
         for shard in shards:
             self._finish(shard)
 
-    def _set_gradients(
-        self, shard: Shard, decision: Decision, factors: Mapping[GroupId, Tensor | None]
-    ) -> None:
-        """Set the masters' gradients, times ``factors``, until :meth:`_take_masters`."""
+    def _set_gradients(self, shard: Shard, decision: Decision) -> None:
+        """Set the masters' gradients, times the factors, until :meth:`_take_masters`."""
         own = shard.mean
         shard.home.arrive()
         grads = own.to(MASTER_DTYPE)
-        ranges = with_values(shard.pack.ranges, factors)
+        ranges = with_values(shard.pack.ranges, decision.factors)
         if len(ranges) > 1 and grads is own:
             grads = own.clone()
         for part, factor in ranges:
@@ -175,39 +173,6 @@ class AnyOptimizerUpdate(Update):
             if is_present:  # otherwise grad is None, and the class skips the parameter
                 grad = grads[shard.local(fragment.start, fragment.stop)]
                 param.grad = grad.view(param.shape)
-
-    def own_method(self, name: str) -> OwnMethod | None:
-        if not twins.has_own(self._optimizer, name):
-            return None
-
-        def fits(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-            is_cut = any(shard.pack.layout.partition == "even" for shard in self._shards)
-            alone = probe.takes_parameters_alone
-            return not is_cut and alone(self._optimizer, name, args, named)
-
-        return OwnMethod(fits, partial(self._call_own, name))
-
-    def _call_own(
-        self, name: str, decision: Decision, args: Sequence[Any], named: Mapping[str, Any]
-    ) -> None:
-        if self._is_apart:
-            decision = decision.on_host
-        if decision.skip.tolist():
-            for shard in self._params:
-                shard.settle()
-            return
-        self._read_groups()
-        for shard in self._params:
-            shard.absorb()  # takes in values that a script wrote
-            if shard.grads is not None:
-                unscale = dict.fromkeys(shard.pack.layout.groups, decision.unscale)
-                self._set_gradients(shard, decision, unscale)
-        getattr(self._inner, name)(*args, **named)
-        self._write_groups()
-        for shard in self._params:
-            self._take_masters(shard)
-            shard.publish()
-            shard.home.send()
 
     def _write_groups(self) -> None:
         """Copy numbers that the inner optimizer keeps in its groups, such as counters, outwards."""

@@ -285,18 +285,6 @@ class Range:
                 operands[0] = nothing
 
 
-class OwnMethod(NamedTuple):
-    """A method that an optimizer's class adds to torch's.
-
-    Attributes:
-        fits: whether it can run with these arguments on one rank's masters alone. Local.
-        call: runs it on masters and their gradients, unless the step is skipped.
-    """
-
-    fits: Callable[[Sequence[Any], Mapping[str, Any]], bool]
-    call: Callable[[Decision, Sequence[Any], Mapping[str, Any]], None]
-
-
 class Update(ABC):
     """The update of one optimizer and its epilogues.
 
@@ -341,10 +329,6 @@ class Update(ABC):
     def state_names(self) -> tuple[str, ...]:
         """Names of the state that the class keeps per parameter, if known in advance."""
         return ("step",)
-
-    def own_method(self, _name: str) -> OwnMethod | None:
-        """Return the class's own method of that name, if it can run on masters."""
-        return None
 
     @property
     def _is_apart(self) -> bool:

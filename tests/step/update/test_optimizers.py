@@ -281,26 +281,17 @@ def test_state_goes_on_through_every_door_at_other_numbers_of_ranks(
 
 
 class Sophia(torch.optim.Optimizer):
-    """As Sophia-G: a second method that works on gradients and state, and an option of its own."""
+    """As Sophia-G: a second method that works on gradients and state."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr, "hessians": 0})
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def update_hessian(self, beta: float = 0.9) -> None:
         for group in self.param_groups:
-            group["hessians"] += 1
             for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    old = state.setdefault("hessian", torch.zeros_like(param))
-                    old.mul_(beta).addcmul_(param.grad, param.grad, value=1 - beta)
-
-    @torch.no_grad()
-    def decay(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.mul_(0.5)
+                hessian = self.state[param]["hessian"]
+                hessian.mul_(beta).addcmul_(param.grad, param.grad, value=1 - beta)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -311,70 +302,46 @@ class Sophia(torch.optim.Optimizer):
                     hessian = state.setdefault("hessian", torch.zeros_like(param))
                     param.sub_((param.grad / (hessian + 0.1)).clamp(-1, 1), alpha=group["lr"])
 
-    def first_step(self) -> None:
-        for group in self.param_groups:
-            norm = sum(param.grad.norm() for param in group["params"])
-            for param in group["params"]:
-                param.data.add_(param.grad / norm)
 
-    def norms(self) -> list[Any]:
-        return [param.grad for group in self.param_groups for param in group["params"]]
-
-
-def with_hessians(group: Any, steps: int = 4) -> tuple[list[torch.Tensor], int]:
-    """Parameters after steps with a Hessian every second one, and the counter of the group."""
-    model, batches = mlp(), 1 if group is None else group.size()
+def with_hessians(group: Any, steps: int = 4) -> list[torch.Tensor]:
+    """Parameters after steps, behind every second of which the Hessian is updated."""
+    model, ranks = mlp(), range(2) if group is None else [group.rank()]
     optimizer: Any = Sophia(model.parameters())
     if group is not None:
         optimizer = shardcast.shard(
             model, optimizer, process_group=group, param_dtype="fp32", max_grad_norm=None
         )
+        with pytest.raises(AttributeError, match=r"update_hessian: Sophia has it.*owned\(\)"):
+            optimizer.update_hessian(beta=0.5)
 
     def backward(step: int) -> None:
-        ranks = range(2) if group is None else [group.rank()]
         for rank in ranks:
             generator = torch.Generator().manual_seed(10 * step + rank)
             inputs = torch.randn(5, model[0].in_features, generator=generator)
-            (model(inputs).square().mean() / (2 if group is None else 1)).backward()
+            (model(inputs).square().mean() / len(ranks)).backward()
 
     for step in range(steps):
-        if step % 2 == 0:
-            backward(100 + step)
-            optimizer.update_hessian(beta=0.5)
-            optimizer.zero_grad()
         backward(step)
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.decay()
-    assert batches <= 2
-    return [p.detach().clone() for p in model.parameters()], optimizer.param_groups[0]["hessians"]
+        if step % 2:
+            continue
+        backward(100 + step)
+        if group is None:
+            optimizer.update_hessian(beta=0.5)
+        else:
+            with optimizer.owned() as parts:
+                for part in parts:
+                    part.state["hessian"].mul_(0.5).addcmul_(part.grad, part.grad, value=0.5)
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
 
 
-def test_a_method_that_a_class_adds_works_on_the_mean_gradients_as_on_one_rank():
-    expected, counted = with_hessians(None)
-    for trained, count in ThreadedWorld(2).run(with_hessians):
-        assert count == counted == 2
+def test_a_method_that_a_class_adds_is_refused_and_its_work_is_done_in_owned():
+    expected = with_hessians(None)
+    for trained in ThreadedWorld(2).run(with_hessians):
         for value, plain in zip(trained, expected, strict=True):
             torch.testing.assert_close(value, plain, rtol=1e-5, atol=1e-6)
-
-
-def test_a_method_that_lets_parameters_meet_or_returns_something_is_refused_on_all_ranks():
-    def run(group: Any) -> None:
-        model = mlp()
-        optimizer = shardcast.shard(
-            model, Sophia(model.parameters()), process_group=group, param_dtype="fp32"
-        )
-        for name in ("first_step", "norms"):
-            with pytest.raises(AttributeError, match=f"{name}: Sophia has it"):
-                getattr(optimizer, name)()
-        cut = mlp()
-        optimizer = shardcast.shard(
-            cut, Sophia(cut.parameters()), process_group=group, elementwise=True
-        )
-        with pytest.raises(AttributeError, match=r"decay: Sophia has it.* partition 'whole'"):
-            optimizer.decay()
-
-    ThreadedWorld(2).run(run)
 
 
 class WithHessian(foreign.Signs):
