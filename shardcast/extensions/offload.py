@@ -39,7 +39,6 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import warn_first
-from shardcast.extensions.any_optimizer import probe
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.hashing import hasher_of
 from shardcast.memory.home import ALL, Home
@@ -308,7 +307,7 @@ class Offload(StepHook):
 def _fits(plan: Plan, _parallel_dims: ParallelDims) -> None:
     """Refuse what the host would take too long to update, and a host that has too little memory."""
     for optimizer in plan.originals.optimizers:
-        if not (plan.config.elementwise or probe.is_elementwise(optimizer)):
+        if not (plan.config.elementwise or type(optimizer) in ELEMENTWISE):
             raise ValueError(
                 f"offload: expected optimizers whose update of an element needs that element "
                 f"alone, got {type(optimizer).__name__}: the host updates masters where they are, "
