@@ -80,6 +80,7 @@ CALLS = {
     "attempt": "on_error",
     "failures": "on_error",
     "published": "published",
+    "check_copies": "replica_check",
     "digest": "digest",
     "changes": "changes",
     "sleep": "serving.sleep",

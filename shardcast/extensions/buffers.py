@@ -101,9 +101,9 @@ class Buffers(StepHook):
             self._warn_of_new()
         self._broadcast(self._places)
 
-    def sent(self) -> list[Tensor] | None:
+    def sent(self) -> dict[str, Tensor] | None:
         """Return the buffers that equal rank 0's; ``None`` if one of them changed its kind here."""
-        dense = [buffer.data for place in self._places if (buffer := place.buffer()) is not None]
+        dense = {p.name: buffer.data for p in self._places if (buffer := p.buffer()) is not None}
         return dense if len(dense) == len(self._places) else None
 
     def before(self, root: nn.Module) -> None:

@@ -637,18 +637,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         close(self._packed, restore)
 
-    def check_copies(self) -> None:
-        """Compare all replicas by 64-bit hashes, for debugging.
-
-        It includes replicas over tensor-parallel ranks, and tied weights.
-
-        Collective: every rank.
-
-        Raises:
-            RuntimeError: on every rank, if replicas differ; names the parameter.
-        """
-        self._full.check_copies()
-
     @property
     def state(self) -> Any:
         """torch's state by model parameter, read-only: what every rank knows of it.

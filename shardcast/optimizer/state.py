@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import Comm, warn_first
 from shardcast.memory.gradients import Gradients
-from shardcast.memory.hashing import hasher_of
-from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.groups import activate_packs
 from shardcast.optimizer.packed import PackedOptimizer
@@ -703,30 +701,6 @@ class FullState:
             for number in range(len(shard.fragments)):
                 self._packed.update_of(shard).load_fragment(shard, number, {})
 
-    def check_copies(self) -> None:
-        """Compare, by hashes, what several ranks hold; see ``ShardedOptimizer.check_copies``."""
-        packed, process_groups = self._packed, self._packed.process_groups
-        packed.together(partial(packed.need_masters, "check_copies"), "check_copies")
-        packed.sync.wait()
-        differing: list[str] = []
-        for shard in packed.shards:
-            pack, pack_groups = shard.pack, shard.pack.layout.pack_groups
-            hashes = _hashes(pack)
-            comms = {"data-parallel": process_groups.data_parallel(pack_groups)}
-            comms |= {name: process_groups.comm(name) for name in pack_groups.replicate}
-            for name, comm in comms.items():
-                hashes_by_rank = comm.exchange(hashes, packed.device)
-                for slot, *by_rank in zip(pack.layout.slots, *hashes_by_rank, strict=True):
-                    rank = next((r for r, value in enumerate(by_rank) if value != by_rank[0]), None)
-                    if rank is not None:
-                        differing.append(f"{slot.name!r} between ranks 0 and {rank} ({name})")
-
-        def refuse() -> None:
-            if differing:
-                raise RuntimeError(f"parameters that must be equal differ: {'; '.join(differing)}")
-
-        packed.together(refuse, "check_copies")
-
     def masters(self, average: str | None = None) -> dict[str, Tensor]:
         """All parameters in fp32 by name, tied ones under each, on rank 0's host; else empty.
 
@@ -848,10 +822,3 @@ def _joined(parts: list[tuple[Fragment, dict[str, Any]]], elementwise: bool) -> 
             value = value.view(fragment.slot.shape)
         joined[name] = value
     return joined
-
-
-def _hashes(pack: Pack) -> list[int]:
-    """Hash each slot of a pack; waits for the device."""
-    hasher, slots = hasher_of(pack.data.device), pack.layout.slots
-    parts = (pack.data[slot.offset : slot.offset + slot.numel] for slot in slots)
-    return torch.stack([hasher(part.clone()) for part in parts]).tolist()  # words need alignment

@@ -44,9 +44,9 @@ def test_copies_are_compared_over_data_and_tensor_parallel_ranks(rank: int | Non
     if rank is None:
         assert told == ["equal"] * 4
         return
-    for dim in ("(tp)", "(data-"):
-        assert f"'second.bias' between ranks 0 and 1 {dim}" in told[rank]
-    assert all("'second.bias'" in message and "'first" not in message for message in told)
+    for dim in ("", " along 'tp'"):
+        assert f"parameters of rank 1{dim} differ from those of rank 0" in told[rank]
+    assert all("first 'second.bias' (1 in all)" in message for message in told)
 
 
 @pytest.mark.parametrize("seeds", [1, 2])

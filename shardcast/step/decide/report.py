@@ -157,14 +157,10 @@ class HostCopy:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(self._device))
 
-    def read(self, waits: bool = False) -> list[float] | None:
-        """Return the numbers, or ``None`` if they are still in flight and it must not wait."""
+    def read(self) -> list[float] | None:
+        """Return the numbers, or ``None`` if they are still in flight."""
         if self._copied is not None:
-            if _compat.is_capturing(self._device):
-                return None
-            if waits:
-                self._copied.synchronize()
-            elif not self._copied.query():
+            if _compat.is_capturing(self._device) or not self._copied.query():
                 return None
             self._copied = None
         return None if self._numbers is None else self._numbers.tolist()
