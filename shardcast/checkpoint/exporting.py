@@ -144,7 +144,7 @@ def _optimizer_files(
         for name, values in head["objects"].items():
             state.setdefault(name, {}).update(values)
         groups = _groups(reader)
-        places = head.get("places", [0] * len(groups))  # as before there were several
+        places = head["places"]
         by_place: list[list[Any]] = [[] for _ in range(max(places) + 1)]
         for group, place in zip(groups, places, strict=True):
             by_place[place].append(group)

@@ -230,11 +230,6 @@ class Guard(Signal):
             window = self._history.shape[1]
             empty = [math.nan] * window
             rows = [state[name] for name in self.judged]
-            if "accepted" in state:  # older format: a ring buffer with zeros for missing values
-                accepted, size = int(state["accepted"]), len(rows[0])
-                places = [n % size for n in range(max(0, accepted - size), accepted)]
-                places = [at for at in places if all(math.isfinite(row[at]) for row in rows)]
-                rows = [[row[at] for at in places] for row in rows]
             rows = [[*empty, *row][-window:] for row in rows]
             self._history.copy_(torch.tensor(rows, dtype=torch.float64))
 

@@ -10,9 +10,7 @@ One pipeline for :func:`shardcast.shard`, ``add_param_group`` and ``shardcast es
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +35,6 @@ from shardcast.plan.precision import Precision
 from shardcast.plan.publishing import publishing_of
 
 EXPERT = "of an expert"  # replaces the name of an expert, whatever its number
-_SIZE, _TRIES = 128, 4  # size and number of the timed products
 told: set[torch.dtype] = set()  # dtypes about which this process has warned
 
 
@@ -311,40 +308,16 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-@functools.cache
-def slowdown(dtype: torch.dtype) -> float:
-    """Return how much slower matmuls in ``dtype`` are on this CPU than in fp32.
-
-    Without AVX-512, torch multiplies bf16 and fp16 in a plain loop, which takes 20 to 150 times as
-    long as fp32 (pytorch 146508, 118499). Measured in a few milliseconds, once per process.
-    """
-
-    def seconds(dtype: torch.dtype) -> float:
-        matrix = torch.ones(_SIZE, _SIZE, dtype=dtype, device="cpu")
-        matrix @ matrix  # the first product may prepare a kernel
-        times = []
-        for _ in range(_TRIES):
-            start = time.perf_counter()
-            matrix @ matrix
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return seconds(dtype) / seconds(torch.float32)
-    finally:
-        torch.set_num_threads(threads)
-
-
 def warn_of_slow_products(dtypes: Iterable[torch.dtype]) -> None:
-    """Warn, once per process and dtype, that parameters of ``dtypes`` make training slow here."""
+    """Warn, once per process and dtype, that parameters of ``dtypes`` make training slow here.
+
+    Without AVX-512, torch multiplies bf16 and fp16 in a plain loop (pytorch 146508, 118499).
+    """
     for dtype in set(dtypes) - told:
         told.add(dtype)
         name = str(dtype).removeprefix("torch.")
         warn(
-            f"param_dtype: products of matrices in {name} take {slowdown(dtype):.0f} times as "
-            "long as in float32 on this CPU, for which torch has no kernel; for trying things "
-            "out here pass param_dtype=torch.float32"
+            f"param_dtype: products of matrices in {name} are slow on this CPU: torch has no "
+            "kernel for them here, and its loop takes 20 to 150 times as long as float32; for "
+            "trying things out pass param_dtype=torch.float32"
         )

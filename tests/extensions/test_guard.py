@@ -191,22 +191,6 @@ def test_a_resumed_guard_goes_on_with_its_window(through: str, window: int, tmp_
         assert_same_bits(everything(resumed, again), everything(model, optimizer))
 
 
-@pytest.mark.parametrize(
-    ("accepted", "ring", "values"),
-    [(2, [5.0, 6.0, 0.0, 0.0], [5.0, 6.0]), (6, [9.0, 10.0, 7.0, math.nan], [7.0, 9.0, 10.0])],
-    ids=["part of a ring", "a ring begun again"],
-)
-def test_a_window_that_an_older_release_saved_as_a_ring_is_put_in_order(
-    accepted: int, ring: list[float], values: list[float]
-):
-    optimizer = sharded(CASES["mlp"].build(), guard={"norm": 6.0, "loss": 6.0, "window": 8})
-    state = optimizer.state_dict()
-    old = {"accepted": accepted, "norm": [1.0, 2.0, 3.0, 4.0], "loss": ring}
-    state["shardcast"]["scaler"]["guard"] = old
-    optimizer.load_state_dict(state)
-    assert optimizer.state_dict()["shardcast"]["scaler"]["guard"]["loss"] == values
-
-
 def test_a_spike_is_named_and_changes_neither_moments_nor_loss_scale():
     model = CASES["mlp"].build()
     optimizer = sharded(model, guard=NORM, loss_scale="dynamic", loss_scale_init=4.0)
