@@ -355,7 +355,9 @@ def check(story: Story, processes: SpawnedWorld | None = None) -> None:
         kind, step, rank = story.bit
         for text in results:
             assert isinstance(text, str), story
-            assert text.startswith(f"step {step}: ") and f"replica_check: after step {step} " in text
+            assert (
+                text.startswith(f"step {step}: ") and f"replica_check: after step {step} " in text
+            )
             if kind == "master":
                 assert "masters of rank 1 along 'copies' differ" in text, (story, text)
             else:
