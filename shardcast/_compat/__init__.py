@@ -1,9 +1,9 @@
-"""The only folder where interfaces of torch are used that are private or differ between releases.
+"""The only folder that uses interfaces of torch that are private or differ between releases.
 
-Here is what every training uses; the other modules are for one purpose each.
+This module has what every training uses; the other modules have one purpose each.
 
-What a new release of torch breaks, a test of what uses it notices; ``tests/test_compat.py`` has the
-few of which no other test could tell.
+If a new release of torch breaks something, the tests of its users notice. ``tests/test_compat.py``
+has the few cases that no other test would notice.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 if dist.is_available():
-    # Its functions have the default group of the moment at which they are imported as a default
-    # argument. torch imports them with the first optimizer, usually when there is a group, which
-    # then outlives destroy_process_group(), with threads that a process may not end with.
+    # Its functions capture the default group at import time as a default argument. torch imports
+    # them with the first optimizer, usually when a group exists. That group would then outlive
+    # destroy_process_group(), with threads that must not run when a process exits.
     import torch.distributed.nn.functional
 
-    # The names of torch >= 2.13, and those before.
+    # The names in torch >= 2.13, and the earlier ones.
     all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -50,12 +50,12 @@ def all_to_all_flat(
     received: Sequence[int],
     sent: Sequence[int],
 ) -> dist.Work:
-    """Start ``dist.all_to_all_single`` of plain tensors, without two thirds of its host time.
+    """Start ``dist.all_to_all_single`` of plain tensors, in a third of its host time.
 
     Args:
         received, sent: lengths by rank; empty: all are equal.
     """
-    name = "all_to_all_single"  # of torch >= 2.13, and the one before
+    name = "all_to_all_single"  # the name in torch >= 2.13, and the earlier one
     launch: Any = getattr(group, name, None) or group.alltoall_base
     work: dist.Work = launch(output, input, received, sent, _exchange())
     return work
@@ -69,40 +69,40 @@ def _exchange() -> Any:
 
 
 def own_storage(view: Tensor) -> Tensor:
-    """A tensor over the memory of the contiguous ``view``, with a storage object of its own.
+    """Return a tensor over the memory of the contiguous ``view``, with its own storage object.
 
-    Everything that saves models takes views of one storage for tied weights. A DLPack round trip
-    gives a storage of the view's size that keeps its memory alive; the capsule spares questions
-    about device and stream. On a GPU ``record_stream`` does nothing for it, since the allocator
-    knows its own pointers only, and nobody needs it: packs live as long as their parameters.
+    Code that saves models treats views of one storage as tied weights. A DLPack round trip gives a
+    storage of the view's size that keeps its memory alive; the capsule avoids checks of device and
+    stream. On a GPU ``record_stream`` does nothing for it, because the allocator knows only its own
+    pointers. That is fine, because packs live as long as their parameters.
     """
     return view if view.is_meta else from_dlpack(to_dlpack(view))
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether it is a ``DTensor``, whose module takes long to import."""
+    """Return whether it is a ``DTensor``, without importing that slow module."""
     return hasattr(tensor, "device_mesh")
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """The memory of a DTensor on this rank, the very tensor; a plain one itself."""
+    """Return a DTensor's local tensor itself; a plain tensor unchanged."""
     local: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
     return local
 
 
 def without_torch_function() -> AbstractContextManager[object]:
-    """Have functions take tensors of any class for plain ones inside it, on this thread."""
+    """Let functions treat tensors of any class as plain ones in this block, on this thread."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Have ``torch.compile`` break its graph around ``function``, as around those of torch."""
+    """Make ``torch.compile`` break its graph around ``function``, as around torch's own steps."""
     return _disable_dynamo(function)
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Return whether another tensor has the memory of this one, too."""
-    storage = tensor.untyped_storage()  # counts itself, beside ``tensor``
+    """Return whether another tensor shares this tensor's memory."""
+    storage = tensor.untyped_storage()  # this reference counts, besides ``tensor``
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
@@ -110,14 +110,14 @@ _NOTHING = nullcontext()
 
 
 def without_grad() -> AbstractContextManager[object]:
-    """Return ``torch.no_grad()``, which takes two microseconds, where gradients are on."""
+    """Return ``torch.no_grad()`` if gradients are on, since it takes two microseconds."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def has_bits_of(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of the host, of one shape and dtype, have the same bits.
+    """Return whether two host tensors of equal shape and dtype have the same bits.
 
-    By ``memcmp``, which takes two thirds of the time of ``torch.equal`` over words of 64 bits.
+    It uses ``memcmp``, which takes two thirds of the time of ``torch.equal`` on 64-bit words.
     """
     if not (tensor.is_contiguous() and other.is_contiguous()):
         return torch.equal(
@@ -136,7 +136,7 @@ def _memcmp() -> Callable[[int, int, int], int]:
 def constants_of(tensor: Tensor) -> Tensor:
     """Return the same 0-dim or 1-d memory with an :func:`own_storage`, of one length in each call.
 
-    For one graph of :func:`compiled` the length is a constant.
+    Its length is a constant in a graph of :func:`compiled`.
     """
     numbers = own_storage(tensor)
     if numbers.dim():
@@ -147,13 +147,14 @@ def constants_of(tensor: Tensor) -> Tensor:
 def rows_of(tensor: Tensor, row: int, stack: int = 1) -> Tensor:
     """Return the same memory as rows of ``row`` elements (0: 1-d), with an :func:`own_storage`.
 
-    For one graph of :func:`compiled` ``row`` is a constant, and the number of rows may be any.
+    ``row`` is a constant in a graph of :func:`compiled`; the number of rows may vary.
 
     Args:
-        stack: of so many equal parts, which may lie apart; not 1: the first dimension of both.
+        stack: number of equal parts, which may lie apart; if not 1, the first dimension of both.
     """
     if not row:
-        return own_storage(tensor.view(-1))  # what keeps both as one would never be freed else
+        # otherwise an object that keeps both would never be freed
+        return own_storage(tensor.view(-1))
     shape = (-1, row) if stack == 1 else (stack, -1, row)
     rows = own_storage(tensor.view(shape))
     torch._dynamo.mark_static(rows, len(shape) - 1)
@@ -161,9 +162,9 @@ def rows_of(tensor: Tensor, row: int, stack: int = 1) -> Tensor:
 
 
 def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None] | None:
-    """Return a function that gives ``group`` until ``destroy_process_group()``; None for None.
+    """Return a function that returns ``group`` until ``destroy_process_group()``; None for None.
 
-    A group that torch has not made and does not keep, such as a mock, is held.
+    A group that torch did not create and does not keep, such as a mock, is held strongly.
     """
     if group is None:
         return None
@@ -173,29 +174,30 @@ def weak_group(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGrou
 
 
 def frame_of_thread(number: int) -> types.FrameType | None:
-    """The innermost frame of a running thread; None of one that has ended."""
+    """Return the innermost frame of a running thread; None if it has ended."""
     return sys._current_frames().get(number)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward that is running on this thread ends, as in DDP."""
+    """Run ``callback`` at the end of this thread's running backward, as DDP does."""
     Variable._execution_engine.queue_callback(callback)
 
 
-# A number that stands for the backward that is running on this thread, -1 for none. One that a
-# re-entrant checkpoint runs inside another has a number of its own; no number comes twice. There is
-# no public name for it, and two promises need it: the inner backward sends no pack, and two
-# models in one backward are launched at its end, so that ranks do not wait for one another.
+# Returns a unique number for the backward that runs on this thread; -1 for none. A backward inside
+# another one (re-entrant checkpoint) has its own number. There is no public name for it. Two
+# guarantees need it: an inner backward sends no pack, and two models in one backward are launched
+# at its end, so that ranks do not wait for one another.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def accumulates() -> bool:
-    """Return whether the backward that is running, seen from a tensor hook, adds to ``.grad``.
+    """Return whether the running backward, seen from a tensor hook, adds to ``.grad``.
 
-    ``torch.autograd.grad`` runs the same hooks and does not: there the engine refuses to say
-    whether it runs a leaf, of which the first below the hook is asked. With
-    ``backward(inputs=...)`` the answer is exact in the hooks of parameters only. Without it a rank
-    that alone calls ``torch.autograd.grad`` would wait for the others; no public name says it.
+    ``torch.autograd.grad`` runs the same hooks but does not: there the engine refuses to say
+    whether it runs a leaf. This asks about the first leaf below the hook. With
+    ``backward(inputs=...)`` the answer is exact only in hooks of parameters. Without this check, a
+    rank that alone calls ``torch.autograd.grad`` would wait for the others; there is no public name
+    for it.
     """
     node = torch._C._current_autograd_node()
     if node is None:
@@ -212,9 +214,9 @@ def accumulates() -> bool:
 
 
 def reaches_checkpoint() -> bool:
-    """Return whether the running backward, seen from a hook, comes to a re-entrant checkpoint.
+    """Return whether the running backward, seen from a hook, will reach a re-entrant checkpoint.
 
-    Its backward runs another one inside it, which may bring a gradient for a second time.
+    Its backward runs another one inside, which may produce a gradient a second time.
     """
     nodes: list[Node | None] = [torch._C._current_autograd_node()]
     seen: set[Node] = set()
@@ -230,9 +232,9 @@ def reaches_checkpoint() -> bool:
 
 
 def has_products(dtype: torch.dtype) -> bool:
-    """Return whether torch multiplies matrices in ``dtype`` by a kernel on this CPU, not a loop.
+    """Return whether torch has a fast matmul kernel in ``dtype`` on this CPU, not a plain loop.
 
-    What oneDNN says of the CPU, and so the same in each run, whatever else the machine does.
+    oneDNN decides this from the CPU, so it is the same in each run, whatever the load.
     """
     asked = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
@@ -246,21 +248,22 @@ def has_products(dtype: torch.dtype) -> bool:
 def is_host(device: torch.device) -> bool:
     """Return whether the host reads values on ``device`` without waiting for it.
 
-    What a step does differently on accelerators hangs on this alone; tests and benchmarks put
-    another function in its place, and so run the accelerator's path, with values, on a CPU.
+    All differences between a step on a CPU and on an accelerator depend on this function. Tests and
+    benchmarks replace it, to run the accelerator's path with values on a CPU.
     """
     return device.type == "cpu"
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream on which a hook runs, of an accelerator."""
+    """Return the accelerator's stream on which a hook runs."""
     return torch.accelerator.current_stream(device.index)
 
 
 def wait_streams(streams: Iterable[torch.Stream], tensors: Iterable[Tensor | None]) -> None:
-    """Have the current stream wait for the ``streams`` that made ``tensors``, and then use them.
+    """Make the current stream wait for the ``streams`` that made ``tensors``, and then use these.
 
-    Autograd runs each node on the stream of its forward, and joins them at the end of a backward.
+    Autograd runs each node on the stream of its forward, and joins streams at the end of a
+    backward.
     """
     made = [tensor for tensor in tensors if tensor is not None]
     for stream in streams:
@@ -272,25 +275,25 @@ def wait_streams(streams: Iterable[torch.Stream], tensors: Iterable[Tensor | Non
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is captured here, where nothing waits or is uploaded."""
+    """Return whether a CUDA graph is being captured; then nothing may wait or be uploaded."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-# torch's fused kernels over lists of tensors; ``torch.optim`` gives them whole parameters only.
+# torch's fused kernels over lists of tensors; ``torch.optim`` passes them only whole parameters.
 fused_adam_: Any = torch._fused_adam_
 fused_adamw_: Any = torch._fused_adamw_
 fused_sgd_: Any = torch._fused_sgd_
 
 
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:
-    """Set the flag without which schedulers warn that they step before ``optimizer``."""
+    """Set the flag that stops schedulers from warning that they step before ``optimizer``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def calling_module() -> nn.Module | None:
-    """The module whose call runs the forward that asks for it, if nothing stands between."""
+    """Return the module whose call runs the current forward, if nothing is in between."""
     frame = sys._getframe(2)
-    if frame.f_code.co_name == "inner" and frame.f_back is not None:  # where there are hooks
+    if frame.f_code.co_name == "inner" and frame.f_back is not None:  # if there are hooks
         frame = frame.f_back
     if frame.f_code is not nn.Module._call_impl.__code__:
         return None
@@ -299,7 +302,7 @@ def calling_module() -> nn.Module | None:
 
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """Return what ``tensor.register_hook`` was given."""
+    """Return the hooks that were passed to ``tensor.register_hook``."""
     return list((tensor._backward_hooks or {}).values())
 
 
@@ -309,12 +312,12 @@ def is_ddp(model: nn.Module) -> bool:
 
 
 def state_key(name: str) -> str:
-    """The key that ``state_dict`` has for a name: torch's checkpoint wrapper is left out."""
+    """Return a name's key in ``state_dict``, which leaves out torch's checkpoint wrapper."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside DDP and ``torch.compile`` wrappers."""
+    """Return the module inside DDP and ``torch.compile`` wrappers."""
     *_, innermost = _wrappers(model)
     return innermost
 
@@ -323,23 +326,24 @@ def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
     while True:
         yield model
         name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
-        inside = getattr(model, name, None)  # _orig_mod: of torch._dynamo.OptimizedModule
+        # _orig_mod is an attribute of torch._dynamo.OptimizedModule
+        inside = getattr(model, name, None)
         if not isinstance(inside, nn.Module):
             return
         model = inside
 
 
 def inside_ddp(module: nn.Module) -> bool:
-    """Return whether the running forward is that of a DDP wrapper of ``module``; DDP notes it."""
+    """Return whether a DDP wrapper of ``module`` runs the current forward; DDP notes that."""
     active = DistributedDataParallel._get_active_ddp_module()
     return active is not None and unwrapped(active) is module
 
 
 @contextmanager
 def swapped_params() -> Iterator[None]:
-    """Have ``module.to_empty`` and ``module.to`` keep the identity of parameters inside it.
+    """Let ``module.to_empty`` and ``module.to`` keep the identity of parameters in this block.
 
-    Else one on ``meta`` is replaced by a new one that the optimizer does not know.
+    Otherwise a parameter on ``meta`` is replaced by a new one that the optimizer does not know.
     """
     setting = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -350,13 +354,13 @@ def swapped_params() -> Iterator[None]:
 
 
 class WeakStorage:
-    """The storage of a tensor, as long as some tensor of this process has it."""
+    """A weak reference to a tensor's storage; it lives while a tensor of this process has it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._pointer = tensor.untyped_storage()._weak_ref()
 
     def __call__(self) -> torch.UntypedStorage | None:
-        """The storage, or ``None`` where nobody has it any more."""
+        """Return the storage, or ``None`` if no tensor has it any more."""
         storage: torch.UntypedStorage | None
         storage = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
         return storage
@@ -366,7 +370,7 @@ class WeakStorage:
 
 
 def plain_tensors(values: Any) -> Iterator[Tensor]:
-    """Find tensors with memory of their own in nested containers, and in wrapper tensors."""
+    """Yield tensors with their own memory in nested containers and wrapper tensors."""
     if isinstance(values, Tensor):
         flatten = getattr(values, "__tensor_flatten__", None)
         if flatten is None:
@@ -381,31 +385,32 @@ def plain_tensors(values: Any) -> Iterator[Tensor]:
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor of which autograd knows it as a view, and which it keeps."""
+    """Return the tensor that autograd knows as its base, and keeps."""
     return tensor._base
 
 
 def put_first(handle: Any) -> Any:
-    """Have a hook run before all others of its kind; gives the handle."""
+    """Make a hook run before all others of its kind; return its handle."""
     hooks = handle.hooks_dict_ref()
     earlier = {number: hook for number, hook in hooks.items() if number != handle.id}
-    for number in earlier:  # anew, behind it: autograd sees no move_to_end
+    # inserts the others again, after it, because autograd ignores move_to_end
+    for number in earlier:
         del hooks[number]
     hooks.update(earlier)
     return handle
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return ``optimizer.step`` without the hooks and profiler range that torch puts around it."""
+    """Return ``optimizer.step`` without torch's hooks and profiler range around it."""
     step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):  # torch's mark of its wrapper
+    if getattr(step, "hooked", False):  # torch's flag on its wrapper
         step = step.__wrapped__
     bound: Callable[[], Any] = step.__get__(optimizer)
     return bound
 
 
 def _is_of_context() -> bool:
-    """Return whether ``torch.save``'s checksums are set for a context, not for the process."""
+    """Return whether ``torch.save``'s checksum setting is per context, not per process."""
     get, change = torch.serialization.get_crc32_options, torch.serialization.set_crc32_options
     setting = get()
     contextvars.copy_context().run(change, not setting)
@@ -415,14 +420,15 @@ def _is_of_context() -> bool:
     return False
 
 
-CRC_IS_OF_CONTEXT = _is_of_context()  # at the import: the process's setting changes for a moment
+# at import time, because it briefly changes the process's setting
+CRC_IS_OF_CONTEXT = _is_of_context()
 
 
 def context_without_crc() -> contextvars.Context:
-    """A context in which ``torch.save`` leaves out checksums, which ``torch.load`` never compares.
+    """Return a context in which ``torch.save`` writes no checksums, which are never read back.
 
-    Where that is a setting of the whole process (torch 2.11), other threads save meanwhile, and the
-    context changes nothing.
+    In torch 2.11 the setting is per process, and other threads may save meanwhile, so the context
+    changes nothing.
     """
     context = contextvars.copy_context()
     if CRC_IS_OF_CONTEXT:

@@ -37,14 +37,15 @@ def placements(tensor: Any) -> dict[str, Placement]:
 
 
 def mesh_line(mesh: DeviceMesh, dim: str) -> tuple[int, ...]:
-    """The ranks of this rank's group along a dimension of a mesh, in its order."""
+    """Return the ranks of this rank's group along a mesh dimension, in its order."""
     return tuple(mesh[dim].mesh.flatten().tolist())
 
 
 def indices_of(tensor: Any, dim: int) -> Tensor:
-    """The indices of a DTensor's dimension that its local tensor has, 1-d and rising.
+    """Return the indices of a DTensor's dimension in its local tensor, 1-d and ascending.
 
-    Cut by torch as the tensor is; ``src_data_rank=None`` has it take what is here and send nothing.
+    torch splits the indices like the tensor; ``src_data_rank=None`` uses local values and sends
+    nothing.
     """
     from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -56,9 +57,9 @@ def indices_of(tensor: Any, dim: int) -> Tensor:
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
-    """Have a DTensor lie in ``local``, of the same shape and any dtype; it stays the same object.
+    """Put a DTensor over ``local``, of the same shape and any dtype; it stays the same object.
 
-    ``tensor.data = ...`` would change the dtype that it shows and leave the old memory below.
+    ``tensor.data = ...`` would change the dtype that it shows but keep the old memory.
     """
     same = tensor._spec.placements
     wrapped = wrap_local(local, tensor, same)
@@ -68,7 +69,7 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
 
 
 def wrap_local(local: Tensor, like: Any, placements: Sequence[Placement]) -> DTensor:
-    """A DTensor over ``local``, the very tensor, of the mesh and shape of ``like``."""
+    """Return a DTensor over ``local`` itself, with the mesh and shape of ``like``."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -79,17 +80,17 @@ def wrap_local(local: Tensor, like: Any, placements: Sequence[Placement]) -> DTe
 
 
 def arrived(local: Tensor) -> Tensor:
-    """Return what a functional collective gives, once it is here."""
+    """Return the result of a functional collective, after waiting for it."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def mesh_group(mesh: Any, dims: Sequence[str]) -> dist.ProcessGroup:
-    """The group of some dimensions of a mesh; makes one for several of them.
+    """Return the group of some dimensions of a mesh; several dimensions get a new group.
 
-    Every rank of the mesh must call it. The user's mesh is not flattened for it: torch 2.13 gives
-    wrong values for ``full_tensor()`` of unevenly cut DTensors over a mesh that was.
+    Collective: every rank of the mesh. The user's mesh is not flattened for it, because torch 2.13
+    returns wrong values from ``full_tensor()`` of unevenly split DTensors over a flattened mesh.
     """
     if len(dims) == 1:
         group: dist.ProcessGroup = mesh.get_group(dims[0])

@@ -1,4 +1,4 @@
-"""Process groups next to the one that is given, stores, and several collectives in one launch."""
+"""Additional process groups, stores, and several collectives in one launch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _groups: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDiction
 
 
 def group_of(ranks: Sequence[int], name: str, backend: str | None = None) -> dist.ProcessGroup:
-    """Return a group of some ranks of the default group, made once; all of them must call it.
+    """Return a cached group of some ranks of the default group. Collective: all of these ranks.
 
-    Groups are shared, not destroyed when a sharded model is closed: torch names them by their ranks
-    and how many groups there are, so that one made anew would find the addresses of the old one in
-    the store, and wait for it until the time-out.
+    Groups are shared, and not destroyed when a sharded model is closed. torch names a group by its
+    ranks and the number of groups. So a second group of these ranks would find the first one's
+    addresses in the store, and wait for them until the time-out.
     """
-    made = _groups.setdefault(dist.group.WORLD, {})  # ranks that are threads have one each
+    made = _groups.setdefault(dist.group.WORLD, {})  # if ranks are threads, each has its own
     key = tuple(ranks), str(backend)
     group: dist.ProcessGroup | None = made[key]() if key in made else None
     if group is None:
@@ -34,20 +34,20 @@ def group_of(ranks: Sequence[int], name: str, backend: str | None = None) -> dis
 
 
 def default_store() -> Any:
-    """The store through which the processes of the default group met."""
+    """Return the store through which the default group's processes met."""
     return dist.distributed_c10d._get_default_store()
 
 
 def all_gather_several(
     pairs: Sequence[tuple[Tensor, Tensor]], group: Any, async_op: bool
 ) -> dist.Work | None:
-    """One launch of the all-gathers of each ``(output, input)`` of one dtype.
+    """Launch the all-gathers of each ``(output, input)`` of one dtype at once.
 
-    As ``coalesced`` of several ``dist.all_gather_into_tensor``, without the time of each of them.
+    Like ``coalesced`` with several ``dist.all_gather_into_tensor``, without their host time.
     """
     options: Any = torch._C._distributed_c10d.AllgatherOptions()
     options.asyncOp = async_op
-    name = "all_gather_single_coalesced"  # of torch >= 2.13, and the one before
+    name = "all_gather_single_coalesced"  # the name in torch >= 2.13, and the earlier one
     launch: Any = getattr(group, name, None) or group.allgather_into_tensor_coalesced
     work: dist.Work = launch([pair[0] for pair in pairs], [pair[1] for pair in pairs], options)
     if not async_op and work is not None:
@@ -57,17 +57,19 @@ def all_gather_several(
 
 
 def coalesced(group: Any, device: torch.device, async_op: bool = False) -> Any:
-    """A context within which collectives on ``device`` make one launch (NCCL's group calls).
+    """Return a context in which collectives on ``device`` are one launch (NCCL's group calls).
 
-    Not ``async_op``: on the current stream, as each of them alone. Else what the context gives has
-    a ``wait()``, and each collective within must be ``async_op`` too, its work not waited for.
+    Without ``async_op`` they run on the current stream, as each of them alone would. With it, the
+    context yields an object with ``wait()``; each collective inside must also be ``async_op``, and
+    its own work must not be waited for.
     """
     return dist.distributed_c10d._coalescing_manager(group, device, async_op)
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store through which the processes of ``group`` met; None of a mock without one."""
-    if (store := getattr(group, "store", None)) is not None:  # of a mock whose ranks are threads
+    """Return the store through which ``group``'s processes met; None for a mock without one."""
+    # a mock whose ranks are threads has one
+    if (store := getattr(group, "store", None)) is not None:
         return store
     _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     return store

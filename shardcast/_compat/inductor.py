@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """Compile ``function`` as one graph for all lengths of its tensors.
 
-    Under a dispatch mode, such as ``FlopCounterMode``, where Dynamo compiles nothing, the function
+    Under a dispatch mode such as ``FlopCounterMode``, where Dynamo compiles nothing, the function
     itself runs.
     """
     graph = torch.compile(
@@ -29,7 +29,7 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_own_code(function: Callable[..., None]) -> Callable[..., None]:
-    """Another function of its own code: Dynamo limits the graphs of a code object."""
+    """Return a copy with its own code object, because Dynamo limits graphs per code object."""
     code = function.__code__.replace()
     return types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
@@ -37,10 +37,11 @@ def _with_own_code(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _settings() -> dict[str, Any]:
-    # Triton would else try two block sizes in the first step, on copies of all that the kernel
-    # overwrites: memory that no estimate has. The one that is left suits what memory bounds.
+    # Otherwise Triton would try two block sizes in the first step, on copies of everything that the
+    # kernel overwrites, which no estimate of memory includes. The remaining one suits memory-bound
+    # kernels.
     settings: dict[str, Any] = {"triton.autotune_pointwise": False}
-    if "size_asserts" in known_settings():  # guards have looked already
+    if "size_asserts" in known_settings():  # guards have checked already
         settings["size_asserts"] = False
     if divides_exactly():
         settings[EXACT_DIVISION] = True
@@ -52,9 +53,9 @@ EXACT_DIVISION = "eager_numerics.division_rounding"
 
 @functools.cache
 def divides_exactly() -> bool:
-    """Return whether :func:`compiled` code divides as eager operations do, rounded to nearest.
+    """Return whether :func:`compiled` code divides like eager code, rounded to nearest.
 
-    Triton's own division may be one bit off; Inductor has a setting for it (torch >= 2.13).
+    Triton's own division may be off by one bit; Inductor has a setting for it (torch >= 2.13).
     """
     return EXACT_DIVISION in known_settings()
 
@@ -68,17 +69,17 @@ def known_settings() -> frozenset[str]:
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """Return what :func:`compiled` code raises if it cannot be compiled."""
+    """Return the errors that :func:`compiled` code raises if it cannot be compiled."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
     try:
-        from triton.errors import TritonError  # of kernels that are written by hand
+        from triton.errors import TritonError  # raised by handwritten kernels
     except ImportError:
         by_hand: tuple[type[Exception], ...] = ()
     else:
         by_hand = (TritonError,)
-    # The limit, of all graphs of a function in this process, is no TorchDynamoException.
+    # The limit on graphs of a function per process is not a TorchDynamoException.
     dynamo = (TorchDynamoException, FailOnRecompileLimitHit)
     compiler = (*dynamo, CppCompileError, InvalidCxxCompiler, *by_hand)
-    return *compiler, OSError, subprocess.SubprocessError  # such as a cache that is read-only
+    return *compiler, OSError, subprocess.SubprocessError  # for example a read-only cache

@@ -1,4 +1,4 @@
-"""The operations that a step calls, as a dispatch mode sees them."""
+"""The operations that a step calls, as seen by a dispatch mode."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CollectiveError(RuntimeError):
-    """A collective was called where none may be."""
+    """A collective was called where none is allowed."""
 
 
-# Products and factors of matrices, of which several at once are rounded differently.
+# Matrix products and factorizations, which round differently in batches.
 PRODUCTS = re.compile(r"aten::.*(mm|matmul|linalg_(?!vector_norm)|svd|qr|eig|cholesky|solve)").match
 
 
 class StepObserver(TorchDispatchMode):
-    """Sees the operations that this thread calls within, and refuses collectives.
+    """Sees the operations that this thread calls inside it, and refuses collectives.
 
-    ``torch.compile`` gives up for good on what it first meets within: use ``force_eager`` around.
+    ``torch.compile`` never compiles a function that it first meets inside; use ``force_eager``
+    around it.
 
     Attributes:
-        multiplies: matrices were multiplied or factored, maybe several of them at once.
+        multiplies: matrices were multiplied or factorized, possibly in batches.
 
     Raises:
-        CollectiveError: in place of a collective; at the end, too, where it was caught.
+        CollectiveError: instead of a collective; also at the end, if the first one was caught.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""The values that a checkpoint takes from, and gives to, a model and its sharded optimizer.
+"""The values that a checkpoint reads from, and writes to, a model and its sharded optimizer.
 
-The one place in this package that uses what a :class:`shardcast.ShardedOptimizer` works with.
+Only this module of the package uses the internals of a :class:`shardcast.ShardedOptimizer`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from shardcast.plan.precision import MASTER_DTYPE
 
 T = TypeVar("T")
 Model = nn.Module | Sequence[nn.Module]  # or this rank's stages of a pipeline
-# What torch's CheckpointWrapper puts into the names of modules, and takes out of state_dict's keys.
+# torch's CheckpointWrapper adds this to names of modules, and removes it from state_dict's keys.
 EXTRA_STATE = "_extra_state"  # the last part of torch's key for get_extra_state()
-# The checkpoint that each optimizer has loaded last, and the digest that it had then.
+# The last checkpoint that each optimizer loaded, and its digest at that time.
 _loaded: weakref.WeakKeyDictionary[ShardedOptimizer, tuple[str, str]] = weakref.WeakKeyDictionary()
 
 
 class Snapshot:
-    """The present values of a model and its optimizer, as parts that are stored under names.
+    """The current values of a model and its optimizer, as parts that are stored under names.
 
     Args:
-        model: what was given to ``shard``.
+        model: the model that was passed to ``shard``.
 
     Raises:
-        TypeError: ``optimizer`` is not a sharded one.
+        TypeError: ``optimizer`` is not sharded.
     """
 
     inventory: Inventory
@@ -77,7 +77,7 @@ class Snapshot:
             for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
         }
         cut = {param for param in self._trained.values() if param.numel()}
-        # What no fragment is of: parameters without an optimizer, and those without elements.
+        # Parameters without fragments: those without an optimizer, and those without elements.
         self._outside = {n: p for n, p in packed.model.named_parameters() if p not in cut}
         self._buffers = saved_buffers(packed.stages)
         tensors = {**self._trained, **self._outside, **self._buffers}
@@ -90,30 +90,31 @@ class Snapshot:
         }
 
     def together(self, act: Callable[[], T], call: str) -> T:
-        """Return what ``act`` does here, if it succeeds on all ranks; else all raise. Collective.
+        """Return the result of ``act`` if it succeeds on all ranks; else all raise. Collective.
 
         Args:
-            call: what the caller is in; ranks that meet here in different calls all raise.
+            call: name of the caller; if ranks meet here in different calls, all of them raise.
         """
         return self._packed.together(act, call)
 
     def collect(self, act: Callable[[], T], call: str) -> list[T]:
-        """:meth:`together`; what it returned on all ranks, which should be small."""
+        """:meth:`together`, but return the results of all ranks, which should be small."""
         return self.comm.collect(act, self.device, call)
 
     def meet(self, call: str) -> None:
-        """Find out what all ranks hold. Collective.
+        """Find out which tensors all ranks hold. Collective.
 
         Raises:
-            ValueError: the optimizer was made for another model.
+            ValueError: the optimizer belongs to another model.
         """
         own = self.together(lambda: self._local_inventory(call), call)
-        if self._process_groups.is_data_parallel:  # all ranks hold the same
+        if self._process_groups.is_data_parallel:  # all ranks hold the same parameters
             self.inventory = merge({0: own})
             return
         comm, device = self.comm, self.device
         digests = comm.exchange(hashlib.sha256(repr(own).encode()).digest(), device)
-        # The first one of ranks that hold the same, as data-parallel ones do, sends it.
+        # Among ranks that hold the same parameters, such as data-parallel ones, the first one
+        # sends.
         is_first = digests.index(digests[comm.rank]) == comm.rank
         gathered = comm.gather(own if is_first else None, device)
         by_rank = {rank: content for rank, content in enumerate(gathered) if content is not None}
@@ -163,7 +164,7 @@ class Snapshot:
     # -- out --------------------------------------------------------------------------------
 
     def views(self) -> Iterator[ShardView]:
-        """Return what this rank stores: its masters and state, and its share of everything else."""
+        """Return the parts that this rank stores: masters, state, and its share of the rest."""
         self._packed.ready_to_read()
         for shard, number, fragment in self._stored():
             region, (start, _) = self._regions[fragment.slot.name], fragment.param_range
@@ -177,7 +178,7 @@ class Snapshot:
                 if is_elementwise(value, fragment, update.elementwise):
                     yield ShardView(path, region, start, value.detach().reshape(-1))
                 elif isinstance(value, Tensor) and start == 0 and region.is_first:
-                    yield ShardView.whole(path, value)  # others are among the objects
+                    yield ShardView.whole(path, value)  # other values are among the objects
         for number, (name, param) in enumerate(self._outside.items()):
             pack_groups = pack_groups_of(self._process_groups.parallel_dims, name, param)
             comm = self._process_groups.comm(pack_groups.shard)
@@ -185,25 +186,25 @@ class Snapshot:
             if pack_groups.is_primary and comm.rank == number % comm.size:
                 yield self._view(name, param)
         averages = self._packed.hook_of("averages")
-        of_training = {} if averages is None else averages.buffers  # inside ``averaged()``
+        of_training = {} if averages is None else averages.buffers  # set inside ``averaged()``
         for name, buffer in self._buffers.items():
             if self.inventory.buffers[name, self._regions[name]] == self.comm.rank:
                 yield self._view(name, of_training.get(name, buffer))
 
     def _view(self, name: str, tensor: Tensor) -> ShardView:
-        """A parameter or buffer that the optimizer does not have."""
+        """Return the view of a parameter or buffer outside the optimizer."""
         flat = _compat.local_tensor(tensor).detach().reshape(-1)
         return ShardView(model_path(self.inventory.stored(name)), self._regions[name], 0, flat)
 
     def _stored(self) -> Iterator[tuple[Shard, int, Fragment]]:
-        """The fragments that this rank stores: one of each, however many copies there are."""
+        """Return the fragments that this rank stores: each once, however many copies there are."""
         for shard in self._packed.shards:
             if shard.pack.layout.pack_groups.is_primary:
                 for number, fragment in enumerate(shard.fragments):
                     yield shard, number, fragment
 
     def objects(self) -> dict[str, dict[str, Any]]:
-        """This rank's state that is not a tensor, by parameter and state name."""
+        """Return this rank's state that is not a tensor, by parameter and state name."""
         objects: dict[str, dict[str, Any]] = {}
         for shard, number, fragment in self._stored():
             values = self._packed.update_of(shard).fragment_state(shard, number, decode=False)
@@ -213,12 +214,12 @@ class Snapshot:
         return objects
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what modules have besides tensors, where this rank stores it."""
+        """Return modules' extra state that this rank stores."""
         owners = self.inventory.extra
         return {n: value for n, (_, value) in self._extra.items() if owners[n] == self.comm.rank}
 
     def head(self) -> dict[str, Any]:
-        """Return what is stored once: plain facts, group options and the loss scale."""
+        """Return values that are stored once: plain facts, group options and the loss scale."""
         groups = zip(self._packed.originals.groups, self.inventory.groups, strict=True)
         return {
             "optimizer": self._packed.originals.name,
@@ -230,25 +231,25 @@ class Snapshot:
         }
 
     def digest(self) -> dict[str, str]:
-        """The digest of masters and state, and the forms that they are kept in. Collective."""
+        """Return the digest of masters and state, and the forms of these. Collective."""
         return {"digest": self._sharded.digest(), "digest_of": self.forms()}
 
     def note_loaded(self, folder: Path) -> None:
-        """Remember that masters and state are those of ``folder`` now. Collective."""
+        """Remember that masters and state are now those of ``folder``. Collective."""
         _loaded[self._sharded] = str(folder), self._sharded.digest()
 
     def is_as_loaded(self, folder: Path) -> bool:
-        """Return whether masters and state are still as they were loaded there. Collective."""
+        """Return whether masters and state are unchanged since they were loaded. Collective."""
         place, digest = _loaded.get(self._sharded, ("", ""))
         return place == str(folder) and digest == self._sharded.digest()
 
     def forms(self) -> str:
-        """Return what decides the state and its precision, equal on all ranks. Collective."""
+        """Return options that determine the state and its precision. Collective."""
         config = self._packed.config
         averages = [(average.name, average.stored) for average in config.averages]
         forms = f"moments={config.moments!r}, averages={averages!r}"
         if "int8" in (config.moments, *(stored for _, stored in averages)):
-            # Values of a row share a scale, so that other rows are other values.
+            # Values of a row share a scale, so other rows give other values.
             rows = [
                 (slot.name, row_of(config, layout.dtype), self._regions[slot.name])
                 for layout, slot in self._packed.layout.slots()
@@ -260,17 +261,17 @@ class Snapshot:
     # -- in ---------------------------------------------------------------------------------
 
     def by_name(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights under ``state_dict``'s keys by the names that are used here."""
+        """Return the weights under ``state_dict``'s keys by our names."""
         ours = [*self.inventory.shapes, *self.inventory.ties]
         names = {_compat.state_key(name): name for name in ours}
         return {names.get(key, key): value for key, value in weights.items()}
 
     def refuse_inside(self, call: str) -> None:
-        """Raise RuntimeError inside ``averaged()``, ``owned()`` or ``whole()``, as all ranks do."""
+        """Raise RuntimeError inside ``averaged()``, ``owned()`` or ``whole()``, on all ranks."""
         self._packed.refuse_inside(call)
 
     def take_options(self, source: StateSource) -> None:
-        """Take groups, loss scale and extra state; make ready the packs that have state."""
+        """Load groups, loss scale and extra state; activate packs that have state."""
         packs = {
             pack.index
             for pack, slot in self._packed.layout.slots()
@@ -315,7 +316,7 @@ class Snapshot:
             name = self.inventory.stored(fragment.slot.name)
             if not source.takes(name):
                 continue
-            # The masters' own memory, where they are plain: the source has all of them.
+            # The masters' own memory, if they are plain, because the source has all of them.
             own = shard.read(shard.local(fragment.start, fragment.stop))
             state = dict(source.state.get(name, {}))
             views.append(ShardView(model_path(name), region, start, own))

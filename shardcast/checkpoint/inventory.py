@@ -1,6 +1,6 @@
-"""Tensors that all ranks of a job hold between them, by name: in a pipeline no rank has all.
+"""The tensors that all ranks of a job hold, by name; in a pipeline no rank has all.
 
-Names and shapes alone, and pure, so that jobs of any grid can be looked at in one process.
+It uses only names and shapes and is pure, so one process can test jobs of any grid.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from shardcast.messages import page
 
 
 class Replica(NamedTuple):
-    """A parameter as one rank has it.
+    """A parameter as one rank holds it.
 
     Attributes:
-        is_primary: of the ranks with equal copies, this one's is stored.
+        is_primary: among ranks with equal copies, this one's is stored.
         trained: the optimizer has it.
         cut: several ranks may own a part of it.
-        place: the pipeline stage, and which of the experts of one name.
+        place: the pipeline stage, and the index among experts of one name.
     """
 
     region: Region
@@ -37,9 +37,9 @@ class LocalInventory(NamedTuple):
 
     Attributes:
         groups: names in each of the optimizer's groups.
-        ties: names of tied parameters with the names under which they are in ``params``.
+        ties: names of tied parameters, with the names under which they are in ``params``.
         tied: pairs of names of weights that two pipeline stages hold.
-        extra: what has a state of its own besides tensors.
+        extra: names with their own state besides tensors.
     """
 
     params: Mapping[str, Replica]
@@ -52,13 +52,13 @@ class LocalInventory(NamedTuple):
 
 @dataclass(frozen=True)
 class Inventory:
-    """The tensors that are stored, of all ranks.
+    """The tensors of all ranks that are stored.
 
     Attributes:
-        shapes: of parameters and buffers.
+        shapes: shapes of parameters and buffers.
         trained: parameters that the optimizer has, and whether several ranks may own a part.
         groups: names in each of the optimizer's groups, in the order of the whole model.
-        ties: names that are not stored, with those of the same weights that are.
+        ties: names that are not stored, with the stored names of the same weights.
         buffers, extra: the rank that stores each.
     """
 
@@ -70,16 +70,16 @@ class Inventory:
     extra: Mapping[str, int]
 
     def stored(self, name: str) -> str:
-        """The name under which a parameter of this rank is stored."""
+        """Return the name under which a parameter of this rank is stored."""
         return self.ties.get(name, name)
 
 
 def merge(by_rank: Mapping[int, LocalInventory]) -> Inventory:
-    """Return what ranks hold between them; of ranks that hold the same, one is enough.
+    """Merge the inventories of ranks; for ranks that hold the same, one suffices.
 
     Raises:
         ValueError: two pipeline stages, or experts, have different parameters of one name, or a
-            part of one is nowhere; names it.
+            part of a parameter is missing; names it.
     """
     ranks = dict(sorted(by_rank.items()))
     ties = _ties(list(ranks.values()))
@@ -114,7 +114,7 @@ def merge(by_rank: Mapping[int, LocalInventory]) -> Inventory:
 
 
 def _ties(ranks: Sequence[LocalInventory]) -> dict[str, str]:
-    """Tied names, within a stage or between two, by the names that are stored."""
+    """Return tied names, within a stage or between two, with the stored names."""
     ties = {alias: name for content in ranks for alias, name in content.ties.items()}
     primary = {n for content in ranks for n, copy in content.params.items() if copy.is_primary}
     for first, second in {pair for content in ranks for pair in content.tied}:
@@ -124,7 +124,7 @@ def _ties(ranks: Sequence[LocalInventory]) -> dict[str, str]:
 
 
 def _check_tiled(name: str, replicas: Mapping[Replica, int]) -> None:
-    """The replicas that are stored must be the whole parameter, once."""
+    """Check that the stored replicas cover the whole parameter exactly once."""
     primary = {replica: rank for replica, rank in replicas.items() if replica.is_primary}
     size = math.prod(next(iter(replicas)).region.shape)
     covered = sum(math.prod(replica.region.local) for replica in primary)
@@ -145,9 +145,9 @@ def _check_tiled(name: str, replicas: Mapping[Replica, int]) -> None:
 
 
 def _in_model_order(lists: Sequence[Sequence[str]]) -> list[str]:
-    """List names of several stages in one order: each stage's own, and layers as they are numbered.
+    """Return names of several stages in one order: each stage's own order, and layers by number.
 
-    A stage may have layers 0 and 2 and another one layers 1 and 3.
+    One stage may have layers 0 and 2 and another one layers 1 and 3.
     """
     by_number = cmp_to_key(_compare_numbers)
     remaining = [list(reversed(names)) for names in dict.fromkeys(map(tuple, lists))]

@@ -1,16 +1,16 @@
 """The place of a rank's elements in the whole tensor: flat intervals as boxes of global indices.
 
 DCP describes a shard by the offsets and sizes of a box. A rank owns a flat interval of a
-parameter, which is at most ``2 d - 1`` boxes, each contiguous in memory::
+parameter, which consists of at most ``2 d - 1`` boxes, each contiguous in memory::
 
     . . . # #      a suffix of one row       1 box
     # # # # #      whole rows                1 box
     # # # # #
     # # . . .      a prefix of one row       1 box
 
-With tensor parallelism it is an interval of the *local* tensor, whose boxes are moved to where
-that lies in the whole one. A strided shard has several runs of indices along a dimension; a box
-that reaches over more than one of them is cut there.
+With tensor parallelism it is an interval of the *local* tensor, and its boxes are shifted to the
+local tensor's place in the whole one. A strided shard has several runs of indices along a
+dimension; a box is cut where a run ends.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from shardcast import _compat
 from shardcast._compat import dtensor
 
 Shape = tuple[int, ...]
-KeyPath = tuple[str, ...]  # in the nested state dict, e.g. ``("model", "wte.weight")``
+KeyPath = tuple[str, ...]  # path in the nested state dict, e.g. ``("model", "wte.weight")``
 
 
 class IndexRange(NamedTuple):
-    """Indices ``first, first + 1, ...`` of a dimension, ``size`` of them."""
+    """``size`` consecutive indices of a dimension, starting with ``first``."""
 
     first: int
     size: int
@@ -47,11 +47,11 @@ class IndexRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """The indices of a whole tensor that the local one of a rank has, in the same order.
+    """The indices of a whole tensor that a rank's local tensor has, in the same order.
 
     Attributes:
-        shape: of the whole tensor.
-        runs: of each dimension, in rising order; none where the local tensor is empty.
+        shape: shape of the whole tensor.
+        runs: runs of each dimension, ascending; none if the local tensor is empty.
     """
 
     shape: Shape
@@ -59,24 +59,24 @@ class Region:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
-        """All of a tensor."""
+        """Return the region of a whole tensor."""
         return cls(tuple(shape), tuple((IndexRange(0, size),) for size in shape))
 
     @classmethod
     def of(cls, tensor: Tensor) -> Region:
-        """Return where the local tensor of a DTensor lies; all of a plain one."""
+        """Return the region of a DTensor's local tensor; everything for a plain tensor."""
         if not _compat.is_dtensor(tensor):
             return cls.whole(tensor.shape)
         return cls(tuple(tensor.shape), tuple(_runs(tensor, dim) for dim in range(tensor.dim())))
 
     @cached_property
     def local(self) -> Shape:
-        """The shape of the local tensor."""
+        """Shape of the local tensor."""
         return tuple(sum(run.size for run in runs) for runs in self.runs)
 
     @cached_property
     def size(self) -> torch.Size:
-        """:attr:`shape`, as DCP has it."""
+        """:attr:`shape`, in DCP's type."""
         return torch.Size(self.shape)
 
     @property
@@ -86,18 +86,18 @@ class Region:
 
     @property
     def is_first(self) -> bool:
-        """Return whether the local tensor begins where the whole one does."""
+        """Return whether the local tensor starts where the whole one does."""
         return all(runs and runs[0].first == 0 for runs in self.runs)
 
 
 @dataclass(frozen=True)
 class ShardView:
-    """A flat interval of a rank's share of a stored tensor, in memory to write from or read into.
+    """A flat interval of a rank's part of a stored tensor, in memory to write from or read into.
 
     Attributes:
-        path: where the tensor stands in the nested state dict.
-        region: what of the tensor the rank has.
-        start: of the interval, in elements of what the rank has.
+        path: path of the tensor in the nested state dict.
+        region: the rank's region of the tensor.
+        start: start of the interval, in elements of the rank's part.
         flat: 1-d, the interval's elements.
     """
 
@@ -108,13 +108,13 @@ class ShardView:
 
     @classmethod
     def whole(cls, path: KeyPath, tensor: Tensor) -> ShardView:
-        """All of a tensor; what is read reaches a contiguous one only."""
+        """Return a view of a whole tensor; to read into it, it must be contiguous."""
         return cls(path, Region.whole(tensor.shape), 0, tensor.detach().reshape(-1))
 
     def chunks(self) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-        """The interval as boxes of the whole tensor, each with a view of its elements.
+        """Return the interval as boxes of the whole tensor, each with a view of its elements.
 
-        The views have the boxes' shapes. They are contiguous, and at most ``2 d - 1``, where each
+        The views have the boxes' shapes and are contiguous. There are at most ``2 d - 1`` if each
         dimension has one run. An empty tensor is one empty box.
         """
         region, end = self.region, 0
@@ -128,7 +128,7 @@ class ShardView:
                 yield _chunk((first for first, _ in cuts), part.shape), part
 
     def write_items(self, key: str) -> Iterator[tuple[WriteItem, Tensor]]:
-        """DCP's plan of writing each box, and the box's elements."""
+        """Return DCP's plan to write each box, and the box's elements."""
         properties, size = _properties(self.flat.dtype), self.region.size
         for chunk, view in self.chunks():
             data = TensorWriteData(chunk, properties, size)
@@ -138,12 +138,12 @@ class ShardView:
 
 @cache
 def _properties(dtype: torch.dtype) -> TensorProperties:
-    """One object for all tensors: plans and metadata are pickled, and this takes the longest."""
+    """Return one object for all tensors, because pickling these dominates plans and metadata."""
     return TensorProperties(dtype)
 
 
 def slices_of(chunk: ChunkStorageMetadata) -> tuple[slice, ...]:
-    """Return what a whole tensor is indexed with for a box of it."""
+    """Return the index of a box in its whole tensor."""
     return tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
@@ -162,8 +162,10 @@ def _runs(tensor: Tensor, dim: int) -> tuple[IndexRange, ...]:
 
 
 def _overlaps(runs: Sequence[IndexRange], offset: int, size: int) -> Iterator[tuple[int, slice]]:
-    """Local indices ``[offset, offset + size)``, cut where runs end: the index in the whole tensor
-    at which each part begins, and where it is in the interval."""
+    """Cut local indices ``[offset, offset + size)`` where runs end.
+
+    Returns for each part its first index in the whole tensor, and its place in the interval.
+    """
     begin = 0
     for run in runs:
         first, last = max(begin, offset), min(begin + run.size, offset + size)

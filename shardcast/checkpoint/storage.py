@@ -1,7 +1,7 @@
 """Files that survive a power cut and know their checksums.
 
-DCP's writer writes through :class:`Files`. Tests interrupt saves in its methods, at every single
-write, flush and rename.
+DCP's writer writes through :class:`Files`. Tests interrupt saves in its methods, at every write,
+flush and rename.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from shardcast.comm import warn_first
 
-# What CIFS, DrvFs and several FUSE mounts say of an fsync of a directory; any other is an error.
+# Codes with which CIFS, DrvFs and several FUSE mounts refuse to fsync a directory; others are
+# errors.
 CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-_told = set[int]()  # devices of which a warning was given
-BUFFER = 1 << 16  # bytes; torch.save makes some 40 writes for a small tensor
+_told = set[int]()  # devices about which a warning was given
+BUFFER = 1 << 16  # bytes; torch.save makes about 40 writes for a small tensor
 WRITTEN = 1 << 23  # bytes that are written and hashed at a time
-LARGE = 1 << 20  # bytes from which a piece is hashed while it is written: a thread costs 0.1 ms
-BESIDE = 1 << 26  # bytes after which a file is flushed while it is written
+# bytes from which a thread hashes a piece while it is written; a thread costs 0.1 ms
+LARGE = 1 << 20
+BESIDE = 1 << 26  # bytes after which a thread flushes a file while it is written
 
 
 class Files(FileSystem):
-    """DCP's file system with files that are new, hashed as they are written, and flushed.
+    """DCP's file system with new files, which are hashed as they are written, and flushed.
 
-    A file that DCP begins is appended to until :meth:`flush`, for a rank's file is written in as
-    many plans as the rank has tensors.
+    Until :meth:`flush`, DCP's writes are appended to the same file, because a rank's file is
+    written in many plans.
 
     Args:
-        hashed: whether SHA-256 is needed; without it :meth:`flush` gives empty ones.
+        hashed: whether SHA-256 is needed; otherwise :meth:`flush` returns empty ones.
     """
 
     def __init__(self, hashed: bool = True) -> None:
         self._hashed = hashed
-        self._files: dict[Path, HashingFile] = {}  # closed, but for the one that is written to
+        self._files: dict[Path, HashingFile] = {}  # closed, except the one being written
         self._of_others: list[Flushing] = []
 
     @contextlib.contextmanager
@@ -56,7 +58,7 @@ class Files(FileSystem):
             with io.BufferedWriter(file, BUFFER) as stream:
                 yield stream
         except Exception:
-            if file.error is not None:  # torch's writer says something else
+            if file.error is not None:  # torch's writer would raise another error
                 raise file.error from None
             raise
 
@@ -67,7 +69,7 @@ class Files(FileSystem):
         return self.flush()[path.name]
 
     def begin_flush(self, path: Path) -> None:
-        """Begin to flush a file that somebody else wrote; :meth:`flush` waits for it."""
+        """Start to flush a file that other code wrote; :meth:`flush` waits for it."""
         self._of_others.append(Flushing(path))
         self._of_others[-1].start()
 
@@ -85,31 +87,32 @@ class Files(FileSystem):
         return {path.name: (path.stat().st_size, digest) for path, digest in sums.items()}
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file or directory to a name that is free, and make that durable.
+        """Rename a file or directory to an unused name, and make that durable.
 
-        A race for the name is lost with an error: a directory with files is never replaced.
+        If another process takes the name first, this raises: a directory with files is never
+        replaced.
         """
         file = self._files.pop(Path(path), None)
         if file is not None:
-            file.wait()  # it is flushed by its name
+            file.wait()  # it is flushed by its current name
             self._files[Path(new_path)] = file
         os.replace(path, new_path)
         flush(Path(new_path).parent)
 
 
 class HashingFile(io.FileIO):
-    """A new binary file that hashes what is written to it; it must not exist yet.
+    """A new binary file that hashes the data written to it; it must not exist yet.
 
-    A large piece is hashed by a thread while the system copies it, or has the writer wait for the
-    disk. A long file is flushed by a thread while it is written, so that the disk works meanwhile,
-    and the flush at the end has little left to wait for.
+    A thread hashes a large piece while the system copies it or the writer waits for the disk. A
+    thread also flushes a long file while it is written, so that the final flush has little left to
+    do.
 
     Args:
-        earlier: what this process wrote to it before, to be appended to.
+        earlier: this process's earlier writer of the file, to append to.
 
     Attributes:
-        sha256: of all that was written; may be set to ``None``.
-        error: of the file system, while it was written.
+        sha256: hash of all data written; may be set to ``None``.
+        error: error of the file system during a write.
     """
 
     def __init__(self, path: Path, earlier: HashingFile | None = None) -> None:
@@ -117,10 +120,11 @@ class HashingFile(io.FileIO):
         self.sha256: Any = hashlib.sha256() if earlier is None else earlier.sha256
         self.error: OSError | None = None
         self._flushing: Flushing | None = None if earlier is None else earlier._flushing
-        self._flushed: int = 0 if earlier is None else earlier._flushed  # bytes, once that ends
+        # bytes flushed when the thread ends
+        self._flushed: int = 0 if earlier is None else earlier._flushed
 
     def write(self, data: Any) -> int:
-        """Append a piece of ``data``, whole."""
+        """Append all of ``data``."""
         piece, written = memoryview(data)[:WRITTEN], 0
         hashing = Beside("hash", lambda: self.sha256 and self.sha256.update(piece))
         if len(piece) < LARGE:
@@ -136,7 +140,7 @@ class HashingFile(io.FileIO):
             self.error = error
             raise
         finally:
-            hashing.end()  # from now on the memory is the caller's
+            hashing.end()  # from here on the caller may change the memory
         return written
 
     def _flush_beside(self, written: int) -> None:
@@ -147,17 +151,17 @@ class HashingFile(io.FileIO):
             self._flushing.start()
 
     def wait(self) -> None:
-        """Wait for a flush that is under way.
+        """Wait for a flush in progress.
 
         Raises:
-            OSError: it failed. The system says so once, and no more to later ones.
+            OSError: it failed. The system reports that only once, and not to later flushes.
         """
         if self._flushing is not None:
             self._flushing.end()
 
 
 class Beside(threading.Thread):
-    """Runs ``act`` while the thread goes on."""
+    """Runs ``act`` on another thread."""
 
     def __init__(self, name: str, act: Callable[[], object]) -> None:
         super().__init__(name=name, daemon=True)
@@ -165,21 +169,21 @@ class Beside(threading.Thread):
         self._error: Exception | None = None
 
     def start(self) -> None:
-        """Begin; an interpreter that ends starts no threads, and waits here."""
+        """Start it. A process that exits cannot start threads, and runs it here."""
         try:
             super().start()
         except RuntimeError:
             self.run()
 
     def run(self) -> None:
-        """Do it, and keep the error."""
+        """Run it, and keep its error."""
         try:
             self._act()
         except Exception as error:
             self._error = error
 
     def end(self) -> None:
-        """Wait for the end; raise what it ended with."""
+        """Wait for the end; raise its error."""
         if self.ident is not None:
             self.join()
         if self._error is not None:
@@ -187,7 +191,7 @@ class Beside(threading.Thread):
 
 
 class Flushing(Beside):
-    """Flushes what is in a file."""
+    """Flushes the contents of a file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"flush {path.name}", partial(flush, path))
@@ -195,12 +199,13 @@ class Flushing(Beside):
 
 @contextlib.contextmanager
 def appearing(path: Path, prefix: str) -> Iterator[Path]:
-    """A file that is there whole or not at all: write to the path that this gives.
+    """Yield a temporary path for a file that is complete or absent.
 
-    Then it is flushed and renamed to ``path``, which may exist; after an error it is removed.
+    At the end the file is flushed and renamed to ``path``, which may exist; after an error it is
+    removed.
 
     Args:
-        prefix: of its name until then.
+        prefix: prefix of the temporary name.
     """
     writing = path.with_name(prefix + path.name)
     try:
@@ -215,7 +220,7 @@ def appearing(path: Path, prefix: str) -> Iterator[Path]:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that must not exist yet; parents are made, existing ones kept."""
+    """Make a directory that must not exist yet; create missing parents."""
     missing = [parent for parent in path.parents if not parent.exists()]
     path.mkdir(parents=True)
     for made in (path, *missing):
@@ -225,7 +230,7 @@ def make_directory(path: Path) -> None:
 def flush(path: Path) -> None:
     """Make the entries of a directory, or the contents of a file, durable.
 
-    Of a directory on a file system that cannot do this, say so once and go on.
+    On a file system that cannot do this for a directory, warn once and continue.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -249,7 +254,7 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to errors of the system; those of writes lack it."""
+    """Add the file's name to errors of the system, because errors of writes lack it."""
     try:
         yield
     except OSError as error:
@@ -259,7 +264,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def is_plain_name(name: object) -> bool:
-    """Return whether ``name`` is that of a file in the directory at hand, and leads nowhere."""
+    """Return whether ``name`` is a file in the current directory, without a path."""
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")
@@ -268,7 +273,7 @@ def is_plain_name(name: object) -> bool:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

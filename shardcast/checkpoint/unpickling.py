@@ -1,7 +1,7 @@
-"""Reads the pickles of checkpoints, which a stranger may have written, without running code.
+"""Read pickles of checkpoints, which a stranger may have written, without running code.
 
-What is pickled depends on the versions of Python and torch that wrote it. Everything that is known
-of them is here, so that each reads what any other wrote.
+Their contents depend on the versions of Python and torch that wrote them. This module knows all of
+these, so that each version reads what any other wrote.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 VERSIONS = f"torch {torch.__version__} and Python {platform.python_version()}"
-# What metadata and plans are made of, besides dtypes; in files of other writers too.
+# Classes in metadata and plans, besides dtypes, including files of other writers.
 CLASSES = {
     *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
     *("TensorProperties", "TensorStorageMetadata", "_StorageInfo", "_MEM_FORMAT_ENCODING"),
@@ -32,7 +32,7 @@ HARMLESS = {
 
 
 class _Properties(TensorProperties):
-    """``TensorProperties`` of any torch: it is pickled as a tuple, which has grown at its end."""
+    """``TensorProperties`` of any torch, pickled as a tuple that has grown at its end."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple):
@@ -43,7 +43,7 @@ class _Properties(TensorProperties):
 
 
 def _member(kind: object, name: str) -> enum.Enum:
-    """Stand in for ``getattr``: Python 3.11.0 to 3.11.3 pickle members of enums by their names."""
+    """Replace ``getattr``: Python 3.11.0 to 3.11.3 pickle members of enums by their names."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         raise pickle.UnpicklingError(f"unexpected getattr of {kind!r}, which is not an enum")
     return kind[name]
@@ -52,7 +52,7 @@ def _member(kind: object, name: str) -> enum.Enum:
 INSTEAD: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _member,
     ("torch.distributed.checkpoint.metadata", "TensorProperties"): _Properties,
-    # Paths of any system: the names of their classes and modules differ between versions.
+    # Paths of any system, because names of their classes and modules differ between versions.
     **{
         (module, f"{system}Path"): PurePath
         for module in ("pathlib", "pathlib._local")
@@ -62,10 +62,10 @@ INSTEAD: dict[tuple[str, str], Any] = {
 
 
 def unpickled(data: bytes) -> Any:
-    """Return what metadata, or a message from rank to rank, says.
+    """Unpickle metadata, or a message from rank to rank.
 
     Raises:
-        UnpicklingError, Exception: it is damaged, or names something that is not known here.
+        UnpicklingError, Exception: it is damaged, or names an unknown class.
     """
     return _Unpickler(io.BytesIO(data)).load()
 

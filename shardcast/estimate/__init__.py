@@ -1,4 +1,4 @@
-"""Estimate: what a job holds, sends and launches, before it starts.
+"""Estimate what a job holds, sends and launches, before it starts.
 
 memory      what each rank holds and sends, and how many collectives it launches
 parallel    the same of one rank of a model that is cut by other kinds of parallelism

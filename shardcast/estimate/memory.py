@@ -1,4 +1,4 @@
-"""An estimate of what each rank will hold and send, before a job starts."""
+"""Estimate what each rank will hold and send, before a job starts."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ from shardcast.plan.publishing import publishing_of
 from shardcast.step.update import updates_of
 from shardcast.step.update.held import Held, held_of
 
-KNOWN = ELEMENTWISE | {torch.optim.Muon}  # optimizers whose state is known before they run
+KNOWN = ELEMENTWISE | {torch.optim.Muon}  # optimizers whose state is known in advance
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of the rank that holds most, after the first step; per kind as in ``memory_report()``.
+    """Bytes of the fullest rank after the first step, by kind as in ``memory_report()``.
 
     Attributes:
         world_size: data-parallel ranks.
-        layout: the packs that ``shard()`` would make, and how many of the ranks share them.
+        layout: the packs that ``shard()`` would make, and over how many ranks they are sharded.
         averages: bytes of averages of weights, on the fullest rank.
-        offload: bytes of means and casts that cross the bus, on the host.
-        outside: parameters that the optimizer does not hold, and buffers; not in the report.
-        frozen: how much of ``outside`` is parameters in fp32, which ``convert_rest`` halves.
-        setup_peak: bytes at the worst moment of ``shard()``, on the rank that needs most: all
-            parameters and buffers of the model as they are built, the pack that is being made,
-            and the masters that are there already. Host memory of ``offload`` is counted too.
-        host: how much of ``total`` is in host memory by ``offload``.
-        parcels: what travels in place of values while a sync is under way (``published``), of all
-            ranks; not in ``total``.
-        sent: bytes that leave a rank in a step, of the one that sends most, ``sender``.
-        collectives: launches per step, the small all-reduce included.
-        imbalance: what the fullest rank holds of masters, state and gradients, over the
-            mean of all ranks; 1 at best.
-        cost_imbalance: the same of what the update computes, as owners of whole parameters are
-            chosen by it (the units of ``cost_fn``, or operations).
+        offload: bytes on the host of means and casts that cross the bus.
+        outside: bytes of parameters that the optimizer does not hold, and of buffers; not in
+            ``total``.
+        frozen: part of ``outside`` in fp32 parameters, which ``convert_rest`` halves.
+        setup_peak: bytes at the peak of ``shard()``, on the rank that needs most: all parameters
+            and buffers of the model as built, the pack in progress, and the masters so far. It
+            includes host memory of ``offload``.
+        host: part of ``total`` in host memory (``offload``).
+        parcels: bytes of all ranks' codes and scales during a sync (``published``); not in
+            ``total``.
+        sent: bytes per step that ``sender``, the rank that sends most, sends.
+        collectives: launches per step, including the small all-reduce.
+        imbalance: masters, state and gradients of the fullest rank, relative to the mean of all
+            ranks; 1 is optimal.
+        cost_imbalance: the same for the work of the update, in the units that decide owners of
+            whole parameters (``cost_fn``, or operations).
     """
 
     world_size: int
@@ -76,17 +77,17 @@ class Estimate:
 
     @property
     def copies(self) -> int:
-        """The number of runs of ranks that hold masters and state."""
+        """Number of groups of ranks that hold copies of masters and state."""
         return self.world_size // self.layout.world_size
 
     @property
     def packs(self) -> int:
-        """The number of packs of the layout."""
+        """Number of packs of the layout."""
         return len(self.layout.packs)
 
     @property
     def total(self) -> int:
-        """All kinds together; the peak of setting up aside."""
+        """Sum of all kinds, without the peak of set-up."""
         owned = self.masters + self.state + self.averages + self.offload
         return self.parameters + self.gradients + owned + self.outside
 
@@ -104,18 +105,19 @@ def estimate(
 
     Args:
         model: model, usually built on ``meta``.
-        optimizer: an elementwise one of torch over its parameters, or Muon, or a list of them;
+        optimizer: an elementwise torch optimizer over its parameters, or Muon, or a list of them;
             unchanged.
         world_size: number of data-parallel ranks.
         config: a config or a mapping; ``None`` reads the environment.
-        backend: of the process group; it decides by which collectives packs travel. With gloo
-            the model is on a CPU, where marks of gradients keep what they hide.
-        ranks_per_node: data-parallel ranks that share a node, numbered node by node; likewise.
-        micro_batches: backwards of a step, as a long sum of gradients is in fp32.
+        backend: backend of the process group, which decides the collectives. With gloo the model is
+            on a CPU.
+        ranks_per_node: data-parallel ranks per node, numbered node by node; also decides
+            collectives.
+        micro_batches: backwards per step, because long sums of gradients are in fp32.
 
     Raises:
         ValueError: another optimizer, whose state depends on more than the number of elements.
-        TypeError, ValueError: what ``shard`` refuses too.
+        TypeError, ValueError: an input that ``shard`` refuses, too.
     """
     originals = OptimizerList.of(optimizer)
     for each in originals.optimizers:
@@ -130,7 +132,7 @@ def estimate(
             raise ValueError(f"{name}: expected a number >= 1, got {count}")
     if not isinstance(config, ShardcastConfig):
         config = ShardcastConfig.load(config)
-    updates_of(originals, config, Comm(None))  # refuses what shard() does
+    updates_of(originals, config, Comm(None))  # raises for the same inputs as shard()
     size = ranks_of_shards(config, world_size)
     plan = plan_for(model, originals, config, size)
     peak, live = _convert_outside(plan)
@@ -139,7 +141,7 @@ def estimate(
     plan = dataclasses.replace(plan, layout=layout)
     allocated = cache(partial(held_of, originals, config.replace(offload=False)))
     copies = world_size // size
-    # Gradients of micro-batches are on each rank until the last one, beside the mean.
+    # Gradients of micro-batches stay on each rank until the last one, in addition to the mean.
     accumulates = world_size > 1 and micro_batches > 1 and config.accumulate == "local"
     sums = exact_sums(micro_batches, config) if world_size == 1 else micro_batches > 1
     sums = sums and not accumulates
@@ -198,9 +200,9 @@ class _Share(NamedTuple):
     """A rank's memory and messages for its span of a pack, or for all of them; bytes.
 
     Attributes:
-        offload: of the host's copies of mean and published span.
-        published: of the latter alone.
-        setup: at the worst moment of making the pack, above all else that is there.
+        offload: host copies of mean and published span.
+        published: the host copy of the published span alone.
+        setup: at the peak of making the pack, on top of everything else.
     """
 
     masters: int
@@ -226,7 +228,7 @@ def _share(
     """Return the share of a span of elements, see :func:`.held_of`, with gradients in ``grad``.
 
     Args:
-        values: bytes in which what is published of it travels.
+        values: bytes of its published values on the wire.
     """
     config, size = plan.config, plan.layout.world_size
     share = allocated(pack.dtype, pack.groups[0], pack.cast, numel, trained)
@@ -235,7 +237,7 @@ def _share(
     if not pack.requires_grad:
         return _Share(*share, published, published, 0, 0, setup)
     wire = wire_dtype(pack.dtype, config).itemsize
-    if pack.algorithms.reduce == "two_level":  # sums are twice as long as what is summed
+    if pack.algorithms.reduce == "two_level":  # sums are twice as long as their pieces
         near, nodes = pack.algorithms.node, size // pack.algorithms.node
         sent = ((near - 1) * nodes + 2 * (nodes - 1)) * numel * wire
     else:
@@ -249,15 +251,15 @@ def _share(
 
 
 def _owned(share: _Share) -> int:
-    """Count what the update needs but the mean itself."""
+    """Return the bytes that the update needs, except the mean itself."""
     return share.masters + share.state + share.averages + share.offload
 
 
 def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int, published: int) -> int:
-    """Count bytes at the worst moment of making a pack, see :func:`.build_shard`.
+    """Return the bytes at the peak of making a pack, see :func:`.build_shard`.
 
-    Either its originals and the fp32 staging of all of it are there, or, originals freed, the
-    staging, the cast pack and what becomes the masters of the own span.
+    Either the originals and the fp32 staging of the whole pack exist; or, after the originals are
+    freed, the staging, the cast pack and the future masters of the own span.
 
     Args:
         published: bytes of the host's copy of that span (``offload``).
@@ -267,12 +269,12 @@ def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int, published: i
     alone = plan.layout.world_size == len(params) == 1 and pack.padding == 0
     in_place = pack.dtype == MASTER_DTYPE
     if in_place and alone and params[0].is_contiguous() and params[0].dtype == pack.dtype:
-        return published  # its own storage is the pack's: see Pack.fill
+        return published  # its storage becomes the pack's, see Pack.fill
     staged = pack.numel * MASTER_DTYPE.itemsize
     freed = sum(param.nbytes for param in params)
-    if in_place:  # what is staged becomes the pack
+    if in_place:  # the staging becomes the pack
         return staged + max(0, published - freed)
-    copied = published  # where the staging becomes the masters
+    copied = published  # the staging becomes the masters
     if numel < pack.numel or config.offload or not codec.plain:
         copied += masters + min(numel, FILL) * codec.encoding_bytes
     return staged + max(0, pack.nbytes + copied - freed)
@@ -281,13 +283,13 @@ def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int, published: i
 def _sync_launches(
     packs: Sequence[PackLayout], backend: str, config: ShardcastConfig
 ) -> list[tuple[str, list[PackLayout]]]:
-    """List algorithms with packs that are synced in one launch, or by messages at one time.
+    """Return algorithms with packs that are synced in one launch, or by messages at the same time.
 
-    Beside the next forward, which waits for each pack by itself, each has its own, and messages
-    are broadcasts. See ``Comm.all_gather_all``, and ``Sync.begin``.
+    During the next forward, which waits for each pack separately, each pack has its own launch, and
+    messages become broadcasts. See ``Comm.all_gather_all`` and ``Sync.begin``.
     """
     launches: dict[Any, tuple[str, list[PackLayout]]] = {}
-    alone = config.overlap_sync or config.offload  # beside the update of the next one
+    alone = config.overlap_sync or config.offload  # each during the update of the next one
     for pack in packs:
         sync = pack.algorithms.sync
         if alone and sync == "messages":
@@ -301,7 +303,7 @@ def _sync_launches(
 def _collectives(
     packs: Sequence[PackLayout], backend: str, config: ShardcastConfig, size: int, copies: int
 ) -> int:
-    """Return the launches of a step, the small all-reduce included."""
+    """Return the launches of a step, including the small all-reduce."""
     launches = int(size * copies > 1) + len(packs) * (copies > 1)
     if size == 1:
         return launches
@@ -321,9 +323,9 @@ def _over_mean(values: Sequence[float]) -> float:
 
 
 def _convert_outside(plan: Plan) -> tuple[int, int]:
-    """Count bytes of all parameters and buffers: at most, while those outside are cast, and after.
+    """Return bytes of all parameters and buffers: the peak while those outside are cast, and after.
 
-    The order is that of ``shard()``: parameters outside of the optimizer, then buffers.
+    The order is that of ``shard()``: parameters outside the optimizer, then buffers.
     """
     model, precision = plan.model, plan.precision
     peak = live = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
@@ -342,7 +344,7 @@ def _convert_outside(plan: Plan) -> tuple[int, int]:
 
 
 def by_owner(layout: Layout, values: Mapping[str, float]) -> list[float]:
-    """Return what each rank has of the values of trained parameters, by name; 0 for others."""
+    """Return each rank's share of ``values``, which are given by parameter name."""
     sums = [0.0] * layout.world_size
     for pack in layout.trained:
         for owner, slot, count in pack.parts():
@@ -351,27 +353,27 @@ def by_owner(layout: Layout, values: Mapping[str, float]) -> list[float]:
 
 
 def peers(numel: int, moments: float, world_size: int) -> dict[str, float]:
-    """Return the bytes per rank that others hold for ``numel`` parameters in mixed precision.
+    """Return the bytes per rank that other systems hold for ``numel`` mixed-precision parameters.
 
-    Persistent tensors after a backward; activations, buckets in flight and temporary casts aside.
-    Local.
+    Counts persistent tensors after a backward, without activations, buckets in flight and temporary
+    casts. Local.
 
     Args:
         numel: number of parameters.
-        moments: state tensors of the optimizer for each parameter, 2 for Adam.
+        moments: optimizer state tensors per parameter, 2 for Adam.
         world_size: number of data-parallel ranks.
     """
     exact = 4.0 * (1 + moments)  # fp32 weights and moments
     return {
         "DDP + autocast": numel * (exact + 4),
-        # torch's: fp32 weights and gradients on every rank, moments cut.
+        # torch's: fp32 weights and gradients on every rank, sharded moments.
         "ZeroRedundancyOptimizer": numel * (4 + 4 + 4.0 * moments / world_size),
         "ZeRO-1": numel * (2 + 2 + exact / world_size),
         "ZeRO-2": numel * (2 + (2 + exact) / world_size),
         "FSDP": numel * (exact + 4) / world_size,
-        # Its docs/source/api-guide/dist_optimizer.md: 6 + 12 / d with bf16 parameters, whose
-        # gradients are kept in fp32.
+        # From its docs/source/api-guide/dist_optimizer.md: 6 + 12 / d for bf16 parameters with fp32
+        # gradients.
         "Megatron": numel * (2 + 4 + exact / world_size),
-        # Its README: 24-bit weights (bf16 and a byte), a byte per moment, bf16 gradients.
+        # From its README: 24-bit weights (bf16 and a byte), a byte per moment, bf16 gradients.
         "FlashOptim + DDP": numel * (2 + 1 + moments + 2),
     }

@@ -1,4 +1,4 @@
-"""The part of one rank of a model that is cut over tensor-parallel ranks and pipeline stages."""
+"""One rank's part of a model that is split over tensor-parallel ranks and pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 
 from shardcast.plan.originals import OptimizerList
 
-# Which dimension of a weight each style of transformers' and torch's plans cuts.
+# The dimension of a weight that each style of transformers' and torch's plans splits.
 STYLES = {"colwise": 0, "rowwise": 1, "colwise_rep": 0, "embedding_rowwise": 0}
-WHOLE = 1  # dimensions of parameters that a rowwise module keeps whole: biases
+WHOLE = 1  # number of dimensions of parameters that a rowwise module keeps whole (biases)
 
 
 def plan_of(model: nn.Module) -> dict[str, int]:
-    """The dimension that is cut, by pattern of names, of a transformers model; else empty."""
+    """Return a transformers model's plan: the split dimension by name pattern; else empty."""
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     return {f"{name}.*": STYLES[style] for name, style in plan.items() if style in STYLES}
 
@@ -26,18 +26,18 @@ def plan_of(model: nn.Module) -> dict[str, int]:
 def stages_of(
     model: nn.Module, originals: OptimizerList, tp: int, pp: int, plan: Mapping[str, int]
 ) -> list[tuple[nn.Module, OptimizerList]]:
-    """Return each stage's part of its first tensor-parallel rank, which has most, on ``meta``.
+    """Return each stage's part of its first tensor-parallel rank, the fullest one, on ``meta``.
 
-    The longest list of modules is cut into ``pp`` runs; what comes before it in the model is of
-    the first stage, what comes after it of the last one.
+    The longest list of modules is split into ``pp`` runs. Modules before it belong to the first
+    stage, and modules after it to the last one.
 
     Args:
         model: on ``meta``; unchanged.
-        plan: per pattern of parameters' names, the dimension that ``tp`` ranks cut; the rest are
-            copies on all of them.
+        plan: by pattern of parameter names, the dimension that ``tp`` ranks split; all other
+            parameters are copies on all of them.
 
     Raises:
-        ValueError: a pattern, or ``pp``, that does not fit the model.
+        ValueError: a pattern, or ``pp``, does not fit the model.
     """
     for pattern in plan:
         if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in model.named_parameters()):
@@ -64,7 +64,7 @@ def _part(
     part = copy.deepcopy(model)
     if pp > 1:
         _keep_stage(part, pp, stage)
-    names: dict[nn.Parameter, list[str]] = {}  # a tied one may stay under its second name
+    names: dict[nn.Parameter, list[str]] = {}  # a tied parameter may stay under its second name
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     if tp > 1:

@@ -1,13 +1,13 @@
-"""Ranks that wait for others, which come to a call late or never, by the lines they are at.
+"""Reports about ranks that wait long for others, with the script line of every rank.
 
-No option asks for it: :func:`shardcast.shard` has several ranks looked after. One thread of the
-process does so from the first sharded optimizer until the last one, or its process group, is gone.
-Collectives only note that they begin and end, in two attributes of :class:`.Watch`; the thread
-looks at those a few times in :data:`PATIENCE`. A run in which no rank is late sends nothing.
+No option turns this on: :func:`shardcast.shard` does so for several ranks. One thread per process
+runs from the first sharded optimizer until the last one, or its process group, is gone. Collectives
+only note their begin and end, in two attributes of :class:`.Watch`; the thread checks these a few
+times in :data:`PATIENCE`. If no rank is late, nothing is sent.
 
-A rank that came to no collective for nearly :data:`PATIENCE` puts a line into the store of its
-process groups: the call it is in, and the line of the script that its thread has reached. One that
-waits longer than that in a collective reads the lines of the others, and logs which of them are
+A rank that entered no collective for nearly :data:`PATIENCE` writes a line into the store of its
+process groups: its current call, and the script line that its thread has reached. A rank that waits
+longer than that in a collective reads the lines of the others, and logs which of them are
 elsewhere, and where.
 """
 
@@ -34,11 +34,11 @@ from shardcast.messages import LOG, by_rank
 if TYPE_CHECKING:
     from types import FrameType
 
-WAKES = 0.25  # seconds after which the thread sees that the process ends, which waits for it
+WAKES = 0.25  # seconds within which the thread notices the process's end, which waits for it
 
 
 class _Observed:
-    """The thread's knowledge of one watch: since when the rank came to no new collective."""
+    """The thread's view of one watch: since when the rank has entered no new collective."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = weakref.ref(watch)
@@ -46,7 +46,7 @@ class _Observed:
         self._silence: Silence | None = None
 
     def look(self) -> None:
-        """Look once."""
+        """Check the watch once."""
         watch = self._watch()
         if watch is None:
             return
@@ -60,7 +60,7 @@ class _Observed:
             self._silence.look(silent)
 
     def forget(self) -> None:
-        """Learn that the rank goes on."""
+        """Called when the rank continues."""
         silence, self._silence = self._silence, None
         try:
             if silence is not None:
@@ -71,7 +71,7 @@ class _Observed:
 
 
 class Lookout:
-    """Looks at watches of this process, on a thread that lives while there are any."""
+    """Checks watches of this process, on a thread that lives while there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,22 +79,23 @@ class Lookout:
         self._thread: _Thread | None = None
 
     def begin(self, watch: Watch) -> None:
-        """Look at ``watch`` from now on."""
+        """Start to check ``watch``."""
         watch.lookout = self
         with self._lock:
             if watch not in self._observed:
                 self._observed[watch] = _Observed(watch)
-            if self._thread is None or not self._thread.is_alive():  # nor is it after a fork
+            # it is not alive after a fork, either
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = _Thread(self)
                 self._thread.start()
 
     def end(self, watch: Watch) -> None:
-        """Look at ``watch`` no more; the thread ends with the last one."""
+        """Stop checking ``watch``; the thread ends with the last one."""
         watch.lookout = None
         with self._lock:
             observed = self._observed.pop(watch, None)
         if observed is not None:
-            with contextlib.suppress(Exception):  # the store may have gone
+            with contextlib.suppress(Exception):  # the store may be gone
                 observed.forget()
         with self._lock:
             last = all(map(_is_over, self._observed))
@@ -104,17 +105,18 @@ class Lookout:
             thread.join(1.0)
 
     def last_known(self, comm: TensorCollectives) -> str:
-        """Return where the ranks were when one of them told of its wait; empty if none did."""
+        """Return where the ranks were when one of them reported its wait; empty if none did."""
         return last_known(comm)
 
     def look(self, thread: threading.Thread) -> bool:
-        """Look once, and return whether ``thread`` has to look again; that is decided last."""
+        """Check all once; return whether ``thread`` must check again, which is decided last."""
         with self._lock:
             watches = [*self._observed.items()]
         for _, observed in watches:
             try:
                 observed.look()
-            except Exception as error:  # of a store whose process has ended: nobody is left to tell
+            # the store's process has ended, so no rank is left to report to
+            except Exception as error:
                 LOG.debug("nothing is known of the other ranks: %s", error)
         with self._lock:
             if self._thread is thread and all(map(_is_over, self._observed)):
@@ -123,9 +125,9 @@ class Lookout:
 
 
 class _Thread(threading.Thread):
-    """Looks until the process ends or nothing is left to look at.
+    """Checks until the process ends or nothing is left to check.
 
-    It is no daemon: a process that ends while one is within a call of a store is aborted.
+    It is not a daemon, because a process that exits during a call of a store is aborted.
     """
 
     def __init__(self, lookout: Lookout) -> None:
@@ -140,7 +142,7 @@ class _Thread(threading.Thread):
 
 
 def _is_over(watch: Watch) -> bool:
-    """Return whether nobody trains with the groups of ``watch`` any more."""
+    """Return whether all groups of ``watch`` are gone."""
     return not any(comm.is_alive for comm in list(watch.comms))
 
 
@@ -149,7 +151,7 @@ _LOOKOUT = Lookout()
 
 @contextlib.contextmanager
 def look_after(process_groups: ProcessGroups) -> Iterator[None]:
-    """Look after the ranks of an optimizer that is made in this context, until it is closed."""
+    """Watch the ranks of an optimizer that is created in this block, until it is closed."""
     comm = process_groups.everyone
     if comm.size > 1:
         _LOOKOUT.begin(comm.watch)
@@ -160,28 +162,29 @@ def look_after(process_groups: ProcessGroups) -> Iterator[None]:
         raise
 
 
-PATIENCE = 30.0  # seconds that a rank waits for the others without a word
-LOOKS = 6  # in that time
-WRITES_AT = 4  # of those, so that what is read then is there
-PLACE, TOLD = "shardcast/waiting/{}", "shardcast/waiting"  # keys in the store of a group
-# Whose frames lie between the line of a script and a collective; the others run scripts.
+PATIENCE = 30.0  # seconds that a rank waits before it logs anything
+LOOKS = 6  # number of checks in that time
+WRITES_AT = 4  # check at which a line is written, so that it exists when others read it
+PLACE, TOLD = "shardcast/waiting/{}", "shardcast/waiting"  # keys in a group's store
+# Packages with frames between a script's line and a collective; others run scripts.
 INSIDE = {"shardcast", "torch"} | sys.stdlib_module_names - {"__main__"}
 RUNS_SCRIPTS = ("shardcast.run", "shardcast.cli", "shardcast.testing")
 
 
 class Silence:
-    """A rank of this process that came to no collective for long, until it goes on."""
+    """A rank of this process that has entered no collective for long, until it continues."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._written_at = self._next = 0.0  # of the silence, in seconds; when to tell (again)
-        self._told_in: Any = None  # the store, where this rank is the one that tells
+        # seconds of silence at the last line, and at the next report
+        self._written_at = self._next = 0.0
+        self._told_in: Any = None  # the store, if this rank is the one that reports
 
     def look(self, silent: float) -> None:
-        """Write, or tell, where it is due.
+        """Write a line, or report, when it is due.
 
         Args:
-            silent: for how many seconds it has been.
+            silent: seconds of silence.
         """
         work = self._watch.waits
         if silent - self._written_at >= PATIENCE * (1 if self._written_at else WRITES_AT / LOOKS):
@@ -192,9 +195,9 @@ class Silence:
             self._tell(work, silent)
 
     def end(self) -> None:
-        """Take back what was written and told: the rank goes on.
+        """Remove the line and the report, because the rank continues.
 
-        What was told stays for the errors of other ranks where a collective gave up.
+        If a collective failed, the report stays for the errors of other ranks.
         """
         if self._written_at:
             self._write("")
@@ -208,7 +211,7 @@ class Silence:
                 store.set(PLACE.format(comm.rank), place)
 
     def _tell(self, work: Work, silent: float) -> None:
-        """Log who waits for whom; one of the ranks that wait does it for all."""
+        """Log which ranks wait for which; one of the waiting ranks does it for all."""
         comm = work.comm
         store = comm.store
         first = store is None or self._told_in is not None or store.add(f"{TOLD}/told", 1) == 1
@@ -226,7 +229,7 @@ class Silence:
         )
 
     def _report(self, comm: TensorCollectives, own: dict[str, Any]) -> str:
-        """Say where each rank is, those that are in the same call apart."""
+        """Return where each rank is, with ranks in the same call grouped."""
         facts, store = [], comm.store
         for rank in range(comm.size) if store is not None else ():
             key = PLACE.format(rank)
@@ -237,7 +240,7 @@ class Silence:
         return by_rank(facts) or _told(own)
 
     def _place(self, work: Work | None) -> dict[str, Any]:
-        """Return where this rank is: values of JSON."""
+        """Return where this rank is, as JSON values."""
         watch = self._watch
         frame = _compat.frame_of_thread(watch.thread)
         try:
@@ -253,7 +256,7 @@ def last_known(comm: TensorCollectives) -> str:
     store = comm.store
     try:
         return store.get(TOLD).decode() if store is not None and store.check([TOLD]) else ""
-    except Exception:  # the store went with its process: the caller has an error to raise
+    except Exception:  # the store ended with its process, and the caller has its own error to raise
         return ""
 
 
@@ -267,10 +270,10 @@ def _told(place: dict[str, Any] | None) -> str:
 
 
 def _place_of(frame: FrameType | None) -> tuple[str, str]:
-    """The call of this library that a thread is in, and the line of the script it is at.
+    """Return this library's call that a thread is in, and its current script line.
 
     Args:
-        frame: the innermost one.
+        frame: the innermost frame.
     """
     calls, inside = [], False
     while frame is not None:

@@ -80,7 +80,7 @@ def apply(
         check_values(patch)
     lacking: dict[str, WeightPatch] = {}
     if isinstance(target, dict) and (version is not None or (is_full and not target)):
-        # What it lacks was added to the training since that version.
+        # Tensors that it lacks were added to the training after that version.
         lacking = {patch.name: patch for patch in patches if patch.name not in tensors}
     _check_whole(patches, None if is_full else lacking)
     added = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in lacking.items()}
@@ -190,7 +190,7 @@ def _write(tensor: Tensor, patch: WeightPatch) -> None:
 
 
 def begin_of_run(indices: Tensor) -> int | None:
-    """The first of consecutive indices; ``None`` if they have gaps."""
+    """Return the first of consecutive indices; ``None`` if they have gaps."""
     if not indices.numel():
         return None
     first, last = int(indices[0]), int(indices[-1])

@@ -1,8 +1,8 @@
 """``fp8_block128`` in one Triton kernel: a program reads a block of 128 x 128 once, and writes it.
 
-Inductor would need three kernels: it reduces 16,384 elements in two steps and reads them twice. The
-results are bitwise those of :mod:`.forms`. Arithmetic is in integers wherever the order of
-operations or the device could matter.
+Inductor would need three kernels, because it reduces 16,384 elements in two steps and reads them
+twice. The results are bitwise those of :mod:`.forms`. Arithmetic is in integers wherever the order
+of operations or the device could matter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 SIDE = 128
-WARPS = 16  # 32 elements in each thread
+WARPS = 16  # gives each thread 32 elements
 
 
 @triton.jit
@@ -49,10 +49,10 @@ def _block(
     if given.dtype == tl.int16:  # bits of bf16
         given = (given.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     bits = given.to(tl.int32, bitcast=True)
-    # As integers: the largest one is a NaN, if there is one.
+    # As integers, so that a NaN is the largest.
     most = tl.max(tl.max(bits & 0x7FFFFFFF, 1), 0)
     largest = most.to(tl.float32, bitcast=True)
-    # torch divides a number by a tensor as its reciprocal times the number.
+    # torch divides a number by a tensor by multiplying with the reciprocal.
     inverse = tl.math.div_rn(1.0, tl.math.div_rn(1.0, largest) * 448.0)
     inverse = inverse.to(tl.int32, bitcast=True)
     byte = (inverse >> 23) + tl.where((inverse & 0x7FFFFF) != 0, 1, 0)
@@ -68,7 +68,8 @@ def _block(
     byte = tl.where(is_nan, 255, tl.where(is_tiny, 127, byte))
     if rounds:
         back = code * (byte << 23).to(tl.float32, bitcast=True)
-        out = (back.to(tl.int32, bitcast=True) >> 16).to(tl.int16)  # a bf16 number: exact
+        # exact, because it is a bf16 number
+        out = (back.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
         out = tl.where(is_nan, 0x7FC0, out).to(tl.int16)
         tl.store(first + place, out)
         if twice:
@@ -110,7 +111,7 @@ def round_(masters: Tensor, outputs: Sequence[Tensor]) -> None:
 
 
 def collapse_(values: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Write codes and scales, as bytes, of contiguous values: fp32 or bf16."""
+    """Write codes and scales, as bytes, of contiguous fp32 or bf16 values."""
     assert codes.dtype == scales.dtype == torch.uint8
     given = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
     _launch(given, [codes], scales, rounds=False)

@@ -41,9 +41,9 @@ class ChangesOfRank(StepHook):
             )
         self._optimizer = optimizer
         comm = optimizer.process_groups.everyone
-        self._run = comm.exchange(os.urandom(4).hex(), optimizer.device)[0]  # one for each run
+        self._run = comm.exchange(os.urandom(4).hex(), optimizer.device)[0]  # one name per run
         self._number = 0
-        self._last = ""  # version that was told last
+        self._last = ""  # version of the last answer
 
     @torch.no_grad()
     def changes(self, since: str | None = None, weights: str | None = None) -> Changes:
@@ -155,13 +155,13 @@ def _coded(
     rows, columns, width = form.block_rows, form.block_columns, whole.shape[-1]
     local_width = _compat.local_tensor(param).shape[-1]
     row, column = places // local_width // rows * rows, places % local_width // columns * columns
-    first = (row * local_width + column).unique()  # elements of blocks, in the part
+    first = (row * local_width + column).unique()  # elements of the blocks, within the part
     down = torch.arange(rows, device=places.device)[:, None] * local_width
     elements = first[:, None, None] + down + torch.arange(columns, device=places.device)
     codes, scales = form.quantize(values[elements].view(-1, columns))
     codes, scales = as_exported(form, codes.view(-1), scales.view(-1))
     in_whole = global_index(param, elements.view(-1) + start)
-    per_code = elements.numel() // max(1, codes.numel()) or 1  # two in a byte, of neighbors
+    per_code = elements.numel() // max(1, codes.numel()) or 1  # two neighbors share a byte
     shape = (*whole.shape[:-1], width // per_code)
     at = in_whole[::per_code] // per_code
     yield WeightPatch(name, shape, codes.dtype, codes, in_32_bits(at, whole))

@@ -1,13 +1,13 @@
-"""Forms: how a block of fp32 values becomes codes and a scale, and the values that these stand for.
+"""Forms: how a block of fp32 values becomes codes and a scale, and the values that these represent.
 
-Each scale is a power of two, so what a code stands for *is* a bf16 number, and quantizing it again
-gives the same value. That holds for all values that a block can have here: a block whose codes
-would stand for numbers below those of bf16 is zeros, and one beyond them NaN.
+Each scale is a power of two. So a code represents a bf16 number, and quantizing that again gives
+the same value. This holds for every block here: a block whose codes would represent numbers below
+bf16's range becomes zeros, and one above it NaN.
 
-Bits are those of others: ``mxfp8`` and ``mxfp4`` of torchao's ``to_mx`` with
-``ScaleCalculationMode.FLOOR``, those with ``_rceil`` with ``RCEIL``, ``fp8_block128`` of
-transformers' ``Fp8Quantize`` with ``scale_fmt`` ``ue8m0``. Exponents are found in integers, for a
-logarithm in floating point depends on the device.
+The bits equal those of other libraries: ``mxfp8`` and ``mxfp4`` those of torchao's ``to_mx`` with
+``ScaleCalculationMode.FLOOR``, forms with ``_rceil`` those with ``RCEIL``, and ``fp8_block128``
+those of transformers' ``Fp8Quantize`` with ``scale_fmt`` ``ue8m0``. Exponents are computed in
+integers, because a floating-point logarithm depends on the device.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from shardcast import _compat
 
-BIAS = 127  # of an exponent in fp32, bf16 and E8M0
-MANTISSA = 23  # bits in fp32
-EXPONENT = 0x7F800000  # its bits there
-NAN_BITS = 0x7FC0  # of bf16, as torch has them
+BIAS = 127  # bias of exponents in fp32, bf16 and E8M0
+MANTISSA = 23  # mantissa bits in fp32
+EXPONENT = 0x7F800000  # exponent bits in fp32
+NAN_BITS = 0x7FC0  # torch's bits of a bf16 NaN
 NAN_SCALE = 255  # the E8M0 byte of a block with a NaN
 E4M3_MAX = 448.0
 E4M3_INFINITE = 248.0 * 2.0**120  # rounds to 2**128
@@ -32,14 +32,14 @@ E2M1_MAX = 6.0
 
 
 class Form(ABC):
-    """One form; blocks are of ``(block_rows, block_columns)`` elements of a matrix.
+    """One form; its blocks are ``(block_rows, block_columns)`` elements of a matrix.
 
     Attributes:
-        name: of the form.
-        lowest: the least byte of a scale whose codes all stand for bf16 numbers.
-        of_zeros: the byte of the scale of zeros.
-        limit: the largest size of a code.
-        bits: of a code.
+        name: name of the form.
+        lowest: smallest byte of a scale with which all codes represent bf16 numbers.
+        of_zeros: byte of the scale of a block of zeros.
+        limit: largest absolute value of a code.
+        bits: bits of a code.
     """
 
     name: ClassVar[str]
@@ -51,9 +51,9 @@ class Form(ABC):
     bits: ClassVar[int] = 8
 
     def unit(self, shape: tuple[int, ...]) -> int:
-        """Return how many elements of a parameter, from its first one, have one owner together.
+        """Return how many consecutive elements of a parameter must have one owner.
 
-        That is a row of blocks, or a block of elements that are in a row.
+        That is a row of blocks, or a block within one row.
         """
         columns = self.block_columns if self.block_rows == 1 else shape[-1]
         return self.block_rows * columns
@@ -62,24 +62,25 @@ class Form(ABC):
         """Return the codes and scales of a matrix.
 
         Args:
-            values: of shape ``(..., rows, columns)``, whole blocks; fp32, or what is exact in it.
+            values: of shape ``(..., rows, columns)``, whole blocks; fp32, or a dtype that fits
+                fp32.
 
         Returns:
-            Codes, float8_e4m3fn of that shape, or uint8 with two codes in a byte, the first one in
-            its lower half; and the bytes of scales, uint8 of ``(..., block rows, block columns)``:
-            ``2**(byte - 127)``, 255 for NaN.
+            Codes, float8_e4m3fn of that shape, or uint8 with two codes per byte, the first one in
+                the lower half; and the bytes of scales, uint8 of
+                ``(..., block rows, block columns)``: ``2**(byte - 127)``, 255 for NaN.
         """
         scaled, scale = self._scaled(values)
         return self._codes(scaled.reshape(values.shape)), scale
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the bf16 values that codes, maybe as bytes, and scales stand for."""
+        """Return the bf16 values of codes, possibly as bytes, and scales."""
         return self.dequantize_bits(codes, scales).view(torch.bfloat16)
 
     def dequantize_bits(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the same as int16: a compiler would choose other bits of a NaN."""
+        """Return the same as int16, because a compiler would choose other bits for a NaN."""
         if _compat.is_host(codes.device) and not torch.compiler.is_compiling():
-            # torch's own conversions from fp8 take the longest on a CPU.
+            # torch's own conversions from fp8 are slow on a CPU.
             index = codes.view(torch.uint8).reshape(-1).int()
             values = _table(self).index_select(0, index).view(torch.float32)
             return self._scaled_back(values.view(*codes.shape[:-1], -1), scales)
@@ -95,9 +96,9 @@ class Form(ABC):
         return self._scaled_back(self._nearest(scaled).reshape(values.shape), scale)
 
     def _scaled_back(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Return the codes as fp32, which may be overwritten, times their scales: bits of bf16.
+        """Return fp32 codes, which may be overwritten, times their scales, as bf16 bits.
 
-        All NaN have the same bits, whatever a device makes of others.
+        All NaN get the same bits, whatever the device produces.
         """
         blocks = self._blocks(values)
         blocks = blocks.mul_(_power(scales)[..., :, None, :, None])
@@ -125,9 +126,9 @@ class Form(ABC):
         )
 
     def _scaled(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Divide blocks by their scales and saturate; return them, to be overwritten, and scales.
+        """Divide blocks by their scales and saturate; return them, to be overwritten, with scales.
 
-        The maximum of a block depends on no order.
+        The maximum of a block does not depend on an order.
         """
         blocks = self._blocks(values.contiguous().float())
         size = blocks.abs()
@@ -141,15 +142,15 @@ class Form(ABC):
         return scaled.clamp_(-self.limit, self.limit), byte.to(torch.uint8)
 
     def values(self, codes: Tensor) -> Tensor:
-        """Return what codes stand for without a scale: fp32."""
+        """Return the fp32 values of codes without a scale."""
         return codes.view(torch.float8_e4m3fn).float()
 
     @abstractmethod
     def _scale_of(self, largest: Tensor) -> Tensor:
-        """The byte of the scale of a block, int32, maybe below zero, from its largest size."""
+        """Return the byte of a block's scale, int32, possibly negative, from its largest size."""
 
     def _is_tiny(self, largest: Tensor, byte: Tensor) -> Tensor:
-        """Return whether a block is zeros, as it would be once it was rounded."""
+        """Return whether a block rounds to zeros, from its largest size."""
         return byte < self.lowest
 
     def _is_nan(self, largest: Tensor) -> Tensor:
@@ -157,34 +158,34 @@ class Form(ABC):
         return largest.isnan()
 
     def _nearest(self, scaled: Tensor) -> Tensor:
-        """Rounded to the nearest code, ties to even; fp32."""
+        """Round to the nearest code, ties to even; fp32."""
         return _to_bits(scaled, 3, -6)
 
     def _codes(self, scaled: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             return scaled.to(torch.float8_e4m3fn)
-        # In integers, which any accelerator has: a sign, four bits of exponent, three of mantissa.
+        # In integers, which every accelerator has: a sign, four exponent bits, three mantissa bits.
         nearest = self._nearest(scaled)
         bits, size = nearest.view(torch.int32), nearest.abs()
         usual = (size.view(torch.int32) >> (MANTISSA - 3)) - ((BIAS - 7) << 3)
-        tiny = (size * 2.0**9).to(torch.int32)  # below 2**-6, multiples of 2**-9
+        tiny = (size * 2.0**9).to(torch.int32)  # below 2**-6, codes are multiples of 2**-9
         code = torch.where(size < 2.0**-6, tiny, usual) | ((bits >> 24) & 0x80)
         return code.to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 class MXFP8(Form):
-    """OCP MX: E4M3 codes, an E8M0 scale for each 32 of them along the input dimension."""
+    """OCP MX: E4M3 codes, and an E8M0 scale per 32 codes along the input dimension."""
 
     name = "mxfp8"
     block_rows, block_columns = 1, 32
-    lowest = 3  # 2**-9, the least code, times 2**(3 - 127) is the least bf16 number
+    lowest = 3  # 2**-9, the smallest code, times 2**(3 - 127) is the smallest bf16 number
 
     def _scale_of(self, largest: Tensor) -> Tensor:
-        return _exponent(largest) - 8  # 2**8 is the largest power of two that is a code
+        return _exponent(largest) - 8  # 2**8 is the largest code that is a power of two
 
 
 class MXFP4(Form):
-    """OCP MX: E2M1 codes, an E8M0 scale for each 32 of them along the input dimension."""
+    """OCP MX: E2M1 codes, and an E8M0 scale per 32 codes along the input dimension."""
 
     name = "mxfp4"
     block_rows, block_columns = 1, 32
@@ -207,7 +208,8 @@ class MXFP4(Form):
         return code[..., ::2] | (code[..., 1::2] << 4)
 
     def values(self, codes: Tensor) -> Tensor:
-        # Shifts, not a stack of both halves, of which a compiler would make a kernel of its own.
+        # Shifts rather than a stack of both halves, which a compiler would turn into another
+        # kernel.
         shifts = 4 * torch.arange(2, dtype=torch.uint8, device=codes.device)
         pair = ((codes.unsqueeze(-1) >> shifts) & 15).flatten(-2)
         size = (pair & 7).float()
@@ -216,13 +218,13 @@ class MXFP4(Form):
 
 
 class Covering(Form):
-    """Forms whose scale is the least power of two by which no code saturates.
+    """Forms whose scale is the smallest power of two with which no code saturates.
 
-    So of codes times any power of two, however they were found, all values stay as they are.
+    So values that are codes times any power of two do not change.
 
     Attributes:
-        infinite: a block with so large a value is NaN: its code times the scale would be an
-            infinity in bf16, and not quantized as it was before.
+        infinite: a block with a value this large becomes NaN: its code times the scale would be
+            infinite in bf16, and would not quantize to the same values again.
     """
 
     infinite: ClassVar[float] = E4M3_INFINITE
@@ -231,7 +233,7 @@ class Covering(Form):
         return _exponent_above(largest / self.limit)
 
     def _is_tiny(self, largest: Tensor, byte: Tensor) -> Tensor:
-        # What is rounded down to half of the largest code has half the scale from then on.
+        # A value that is rounded down to half of the largest code gets half the scale from then on.
         lowest = (largest * 2.0 ** (BIAS - self.lowest)).clamp_(max=self.limit)
         return self._nearest(lowest) <= self.limit / 2
 
@@ -253,7 +255,7 @@ class MXFP4RCEIL(Covering, MXFP4):
 
 
 class FP8Block128(Covering):
-    """E4M3 codes, and a scale for each 128 x 128 of them that is a power of two."""
+    """E4M3 codes, and a power-of-two scale for each 128 x 128 codes."""
 
     name = "fp8_block128"
     block_rows, block_columns = 128, 128
@@ -261,7 +263,7 @@ class FP8Block128(Covering):
     of_zeros = BIAS  # a scale of 1
 
     def _scale_of(self, largest: Tensor) -> Tensor:
-        # The least power of two that is not below the reciprocal of a reciprocal: as transformers.
+        # The smallest power of two not below the reciprocal of a reciprocal, as in transformers.
         inverse = 1.0 / (E4M3_MAX / largest)
         return _exponent_above(inverse)
 
@@ -273,16 +275,16 @@ FORMS: dict[str, Form] = {
 
 @functools.cache
 def _table(form: Form) -> Tensor:
-    """Return what each byte of codes stands for: fp32, two of them as one int64."""
+    """Return the fp32 value of each byte of codes; a pair of values as one int64."""
     codes = torch.arange(256, dtype=torch.uint8)
     values = form.values(codes)
     return values if form.bits == 8 else values.view(torch.int64)
 
 
 def _to_bits(values: Tensor, bits: int, lowest: int) -> Tensor:
-    """Fp32 values with so many bits of mantissa, or multiples of those at ``2**lowest``.
+    """Round fp32 values to so many mantissa bits, or to multiples of those at ``2**lowest``.
 
-    Rounded by adding a number whose last bit is the one to be kept: to nearest, ties to even.
+    It adds a number whose last bit is the last one to keep, which rounds to nearest, ties to even.
     """
     power = (values.view(torch.int32) & EXPONENT).view(torch.float32)
     large = power.clamp_(min=2.0**lowest).mul_(1.5 * 2.0 ** (MANTISSA - bits))
@@ -290,17 +292,17 @@ def _to_bits(values: Tensor, bits: int, lowest: int) -> Tensor:
 
 
 def _exponent(size: Tensor) -> Tensor:
-    """The biased exponent of fp32 numbers without a sign."""
+    """Return the biased exponent of nonnegative fp32 numbers."""
     return size.view(torch.int32) >> MANTISSA
 
 
 def _exponent_above(size: Tensor) -> Tensor:
-    """The biased exponent of the least power of two that is not below a number."""
+    """Return the biased exponent of the smallest power of two not below a number."""
     bits = size.view(torch.int32)
     return (bits >> MANTISSA) + ((bits & ((1 << MANTISSA) - 1)) != 0)
 
 
 def _power(byte: Tensor) -> Tensor:
-    """Return ``2**(byte - 127)`` of bytes in [1, 254], fp32; NaN of 255, and zero of 0."""
+    """Return ``2**(byte - 127)`` for bytes in [1, 254], fp32; NaN for 255, and 0 for 0."""
     power = (byte.to(torch.int32).clamp(0, NAN_SCALE) << MANTISSA).view(torch.float32)
     return torch.where(byte == NAN_SCALE, torch.nan, power)

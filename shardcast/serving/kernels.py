@@ -1,4 +1,4 @@
-"""The arithmetic of blocks: on a CPU in pieces that stay in its cache, else one kernel each."""
+"""The arithmetic of blocks: in cache-sized pieces on a CPU, otherwise in one kernel each."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardcast.memory.codecs import shown, take_shown_
 from shardcast.serving.forms import FORMS, Form
 from shardcast.step.compiling import compiles, or_eager
 
-BITS = torch.int16  # what bf16 values are written as, see Form.dequantize_bits
-CACHED = 1 << 17  # elements per eager call on a CPU: all temporaries stay in its cache
+BITS = torch.int16  # bf16 values are written as this, see Form.dequantize_bits
+CACHED = 1 << 17  # elements per eager call on a CPU, so that all temporaries stay in cache
 
 Kernel = Callable[..., None]
 
@@ -26,8 +26,8 @@ Kernel = Callable[..., None]
 class Kernels:
     """The kernels of one form.
 
-    Tensors of values are of shape ``(stack, rows, columns)``, whole blocks; those of codes, as
-    bytes, and of scales of as many rows and block rows.
+    Tensors of values have the shape ``(stack, rows, columns)``, in whole blocks. Codes, as bytes,
+    have the same number of rows, and scales the number of block rows.
     """
 
     def __init__(self, form: Form, config: ShardcastConfig) -> None:
@@ -35,7 +35,7 @@ class Kernels:
         self._compiled: bool | None = None
 
     def round(self, masters: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Write what is published of masters into each of the outputs."""
+        """Write the published values of masters to each of the outputs."""
         count, columns = 1 + len(outputs), self._form.block_columns
         rows = self._rows(masters)
         bits = [output.view(BITS) for output in outputs]
@@ -48,16 +48,17 @@ class Kernels:
         self._run(_collapse, (values, codes, scales), [rows, rows, blocks], self._block)
 
     def expand(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """The inverse of :meth:`collapse`, to the bit."""
+        """Return the values of codes and scales; the bitwise inverse of :meth:`collapse`."""
         rows = self._rows(values)
         blocks = rows // self._form.block_rows
         given = values.view(BITS), codes, scales
         self._run(_expand, given, [rows, rows, blocks], self._block)
 
     def take_written(self, masters: Tensor, published: Tensor, last: Tensor) -> bool:
-        """Have published values be masters where they are not the last ones; all are 1-d.
+        """Copy published values that differ from the last ones into the masters; all are 1-d.
 
-        Bits decide. Returns whether there may be such values; waits for no device.
+        The comparison is bitwise. Returns whether there may be such values; does not wait for a
+        device.
         """
         if _compat.is_host(masters.device):
             word = torch.int16 if published.numel() % 4 else torch.int64
@@ -76,12 +77,12 @@ class Kernels:
 
     @property
     def _block(self) -> Sequence[int]:
-        """Values, bytes of codes and scales of a row of a block."""
+        """Return elements of values, bytes of codes, and scales per row of a block."""
         columns = self._form.block_columns
         return columns, columns * self._form.bits // 8, 1
 
     def _rows(self, values: Tensor) -> int:
-        """Return the rows of one call on a CPU."""
+        """Return the number of rows per call on a CPU."""
         height = self._form.block_rows
         return max(1, CACHED // (height * values.shape[-1])) * height
 
@@ -97,8 +98,8 @@ class Kernels:
         """Call a function of the form.
 
         Args:
-            rows: of each tensor, in one call on a CPU.
-            block: elements that each tensor has of one row of a block.
+            rows: rows of each tensor in one call on a CPU.
+            block: elements of each tensor in one row of a block.
         """
         device = tensors[0].device
         if self._compiles(device):
@@ -134,10 +135,10 @@ def _take(_form: Form, masters: Tensor, published: Tensor, last: Tensor) -> None
 
 
 def _in_blocks(tensor: Tensor, width: int) -> Tensor:
-    """The same memory with a block of ``width`` elements in each row, if that is not 0.
+    """Return the same memory with a block of ``width`` elements per row, if ``width`` is not 0.
 
-    To a compiler that knows their length a block is a row to be summed up, and what is made of it
-    belongs to the same kernel. In a matrix of any width it sees neither.
+    If a compiler knows a block's length, it reduces it as a row and fuses later work into the same
+    kernel. In a matrix of unknown width it does neither.
     """
     if width:
         return _compat.rows_of(tensor, width, len(tensor))
@@ -149,7 +150,7 @@ def _kernel(call: Kernel, form: Form) -> Kernel:
     what, name = call.__name__.strip("_"), form.name
 
     def as_graph(*tensors: Any) -> None:
-        call(FORMS[name], *tensors)  # whose numbers a compiler takes for constants: it is global
+        call(FORMS[name], *tensors)  # a global, so that a compiler treats its numbers as constants
 
     as_graph.__name__ = what
     compiled = _of_blocks(call) if form.block_rows > 1 else None
@@ -162,7 +163,7 @@ def _kernel(call: Kernel, form: Form) -> Kernel:
 
 
 def _of_blocks(call: Kernel) -> Kernel | None:
-    """The kernel of blocks of several rows that is written by hand, if there is one."""
+    """Return the handwritten kernel for blocks of several rows, if there is one."""
     if importlib.util.find_spec("triton") is None:
         return None
     from shardcast.serving import blocks

@@ -78,12 +78,12 @@ class Changes(Sequence[WeightPatch]):
 
     @property
     def numel(self) -> int:
-        """The number of values."""
+        """Number of values."""
         return sum(patch.values.numel() for patch in self.patches)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of values and indices."""
+        """Bytes of values and indices."""
         tensors = (t for patch in self.patches for t in (patch.values, patch.indices))
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

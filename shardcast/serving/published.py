@@ -21,7 +21,7 @@ from shardcast.serving.forms import FORMS, Form
 from shardcast.serving.shards import Serving
 from shardcast.step.step_hook import StepHook
 
-SCALE = "_scale_inv"  # behind the name of a parameter, as transformers and vLLM read it
+SCALE = "_scale_inv"  # suffix of a parameter's name, as transformers and vLLM read it
 BLOCK = (128, 128)
 
 

@@ -1,16 +1,16 @@
-"""Records of what has changed: a bit for each element, or a copy of what was told last.
+"""Records of changes: one bit per element, or a copy of the values of the last answer.
 
-**A bit.** Of a parameter with fp32 masters the value that was told last is the cast of its master
-for every element without a mark: so a mark is set wherever that cast changes, in the pass of the
-update that makes the new one, and where something else writes masters. Nothing is compared with a
-snapshot, and no step reads or writes more than a bit. What a script has written is marked when
-somebody asks: the published value is not the cast of its master. A value that changes and changes
-back stays marked. Where written values were told, no master says so: what was told of that span is
-kept, as a copy, until an answer finds none.
+**A bit.** If a parameter has fp32 masters, the last answer's value of every unmarked element is the
+cast of its master. So an element is marked whenever that cast changes: in the update's pass that
+makes the new cast, and where other code writes masters. Nothing is compared with a snapshot, and no
+step reads or writes more than a bit. Values that a script wrote are marked when an answer is
+requested, because the published value is then not the cast of its master. A value that changes and
+changes back stays marked. If an answer contained written values, no master knows them, so a copy of
+that span is kept until an answer contains none.
 
-**A copy.** Where the published value *is* the master, in fp32 parameters, or a half of it
-(``master: split16``), a value that a script has written leaves no other trace. There the
-values that were told last are kept, and compared when somebody asks.
+**A copy.** If the published value *is* the master (fp32 parameters) or a half of it
+(``master: split16``), a written value leaves no other trace. Then the last answer's values are
+kept, and compared when an answer is requested.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardcast.step.update.epilogues import Epilogue, UpdateValues
 if TYPE_CHECKING:
     from shardcast.step.update.rules import Numbers
 
-MARKS = "changes"  # the name of the epilogue's state
+MARKS = "changes"  # name of the epilogue's state
 BYTE = 8  # elements
 GATHER = 0x0102040810204080
 INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes
@@ -57,7 +57,7 @@ class Marks(Codec):
 
 @dataclass(frozen=True)
 class Nothing(Codec):
-    """No memory, where the update has nothing to mark."""
+    """No memory, for updates that mark nothing."""
 
     plain = False
 
@@ -72,17 +72,17 @@ class Nothing(Codec):
 
 
 def word_of(row: int) -> torch.dtype:
-    """The integer with a bit for each element of a row."""
+    """Return the integer dtype with one bit for each element of a row."""
     return {16: torch.int16, 32: torch.int32, 64: torch.int64}.get(row, torch.uint8)
 
 
 def words(changed: Tensor) -> Tensor:
-    """Pack bits of elements, contiguous bool of shape ``(rows, row)``, as words, ``(rows,)``."""
+    """Pack bits of elements, contiguous bool ``(rows, row)``, into words, ``(rows,)``."""
     row = changed.shape[-1]
     word = word_of(row)
     if row % BYTE == 0 and not torch.compiler.is_compiling():
-        # Eight bytes that are 0 or 1, times this number, have their bits in the highest byte: few
-        # passes, over an eighth of the elements.
+        # Eight bytes of 0 or 1, times this number, have their bits in the highest byte. This takes
+        # few passes over an eighth of the elements.
         packed = (changed.view(torch.int64) * GATHER) >> 56
         return packed.to(torch.uint8).view(word).view(-1)
     lanes = torch.arange(row, dtype=word, device=changed.device)
@@ -91,7 +91,7 @@ def words(changed: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Followed(Epilogue):
-    """Marks elements whose published value is another one than the cast of the master was."""
+    """Marks elements whose published value differs from the earlier cast of their master."""
 
     follows: ClassVar[bool] = True
 
@@ -112,14 +112,14 @@ class Followed(Epilogue):
 
 
 class Changed(ABC):
-    """The changes in one own span since they were told last.
+    """The changes in one own span since the last answer.
 
-    In the fused update :class:`Followed` sees what changes. Everywhere else, where a script's
-    values become masters, a state is loaded, or a class has updated by itself, it is told.
+    The fused update reports changes through :class:`Followed`. All other code that writes masters
+    (from a script's values, a loaded state, or a class that updates by itself) calls :meth:`note`.
 
     Attributes:
-        state: what :class:`Followed` has as its state, by name.
-        is_new: nothing was told yet.
+        state: state of :class:`Followed`, by name.
+        is_new: there was no answer yet.
     """
 
     state: dict[str, Encoded]
@@ -131,35 +131,35 @@ class Changed(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """The bytes that are held; they are counted with those of masters."""
+        """Bytes held; they are counted with those of masters."""
 
     @abstractmethod
     def memory(self) -> Iterator[Tensor]:
-        """Give the very tensors that are held."""
+        """Yield the tensors themselves that are held."""
 
     @abstractmethod
     def note(self, part: slice, before: Tensor, after: Tensor) -> None:
-        """Note values that are published, or are about to be. Local; waits for no device.
+        """Note values that are, or will be, published. Local; does not wait for a device.
 
         Args:
-            part: of the own span; begins with a row, and ends with one or with a parameter.
-            before, after: 1-d, in the dtype of the pack; most elements, or all, may be equal.
+            part: part of the own span; starts with a row, and ends with a row or a parameter.
+            before, after: 1-d, in the dtype of the pack; most or all elements may be equal.
         """
 
     @abstractmethod
     def since(self, start: int, stop: int) -> Tensor:
-        """Return which of the elements ``[start, stop)``, which begin with a row, have changed.
+        """Return which of the elements ``[start, stop)``, which start with a row, have changed.
 
         Returns:
-            their places, counted from ``start``: 1-d int64, rising.
+            Their places, counted from ``start``: 1-d int64, ascending.
         """
 
     @abstractmethod
     def tell(self, is_written: bool) -> None:
-        """Begin anew: what is published now has been told.
+        """Start again: the current published values were part of an answer.
 
         Args:
-            is_written: some of it is not the cast of its master.
+            is_written: some of them are not the cast of their master.
         """
 
 
@@ -167,7 +167,7 @@ class MarkedChanges(Changed):
     """A bit for each element.
 
     Args:
-        in_update: whether the fused update marks; else all is noted.
+        in_update: whether the fused update marks; otherwise everything is noted.
     """
 
     def __init__(self, shard: Shard, row: int, in_update: bool) -> None:
@@ -176,7 +176,7 @@ class MarkedChanges(Changed):
         self._marks = Encoded(Marks(), numel, row, shard.home.zeros)
         nothing = Encoded(Nothing(), numel, row, shard.home.zeros)
         self.state = {MARKS: self._marks if in_update else nothing}
-        self._told: Tensor | None = None  # all of it, where some of it was written
+        self._told: Tensor | None = None  # a copy of the span, if some of it was written
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +189,7 @@ class MarkedChanges(Changed):
 
     def note(self, part: slice, before: Tensor, after: Tensor) -> None:
         bits = before.view(torch.int16), after.view(torch.int16)
-        if _compat.is_host(before.device) and torch.equal(*bits):  # almost always
+        if _compat.is_host(before.device) and torch.equal(*bits):  # almost always equal
             return
         changed = bits[0] != bits[1]
         missing = -changed.numel() % self._row
@@ -205,7 +205,7 @@ class MarkedChanges(Changed):
         for part in slices(stop, start=start):
             (marks,) = self._marks.parts(part)
             octets = marks.view(torch.uint8)
-            count = min(self._row, BYTE)  # of elements in each
+            count = min(self._row, BYTE)  # elements in each group
             lanes = torch.arange(count, dtype=torch.uint8, device=marks.device)
             marked = octets.nonzero().view(-1)  # waits for the device
             number, lane = ((octets[marked][:, None] >> lanes) & 1).nonzero().unbind(1)
@@ -219,7 +219,7 @@ class MarkedChanges(Changed):
 
 
 class ComparedChanges(Changed):
-    """A copy of what was told last."""
+    """A copy of the last answer's values."""
 
     def __init__(self, shard: Shard, row: int) -> None:
         super().__init__(shard)
@@ -235,7 +235,7 @@ class ComparedChanges(Changed):
         yield self._told
 
     def note(self, part: slice, before: Tensor, after: Tensor) -> None:
-        """Nothing: all is compared."""
+        """Do nothing, because all values are compared."""
 
     def since(self, start: int, stop: int) -> Tensor:
         return _differing(self._told, self._shard.published, start, stop)
@@ -254,7 +254,7 @@ def _differing(told: Tensor, published: Tensor, start: int, stop: int) -> Tensor
 
 
 def record_of(shard: Shard, config: ShardcastConfig) -> Changed:
-    """The record of one own span."""
+    """Return the record of one own span."""
     row = row_of(config, shard.pack.layout.dtype)
     if shard.casts or shard.in_blocks:
         return MarkedChanges(shard, row, in_update=shard.casts)

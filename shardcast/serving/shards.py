@@ -1,10 +1,10 @@
-"""Shards that publish masters in another way than the cast of each element within the update.
+"""Shards that publish masters otherwise than by a cast of each element within the update.
 
-**In blocks.** Parameters that have a form are cast behind the update, by their owner. What was
-published last is kept, 2 bytes per owned element: an element that a script wrote cannot be told by
-its master alone, since with it its whole block would be cast in another way.
+**In blocks.** The owner casts parameters with a form after the update. It keeps the last published
+values, 2 bytes per owned element: a written element cannot be detected from its master alone,
+because its whole block would be cast differently with it.
 
-**Followed.** With ``changes`` a shard has a record of what has changed in what is published.
+**Followed.** With ``changes`` a shard records which published values change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardcast.serving.kernels import Kernels
 from shardcast.serving.records import record_of
 from shardcast.serving.wire import FormWire, runs_of
 
-ROUNDED = 1 << 20  # values that are cast in blocks at a time
+ROUNDED = 1 << 20  # values that are cast at a time
 
 
 class BlockShard(Shard):
@@ -69,7 +69,7 @@ class BlockShard(Shard):
         self.look()
         for run in self._runs:
             part = self.local(run.start, run.stop)
-            # A record sees both what was published last and what is now.
+            # A record sees both the last published values and the current ones.
             both = (self.published[part], self._last[part])
             outputs = both[:1] if self.followed else both
             rows = [output.view(1, -1, run.width) for output in outputs]
@@ -79,9 +79,9 @@ class BlockShard(Shard):
 
     @torch.no_grad()
     def edit(self, fragment: Fragment, changed: Tensor, values: Tensor) -> None:
-        """See :meth:`.Shard.edit`; values that meet an edited one in a block are cast anew with it.
+        """See :meth:`.Shard.edit`; a block with an edited value is cast again.
 
-        What a script wrote in such a block becomes the master.
+        Values that a script wrote in such a block become masters.
         """
         self.look()
         part = self.local(fragment.start, fragment.stop)
@@ -99,7 +99,7 @@ class BlockShard(Shard):
         self.home.send(part)
 
     def settle(self) -> None:
-        """Cast what a script wrote, before a sync without an update; see :class:`.Wire`."""
+        """Cast values that a script wrote, before a sync without an update; see :class:`.Wire`."""
         self.absorb(publishes=True)
         self.publish()
         self.home.send()
@@ -144,7 +144,7 @@ class BlockShard(Shard):
 
 
 class FollowedShard(Shard):
-    """A shard with a record of what has changed in what it publishes."""
+    """A shard that records which published values change."""
 
     def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
         super().__init__(pack, config)
@@ -184,9 +184,9 @@ class Serving(Publishing):
                 f"published: {name!r} matches patterns of {' and '.join(names)}; give one"
             )
         form = FORMS[names[0]]
-        if len(shape) not in (2, 3):  # a stack of matrices is one of experts
+        if len(shape) not in (2, 3):  # three dimensions are a stack of experts
             if not any(fnmatchcase(name, pattern) for pattern in self._patterns[names[0]]):
-                return "", 1  # a vector of a module whose name matches
+                return "", 1  # a vector in a module whose name matches
             raise ValueError(
                 f"published: {name!r} has the shape {shape}, expected a matrix, or a stack of "
                 f"them, for {form.name}; let patterns end with .weight"

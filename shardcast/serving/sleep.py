@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-KINDS = ("parameters", "masters", "state")  # what may stay
-# Before memory is called held, in seconds: gloo's threads have the tensors of a collective for a
-# moment after it was waited for, which is long where they get no core.
+KINDS = ("parameters", "masters", "state")  # kinds of memory that may stay
+# Seconds until memory counts as held by a script: gloo's threads keep a collective's tensors for a
+# moment after the wait, and longer if they get no core.
 PATIENCE = (0.001, 0.01, 0.1, 0.3)
 WAY_OUT = "the optimizer is asleep: call optimizer.wake() on every rank first"
 
@@ -279,7 +279,7 @@ class Sleep(StepHook):
     def _refuse_holders(self) -> None:
         names = self._holders()
         if names:
-            gc.collect()  # what a cycle holds, as a traceback does
+            gc.collect()  # frees cycles, such as those of a traceback
             names = self._holders()
         for seconds in PATIENCE:
             if not names:
@@ -296,7 +296,7 @@ class Sleep(StepHook):
             )
 
     def refuse(self, call: str) -> None:
-        if self._sleeps and call != "close":  # which wakes
+        if self._sleeps and call != "close":  # close() wakes it
             raise RuntimeError(f"{call}: {WAY_OUT}")
 
     def before_reduce(self) -> None:
@@ -336,14 +336,14 @@ class Sleep(StepHook):
             for param, view, stand_in in zip(shard.pack.params, views, stand_ins, strict=True):
                 if stand_in.is_written(param):
                     written.append(stand_in.name)
-                in_use = stand_in.held()  # by somebody else, so that we did not sleep
+                in_use = stand_in.held()  # held by somebody else, so that sleep failed
                 param.data = _compat.own_storage(view) if in_use is None else over(in_use, view)
         if self._stand_ins:
             tie(optimizer.aliases)
         for door in self._doors:
             door.remove()
         self._sleeps = False
-        self._drop_gradients()  # of a backward that was refused
+        self._drop_gradients()  # from a backward that was refused
         self._forget()
         if written:
             warn_first(
@@ -354,7 +354,7 @@ class Sleep(StepHook):
     def _forget(self) -> None:
         self._memories, self._stand_ins, self._doors = [], [], []
         if self._file is not None:
-            with suppress(OSError):  # of what a full disk did not take
+            with suppress(OSError):  # bytes that a full disk did not take
                 self._file.close()
         self._file = None
 
@@ -369,7 +369,7 @@ def _door(call: str) -> Callable[..., None]:
 OPTION = Option(help="free the memory between steps", hook=Sleep)
 
 
-MOVED = 1 << 26  # bytes that go through host memory into a file at a time
+MOVED = 1 << 26  # bytes that are copied through host memory to a file at a time
 
 
 class Place(NamedTuple):
@@ -406,7 +406,7 @@ class Memory:
             offset = int(tensor.storage_offset())
             self._places.append(Place(tensor, tensor.shape, tensor.stride(), offset))
             if (base := _compat.base_of(tensor)) is not None:
-                self.add(base)  # which keeps the memory, too
+                self.add(base)  # a base keeps the memory, too
 
     def _bytes(self) -> Tensor:
         """Return the whole storage as 1-d bytes."""
@@ -461,7 +461,7 @@ class Memory:
 
 
 def _buffer(values: Tensor) -> memoryview:
-    """The memory of a 1-d tensor of the host."""
+    """Return the memory of a 1-d host tensor."""
     array = (ctypes.c_char * values.numel()).from_address(values.data_ptr())
     return memoryview(array).cast("B")
 
@@ -505,6 +505,6 @@ def stood_in(shard: Shard) -> Iterator[StandIn]:
 
 
 def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    """A tensor like another one at the beginning of a storage."""
+    """Return a tensor like another one, at the start of a storage."""
     new = torch.empty(0, dtype=like.dtype, device=like.device)
     return new.set_(storage, 0, like.shape, like.stride())

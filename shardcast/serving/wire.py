@@ -1,8 +1,8 @@
-"""The wire: codes and scales in place of the bf16 values that they stand for.
+"""The wire: codes and scales, sent instead of the bf16 values that they represent.
 
-What is published of a pack lies on the grid of its form, so the owner finds codes and scales in the
-values themselves, and all others get the same bits from them. A part of an owner is the codes of
-all its blocks, then their scales, a byte each.
+A pack's published values lie on the grid of its form. So the owner computes codes and scales from
+the values, and all other ranks get the same bits from them. An owner's part has the codes of all
+its blocks, then their scales, one byte each.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardcast.plan.publishing import Parcel, Wire
 from shardcast.serving.forms import Form
 from shardcast.serving.kernels import Kernels
 
-PARTS = 16  # bytes of which parts begin at multiples
+PARTS = 16  # parts start at multiples of this many bytes
 
 
 class Run(NamedTuple):
     """Elements ``[start, stop)`` of a pack that are cast together.
 
     Attributes:
-        width: of the rows that they are in, for casts in which rows meet.
+        width: length of their rows, for casts that combine rows.
     """
 
     start: int
@@ -41,10 +41,11 @@ class Run(NamedTuple):
 
 
 def runs_of(form: Form, span: Span | None, fragments: Iterable[tuple[Slot, int, int]]) -> list[Run]:
-    """The fewest runs: of rows of one width, over padding of whole blocks too, which is zeros.
+    """Return the fewest runs: over rows of one width, including whole blocks of padding (zeros).
 
     Args:
-        span: what is one run reaches to its ends, so that owners of equal spans are alike.
+        span: if one run suffices, it covers the whole span, so that owners of equal spans are
+            alike.
         fragments: slots in an own span, each with its elements ``[start, stop)`` of the pack.
     """
     runs: list[Run] = []
@@ -67,10 +68,10 @@ class FormWire(Wire):
     """Codes and scales of one pack.
 
     Attributes:
-        form: of its parameters.
-        kernels: of the form.
-        runs: of each owner.
-        begins: of each owner's part, in bytes of a parcel.
+        form: form of its parameters.
+        kernels: kernels of the form.
+        runs: runs of each owner.
+        begins: start of each owner's part, in bytes of a parcel.
     """
 
     def __init__(self, form: Form, layout: PackLayout, config: ShardcastConfig) -> None:
@@ -85,7 +86,7 @@ class FormWire(Wire):
             tuple((r.start - s.start, r.stop - s.start, r.width) for r in runs)
             for s, runs in zip(layout.spans, self.runs, strict=True)
         }
-        # Owners whose parts are alike, of one run each, are unpacked in one launch.
+        # Owners with equal parts of one run each are unpacked in one launch.
         self.is_regular = len(ranges) == 1 and len(self.runs[0]) == 1
 
     def parcel(self, data: Tensor, rank: int) -> FormParcel:
@@ -133,9 +134,10 @@ class FormParcel(Parcel):
                 self._wire.kernels.expand(values, codes, scales)
 
     def _of(self, first: int, count: int) -> Iterator[tuple[Run, Tensor, Tensor]]:
-        """Return the runs of ``count`` owners with equal parts, their codes and scales as matrices.
+        """Return the runs of ``count`` owners with equal parts, with codes and scales as matrices.
 
-        Of shapes ``(count, rows, bytes of a row)`` and ``(count, block rows, block columns)``.
+        Their shapes are ``(count, rows, bytes of a row)`` and
+        ``(count, block rows, block columns)``.
         """
         wire, form = self._wire, self._wire.form
         begin = wire.begins[first]
@@ -154,9 +156,9 @@ class FormParcel(Parcel):
 
 
 def _fragments(layout: PackLayout) -> list[tuple[Span, list[tuple[Slot, int, int]]]]:
-    """List the slots in each owner's span, each with the elements ``[start, stop)`` of the pack.
+    """Return the slots in each owner's span, each with elements ``[start, stop)`` of the pack.
 
-    One walk along the parts: of a thousand ranks each span's own would take long.
+    It walks once along the parts, because a thousand ranks' own lists would take long.
     """
     owned: list[tuple[Span, list[tuple[Slot, int, int]]]] = [(span, []) for span in layout.spans]
     for owner, slot, count in layout.parts():
