@@ -174,8 +174,8 @@ def test_files_that_are_no_mapping_no_yaml_or_not_there_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     file = tmp_path / "list.yaml"
-    yaml = r"expected YAML, got 'keep_fp32: \[norms"
-    for text, told in (("- 1", "expected a mapping"), ("keep_fp32: [norms", yaml)):
+    yaml = r"expected YAML, .*line 2, column 5"
+    for text, told in (("- 1", "expected a mapping"), ("keep_fp32: [norms\nsync: auto", yaml)):
         file.write_text(text)
         with pytest.raises(ValueError, match=rf"list\.yaml: {told}"):
             ShardcastConfig.load(file)
@@ -285,20 +285,8 @@ def test_a_preset_is_the_file_of_its_name(monkeypatch: pytest.MonkeyPatch):
         ShardcastConfig.load("learn")
 
 
-def test_a_mistake_in_yaml_is_told_with_its_line_and_column(tmp_path: Path):
-    path = tmp_path / "config.yaml"
-    path.write_text("param_dtype: bf16\nmaster: [split16\naccumulate: local\n")
-    with pytest.raises(ValueError, match=r"config\.yaml: expected YAML.*line 3, column 11"):
-        ShardcastConfig.load(path)
-
-
 def test_an_unknown_option_in_a_file_is_told_with_its_line_and_column(tmp_path: Path):
     path = tmp_path / "config.yaml"
-    path.write_text("param_dtype: bf16\n# a comment\nmax_gradnorm: 1.0\n")
-    with pytest.raises(
-        ValueError, match=r"config\.yaml, line 3, column 1: unknown option 'max_gra"
-    ):
-        ShardcastConfig.load(path)
     path.write_text(
         "num_processes: 2\nshardcast_config:\n  param_dtype: bf16\n  max_gradnorm: 1.0\n"
     )
