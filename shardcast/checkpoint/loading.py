@@ -230,7 +230,10 @@ def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
     """
     where, inventory = source.where, snapshot.inventory
     optimizer, expected = snapshot.head()["optimizer"], inventory.shapes
-    build = "build the model as it was when this was saved"
+    build = (
+        "build the model as it was when this was saved, or load the weights that both have by "
+        "load(..., only=patterns, state=False)"
+    )
     if source.chosen is not None:
         expected = {name: shape for name, shape in expected.items() if name in source.chosen}
         build = "leave out what differs by only=, which takes patterns of names"
