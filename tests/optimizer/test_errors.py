@@ -620,6 +620,22 @@ def test_a_group_of_one_rank_in_a_world_of_two_is_refused(gloo: SpawnedWorld):
         assert "accelerate launch" in message
 
 
+def closed_late(group: Any) -> bool:
+    """Close an optimizer after its group was destroyed, as Accelerate's does at exit."""
+    model = MLP()
+    optimizer = shardcast.shard(model, adamw(model), process_group=dist.new_group([0, 1]))
+    install(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.destroy_process_group()
+    optimizer.close(restore=False)
+    return all(param.grad is None for param in model.parameters())
+
+
+def test_close_without_restore_needs_no_process_group(gloo: SpawnedWorld):
+    assert gloo.run(closed_late) == [True, True]
+
+
 def outsider(group: Any) -> str:
     only_first = dist.new_group([0])
     model = MLP()

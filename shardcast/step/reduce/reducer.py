@@ -187,8 +187,9 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if (group := self.process_groups.shard.group) is not None:
-            _REDUCERS[group].discard(self)
+        shard = self.process_groups.shard
+        if shard.is_alive and shard.group is not None:  # a destroyed group has no reducers
+            _REDUCERS[shard.group].discard(self)
         land_all(self.buckets.values())  # last: it raises where a rank was lost
         for grads in self.grads:
             grads.close()
