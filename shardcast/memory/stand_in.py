@@ -18,11 +18,11 @@ if TYPE_CHECKING:  # it imports this module
     from shardcast.memory.gradients import Gradients
 
 DOORS = (
-    "call optimizer.gather_gradients() on every rank after the backward, before .grad is read (to "
-    "clip, optimizer.clip_grad_norm_ needs no more than its bound); what changes each element by "
-    "itself works in place on the whole: param.grad.mul_(mask), param.grad[rows] = 0; "
-    "optimizer.owned() gives each rank its own elements; and a hook of "
-    "register_post_accumulate_grad_hook sees this rank's own gradient"
+    "To read it, first call optimizer.gather_gradients() on every rank. To change it, edit it in "
+    "place and elementwise (param.grad.mul_(mask), param.grad[rows] = 0), or edit this rank's "
+    "elements inside `with optimizer.owned()`. To see this rank's own gradient before it is "
+    "averaged, use a hook: param.register_post_accumulate_grad_hook(hook). To clip, call "
+    "optimizer.clip_grad_norm_(max_norm)"
 )
 
 # What answers from the shape, dtype, device or identity, and reads no element.
@@ -272,8 +272,8 @@ def _local(value: Any, hidden: Any, local: StandIn) -> Any:
 
 def _reads(name: str, hidden: StandIn) -> RuntimeError:
     return RuntimeError(
-        f"{name} reads .grad of {hidden.of!r}, which after the backward is the mean over ranks, "
-        f"each element at its owner: {DOORS}"
+        f"{name} reads .grad of {hidden.of!r}, but after the backward each rank holds only the "
+        f"elements of the mean gradient that it owns. {DOORS}"
     )
 
 
@@ -391,8 +391,8 @@ def _edit(
     grads = target.grads()
     if grads is None:
         raise RuntimeError(
-            f"{name} edits .grad of {target.of!r}, which a script kept: its mean is no longer "
-            f"here; {DOORS}"
+            f"{name} edits an old .grad of {target.of!r}, which a script kept; its mean no longer "
+            f"exists. For the current param.grad: {DOORS}"
         )
     if name == "zero_" or (name == "fill_" and _is_zero(args[1:])):
         grads.zero(target.position)
