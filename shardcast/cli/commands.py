@@ -56,20 +56,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; the entry point of ``shardcast``."""
     arguments = sys.argv[1:] if arguments is None else arguments
     name = arguments[0] if arguments else "--help"
-    if name == "--version":
-        print(f"shardcast {shardcast.__version__}")
-        return 0
-    if name in ("-h", "--help"):
-        print(_usage())
-        return 0
-    if name not in COMMANDS:
+    if name not in (*COMMANDS, "--version", "-h", "--help"):
         print(f"{_usage()}\n\nerror: unknown command {name!r}", file=sys.stderr)
         return 2
-    if name in AT_ONCE:
-        print(f"shardcast {name}: {AT_ONCE[name]}", flush=True)
+    status = 0
     try:
-        module = importlib.import_module(f"shardcast.cli.{COMMANDS[name].module}")
-        status: int = getattr(module, name)(arguments[1:])
+        if name == "--version":
+            print(f"shardcast {shardcast.__version__}")
+        elif name in COMMANDS:
+            if name in AT_ONCE:
+                print(f"shardcast {name}: {AT_ONCE[name]}", flush=True)
+            module = importlib.import_module(f"shardcast.cli.{COMMANDS[name].module}")
+            status = getattr(module, name)(arguments[1:])
+        else:
+            print(_usage())
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `| head` has seen enough; the interpreter must not flush again

@@ -165,14 +165,15 @@ def test_the_self_test_passes_here_and_shows_what_failed(
     assert "FAILED one process: RuntimeError: fp32 weights" in printed
 
 
+@pytest.mark.parametrize("call", ["config", "--help", "--version"])
 def test_a_pipe_that_is_closed_early_is_no_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    call: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, writing = os.pipe()
-    os.close(reading)  # as `shardcast config | head` does
+    os.close(reading)  # like `shardcast config | head`
     with os.fdopen(writing, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        assert main(["config"]) == 0
+        assert main([call]) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -389,7 +390,7 @@ REFUSED = {
     # launch: before a process starts
     "launch --config_file no.yaml script.py": "no.yaml",
     "launch --config_file typo.yaml script.py": "did you mean 'max_grad_norm'",
-    "launch --config_file wrong.yaml script.py": "pack_mb: expected a number of MiB above 0",
+    "launch --config_file wrong.yaml script.py": "pack_mb: expected a finite number of MiB above 0",
     "launch --config_file list.yaml script.py": "expected a mapping of options, got list",
     "launch --config_file two.yaml script.py": (
         "mixed_precision is 'bf16' but the shardcast configuration has param_dtype 'fp16'"
