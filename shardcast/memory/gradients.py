@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -89,7 +90,6 @@ class Gradients:
         self._mean: Tensor | None = None  # in ``low``; the memory that stays
         self._full: Tensor | None = None  # of all owners, after a gather
         self._is_wide = False  # some ``.grad`` is in fp32
-        self._gaps: Tensor | None = None  # which elements are padding, once something is sent
         self._stand_ins: list[StandIn | None] = [None] * len(slots)
         # Views that were shown last. Weakly: a script may keep one.
         self._views: list[Callable[[], Tensor | None]] = [nothing] * len(slots)
@@ -466,8 +466,6 @@ class Gradients:
             if alone and grad.dtype == self._wire and grad.numel() == layout.numel:
                 return grad.detach().view(-1)
         sent = empty(layout.numel, self._wire)
-        if self._gaps is None:
-            self._gaps = _gaps(self.pack)
         if self._gaps.numel():
             sent.index_fill_(0, self._gaps, 0.0)
         if grads:
@@ -476,6 +474,14 @@ class Gradients:
             with _compat.without_grad():  # a backward with create_graph runs hooks with it on
                 torch._foreach_copy_(views, [*grads.values()])  # one kernel on a GPU
         return sent
+
+    @cached_property
+    def _gaps(self) -> Tensor:
+        """The elements of the pack that are padding; made when something is sent."""
+        slots, numel = self.pack.layout.slots, self.pack.layout.numel
+        ends, starts = [0, *(slot.end for slot in slots)], [*(slot.offset for slot in slots), numel]
+        parts = [torch.arange(end, start) for end, start in zip(ends, starts, strict=True)]
+        return torch.cat(parts).to(self.pack.params[0].device)
 
     def own_of(self, sent: Tensor) -> Tensor:
         """Return the own span of ``sent``."""
@@ -774,11 +780,3 @@ def check_given(pack: Pack, position: int, grad: Tensor) -> None:
             f"{grad.layout}; use sparse=False in the embedding, or leave this parameter to an "
             "optimizer of its own"
         )
-
-
-def _gaps(pack: Pack) -> Tensor:
-    """Return the elements of a pack that are padding."""
-    ends = [0, *(slot.end for slot in pack.layout.slots)]
-    starts = [*(slot.offset for slot in pack.layout.slots), pack.layout.numel]
-    parts = [torch.arange(end, start) for end, start in zip(ends, starts, strict=True)]
-    return torch.cat(parts).to(pack.params[0].device)

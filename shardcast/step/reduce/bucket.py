@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -37,8 +37,6 @@ class Bucket:
             coordinate 0.
         arrived: slots with a gradient in the running backward, or in one that failed.
         counts: the hook only records further gradients.
-        late: its further sums are with ranks whose backward waits for others than ours: it is sent
-            at the end, as one of the last.
         at_end: it is sent at the end of a backward: it is late, or a backward inside another one
             brought a gradient.
     """
@@ -50,14 +48,21 @@ class Bucket:
     repeated: Sequence[str] = ()
     arrived: set[int] = field(default_factory=set)
     counts: bool = False
-    late: bool = field(init=False)
     at_end: bool = field(init=False)
     _reduction: Reduction | None = None
     _packed: Buffer | None = None  # that what is sent lies in
     _streams: set[Any] = field(default_factory=set)  # on which gradients were made
 
     def __post_init__(self) -> None:
-        self.late = self.at_end = self.grads.pack.layout.pack_groups.sums_replicas
+        self.at_end = self.late
+
+    @cached_property
+    def late(self) -> bool:
+        """Return whether its further sums are with ranks whose backward waits for others.
+
+        Then it is sent at the end, as one of the last.
+        """
+        return self.grads.pack.layout.pack_groups.sums_replicas
 
     @property
     def complete(self) -> bool:
@@ -65,8 +70,7 @@ class Bucket:
         return len(self.arrived) == len(self.grads.pack.params)
 
     def begin(self) -> None:
-        """Begin a pass; what a failed one has brought is kept."""
-        self.grads.keep(self.arrived)
+        """Begin a pass; what a failed one has brought was kept."""
         self.arrived, self.counts = set(), False
         if self.grads.whole:
             self.grads.restart()

@@ -16,7 +16,9 @@ left is sent by the next backward, clear, step or other call of all ranks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
@@ -36,15 +38,26 @@ class Backward:
         waits: whether nothing is sent before its end: in the first one a re-entrant checkpoint may
             bring gradients twice, and another model may be reached.
         started: whether a gradient came.
-        end: a weak reference to the callback at its end, which the engine drops when it fails.
+
+    Args:
+        ended: is called with it when it ends.
+        failed: is called with its number when it fails, and maybe after it has ended.
     """
 
-    end: Callable[[], object]
-
-    def __init__(self, sends: bool, waits: bool) -> None:
-        self.number = _compat.current_backward()
+    def __init__(
+        self,
+        sends: bool,
+        waits: bool,
+        ended: Callable[[Backward], None],
+        failed: Callable[[int], None],
+    ) -> None:
+        self.number = number = _compat.current_backward()
         self.sends, self.waits = sends, waits
         self.started = False
+        end = partial(ended, self)
+        # The engine alone holds the callback, and drops it when the backward fails.
+        self._dropped = weakref.ref(end, lambda _: failed(number))
+        _compat.at_end_of_backward(end)
         self._inner = self.number  # the last backward inside it that adds to gradients
 
     def accumulates(self, running: int) -> bool:

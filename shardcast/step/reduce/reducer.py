@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,15 +78,14 @@ class Reducer:
         self.history: dict[str, Any] = {**NOTHING}
         self.buckets: dict[Pack, Bucket] = {}
         self._syncs = True
-        # The last backward and ``due``, where no_sync() was entered last.
-        self._before_quiet: tuple[int | None, bool] = None, True
         self._mistake: Exception | None = None  # of the last finish()
         self._gathered = False  # since the last backward: all edits are right
         self._told: set[str] = set()
         self._backward: Backward | None = None  # that runs
         self._pass: ReducePass | None = None  # of the running backward, or one that failed
-        self._has_ended = False  # a synchronized backward
-        self._meets = False  # one went through another model, too: packs are sent at its end
+        # A backward went through another model, too: packs are sent at its end. ``None``: no
+        # synchronized one has ended.
+        self._meets: bool | None = None
         self._handles: list[Any] = []
         if (group := process_groups.shard.group) is not None:
             _REDUCERS.setdefault(group, weakref.WeakSet()).add(self)
@@ -176,10 +174,11 @@ class Reducer:
             sends: they are reduced all the same, where there is no room to accumulate locally.
         """
         syncs, self._syncs = self._syncs, sends
-        self._before_quiet, self.due = (self.last_backward, self.due), True
+        self.due |= sends  # also without a backward in it, which other ranks may have
         try:
             yield
         finally:
+            self.due |= not self._syncs
             self._syncs = syncs
 
     def close(self) -> None:
@@ -214,13 +213,11 @@ class Reducer:
         wait for this rank's gradients.
         """
         if not self._syncs:
+            self._syncs = True  # from here on, as on the ranks that are outside of it
             self._mistake = RuntimeError(
                 "step() was called inside no_sync(): the gradients were not reduced; leave the "
                 "context before the last backward and the step"
             )
-            before, due = self._before_quiet
-            if self.last_backward == before:  # no backward has come since
-                self.due = due
         self._complete()
         if self.due or self.alone:  # alone no backward makes a pass due
             self._start(not self.alone)
@@ -431,17 +428,14 @@ class Reducer:
         """
         self._complete()
         sends, peers, me = not self._local, self._peers, weakref.ref(self)
-        first = sends and not self._has_ended
+        first = sends and self._meets is None
         waits = first and (bool(peers) or _compat.reaches_checkpoint())
-        backward = self._backward = Backward(sends, waits)
-        end, number = partial(self._end, backward), backward.number
 
-        def dropped(_: object) -> None:  # the engine alone holds it, until the backward fails
+        def failed(number: int) -> None:
             if (reducer := me()) is not None:
                 reducer._failed(number)
 
-        backward.end = weakref.ref(end, dropped)
-        _compat.at_end_of_backward(end)
+        backward = self._backward = Backward(sends, waits, self._end, failed)
         for peer in peers if sends else ():
             other = peer._backward
             if other is not None and other.sends and other.number == backward.number:
@@ -517,7 +511,7 @@ class Reducer:
         if backward.sends:
             if self._pass is not None:  # unless step() was called in a hook
                 self._flush()
-            self._has_ended = True
+            self._meets = bool(self._meets)
             return
         left = {} if self._pass is None else self._pass.left
         self._pass = None
