@@ -17,7 +17,6 @@ from shardcast.cli.commands import Parser
 from shardcast.config import ShardcastConfig
 from shardcast.estimate import Estimate, peers, state_tensors
 from shardcast.estimate import estimate as estimated
-from shardcast.estimate.parallel import plan_of, stages_of
 from shardcast.messages import page
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.originals import ELEMENTWISE, OptimizerList
@@ -40,20 +39,6 @@ BYTES = (
 COUNTS = ("sender", "packs", "collectives", "imbalance", "cost_imbalance")
 Row = dict[str, Any]  # the figures of one world size
 
-LEGEND = {
-    "world_size": "data-parallel ranks; below GB, then counts",
-    "outside": "parameters that the optimizer does not hold, and buffers",
-    "frozen": "how much of outside is parameters in fp32, as they came; convert_rest halves it",
-    "host": "how much of total is in host memory (offload)",
-    "offload": "how much of host is copies of means and casts, which cross the bus",
-    "parcels": "codes and scales while a sync is under way (published); not in total",
-    "setup_peak": "the worst moment of shard(): the model as built, one pack, the masters so far",
-    "sent": "what leaves the rank that sends most, number sender, in a step",
-    "collectives": "launches of a step, the small all-reduce by which all ranks decide included",
-    "imbalance": "what the fullest rank holds of masters and state, over the mean; 1 at best",
-    "cost_imbalance": "the same of what the update computes: whole matrices have one owner",
-}
-
 
 def estimate(arguments: list[str]) -> int:
     """Print what each rank will hold and send, for a model built on the meta device."""
@@ -62,23 +47,14 @@ def estimate(arguments: list[str]) -> int:
     config = ShardcastConfig.load(parsed.config)
     numel = sum(param.numel() for param in model.parameters())
     title = f"{numel:,} parameters, {originals.name}"
-    if parsed.tp > 1 or parsed.pp > 1:
-        title += f", {parsed.tp} x tensor, {parsed.pp} x pipeline parallel"
-    plan = dict(parsed.tp_plan or plan_of(model))
-    stages = stages_of(model, originals, parsed.tp, parsed.pp, plan)
-    # Tensor-parallel neighbors leave fewer data-parallel ranks to a node.
     joined = {
-        "backend": parsed.backend,
-        "ranks_per_node": max(1, parsed.ranks_per_node // parsed.tp),
-        "micro_batches": parsed.micro_batches,
+        name: getattr(parsed, name) for name in ("backend", "ranks_per_node", "micro_batches")
     }
-    rows = [row_of(stages, size, config, joined) for size in parsed.world_size]
+    rows = [row_of(model, originals, size, config, joined) for size in parsed.world_size]
     if parsed.json:
         print(json.dumps(rows, indent=2))
         return 0
     print("\n".join(summary(rows, title)))
-    if parsed.details:
-        print("\n".join(["", *table(rows)]))
     return 0
 
 
@@ -100,16 +76,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         default=[1, 2, 4, 8, 16, 64, 256],
         help="numbers of data-parallel ranks",
     )
-    parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--pp", type=_positive, default=1, help="pipeline stages")
-    parser.add_argument(
-        "--tp_plan",
-        type=_cut_of,
-        nargs="+",
-        metavar="PATTERN=DIM",
-        help="names of parameters, and which of their dimensions is cut; by default the plan that "
-        "a transformers model has",
-    )
     parser.add_argument("--backend", default="nccl", help="of the process group (default: nccl)")
     parser.add_argument(
         "--ranks_per_node",
@@ -125,8 +91,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="BACKWARDS",
         help="backwards of a step (default: 1); more than eight are added up in fp32",
     )
-    parser.add_argument("--details", action="store_true", help="print all tables too")
-    parser.add_argument("--json", action="store_true", help="print it for programs, in bytes")
+    parser.add_argument(
+        "--json", action="store_true", help="print all figures in bytes, for scripts"
+    )
     return parser.parse_args(arguments)
 
 
@@ -134,13 +101,6 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
     return int(text)
-
-
-def _cut_of(text: str) -> tuple[str, int]:
-    pattern, _, dim = text.rpartition("=")
-    if not pattern or not dim.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected PATTERN=DIMENSION, got {text!r}")
-    return pattern, int(dim)
 
 
 def function_of(parameter: str, name: str) -> Callable[[], object]:
@@ -184,7 +144,8 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, OptimizerList]:
 
 
 def row_of(
-    stages: Sequence[tuple[nn.Module, OptimizerList]],
+    model: nn.Module,
+    originals: OptimizerList,
     size: int,
     config: ShardcastConfig,
     joined: Mapping[str, Any],
@@ -192,18 +153,15 @@ def row_of(
     """Return one world size for JSON: :data:`BYTES`, :data:`COUNTS`, and peers in bytes.
 
     Args:
-        stages: stages of a pipeline; the largest one counts.
         joined: keywords of ``estimate`` for links and micro-batches.
     """
-    held = [estimated(model, originals, size, config, **joined) for model, originals in stages]
-    fullest = max(held, key=lambda one: one.total)
-    model, originals = stages[held.index(fullest)]
+    held = estimated(model, originals, size, config, **joined)
     numel = sum(param.numel() for param in model.parameters())
     return {
-        "world_size": fullest.world_size,
-        "shard_ranks": fullest.layout.world_size,
-        **{name: getattr(fullest, name) for name in (*BYTES, *COUNTS)},
-        "algorithms": _algorithms(fullest),
+        "world_size": held.world_size,
+        "shard_ranks": held.layout.world_size,
+        **{name: getattr(held, name) for name in (*BYTES, *COUNTS)},
+        "algorithms": _algorithms(held),
         "others": peers(numel, _moments(originals), size),
         **joined,
     }
@@ -240,7 +198,7 @@ def summary(rows: Sequence[Row], title: str) -> list[str]:
             f"{name:<{margin}}" + "".join(f"{column.get(name, ''):>{width}}" for column in columns)
             for name in names
         ),
-        "without activations; --details has all figures, --json has them for scripts",
+        "without activations; --json has all figures",
     ]
 
 
@@ -262,31 +220,3 @@ def gigabytes(nbytes: float) -> str:
     """Format bytes in GB of 10^9 bytes, with more digits for small numbers."""
     value = nbytes / 1e9
     return f"{value:,.1f}" if value >= 1 else f"{value:.4f}"
-
-
-def table(rows: Sequence[Row]) -> list[str]:
-    """Return a line per figure, with a column per world size and an explanation."""
-    cells = [_cells(row) for row in rows]
-    return [
-        *(
-            f"{name:>26}{''.join(f'{column[name]:>12}' for column in cells)}"
-            f"  {LEGEND.get(name, '')}".rstrip()
-            for name in cells[0]
-        ),
-        "how many packs travel in which way, and why the biggest one does",
-        *(
-            f"{row['world_size']:>12,} {way['packs']:>12,}  {way['algorithms']}"
-            for row in rows
-            for way in row["algorithms"]
-        ),
-    ]
-
-
-def _cells(row: Row) -> dict[str, str]:
-    """Return the formatted figures of one world size, by name."""
-    return {
-        "world_size": f"{row['world_size']:,}",
-        **{name: gigabytes(row[name]) for name in BYTES},
-        **{f"{name}, GB": gigabytes(nbytes) for name, nbytes in row["others"].items()},
-        **{name: f"{row[name]:,.6g}" for name in COUNTS},
-    }

@@ -1,7 +1,6 @@
 """Estimate what a job holds, sends and launches, before it starts.
 
 memory      what each rank holds and sends, and how many collectives it launches
-parallel    the same of one rank of a model that is cut by other kinds of parallelism
 peers       what other systems hold
 """
 

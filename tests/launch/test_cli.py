@@ -420,9 +420,6 @@ REFUSED = {
         for text in ("0", "-1", "1.5", "many")
     },
     "estimate misbuilt:pair --advise": "unrecognized arguments: --advise",
-    "estimate misbuilt:pair --tp 2": "tp: expected a plan beside it",
-    "estimate misbuilt:pair --tp 2 --tp_plan '*.upp.*=0'": "matches no parameter",
-    "estimate misbuilt:pair --pp 9": "pp: expected at most as many stages as layers",
     # the training programs
     "launch/train.py --steps 0": "0 is not a positive number",
     "launch/train.py --step 3": "--step",  # torchrun would take an abbreviation
