@@ -5,8 +5,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from shardcast.comm import warn_first
 from shardcast.frameworks import called_on_all_ranks, exact_state
-from shardcast.optimizer.doors import Part, Values
 from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 
 if TYPE_CHECKING:
@@ -38,33 +36,11 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._is_accelerate_prepared = True
         self.sharded = sharded
 
-    def averaged(self, name: str) -> AbstractContextManager[None]:
-        """Put an average into the model, see :class:`ShardedOptimizer`. Collective: every rank."""
-        entered: AbstractContextManager[None] = self.sharded.averaged(name)
-        return entered
-
-    def owned(self) -> AbstractContextManager[list[Part]]:
-        """Edit this rank's elements, see :class:`ShardedOptimizer`. Collective: every rank."""
-        entered: AbstractContextManager[list[Part]] = self.sharded.owned()
-        return entered
-
-    def whole(self, *wanted: str | nn.Parameter) -> AbstractContextManager[dict[str, Values]]:
-        """Edit whole parameters, see :class:`ShardedOptimizer`. Collective: every rank."""
-        entered: AbstractContextManager[dict[str, Values]] = self.sharded.whole(*wanted)
-        return entered
-
-    def metrics(self, patterns: str | Mapping[str, str] = "*") -> dict[str, dict[str, Tensor]]:
-        """Return norms of parameters; log them as ``shardcast.metrics.flat(...)``. Local."""
-        metrics: dict[str, dict[str, Tensor]] = self.sharded.metrics(patterns)
-        return metrics
-
-    def count(self, tokens: float | Tensor) -> None:
-        """Count the tokens of a micro-batch, see :meth:`ShardedOptimizer.count`. Every rank.
-
-        ``backward`` then does not divide the loss by the accumulation steps. If several optimizers
-        are sharded together, call it on one of them.
-        """
-        self.sharded.count(tokens)
+    def __getattr__(self, name: str) -> Any:
+        """Return what only the sharded optimizer has: ``count()``, ``owned()``, ``averaged()``."""
+        if name.startswith("_") or name == "sharded":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.sharded, name)
 
     @property
     def step_was_skipped(self) -> bool:
