@@ -40,7 +40,6 @@ from shardcast.plan.precision import MASTER_DTYPE
 
 T = TypeVar("T")
 Model = nn.Module | Sequence[nn.Module]  # or this rank's stages of a pipeline
-# torch's CheckpointWrapper adds this to names of modules, and removes it from state_dict's keys.
 EXTRA_STATE = "_extra_state"  # the last part of torch's key for get_extra_state()
 # The last checkpoint that each optimizer loaded, and its digest at that time.
 _loaded: weakref.WeakKeyDictionary[ShardedOptimizer, tuple[str, str]] = weakref.WeakKeyDictionary()

@@ -32,7 +32,7 @@ BYTES = (
     "frozen",
     "total",
     "host",
-    "parcels",
+    "encoded",
     "setup_peak",
     "sent",
 )

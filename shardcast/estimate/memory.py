@@ -46,7 +46,7 @@ class Estimate:
             and buffers of the model as built, the pack in progress, and the masters so far. It
             includes host memory of ``offload``.
         host: part of ``total`` in host memory (``offload``).
-        parcels: bytes of all ranks' codes and scales during a sync (``published``); not in
+        encoded: bytes of all ranks' codes and scales during a sync (``published``); not in
             ``total``.
         sent: bytes per step that ``sender``, the rank that sends most, sends.
         collectives: launches per step, including the small all-reduce.
@@ -67,7 +67,7 @@ class Estimate:
     outside: int
     frozen: int
     host: int
-    parcels: int
+    encoded: int
     setup_peak: int
     sent: int
     sender: int
@@ -146,7 +146,7 @@ def estimate(
     sums = exact_sums(micro_batches, config) if world_size == 1 else micro_batches > 1
     sums = sums and not accumulates
     publishing, costs = publishing_of(config), dict[str, float]()
-    masters, local, parcels = [0] * size, 0, 0
+    masters, local, encoded = [0] * size, 0, 0
     shares: list[list[_Share]] = [[] for _ in range(size)]
     for pack in layout.packs:
         trained = [0] * size
@@ -159,10 +159,11 @@ def estimate(
             of_batches = MASTER_DTYPE if exact_sums(micro_batches, config) else grad
             local += sum(slot.numel for slot in pack.slots) * of_batches.itemsize
         share_of = cache(partial(_share, plan, copies, allocated, pack, grad))
-        wire = None if publishing is None else publishing.wire(pack)
-        parcels += wire.size if wire is not None and pack.requires_grad and size > 1 else 0
+        encoding = None if publishing is None else publishing.encoding(pack)
+        encoded += encoding.size if encoding is not None and pack.requires_grad and size > 1 else 0
         for owner, start, stop in pack.spans:
-            values = (stop - start) * pack.dtype.itemsize if wire is None else wire.nbytes[owner]
+            plain = (stop - start) * pack.dtype.itemsize
+            values = plain if encoding is None else encoding.nbytes[owner]
             share = share_of(stop - start, trained[owner], values)
             shares[owner].append(share)
             peak = max(peak, live + masters[owner] + share.setup)
@@ -186,7 +187,7 @@ def estimate(
         outside=live - parameters,
         frozen=plan.precision.frozen_bytes(plan.outside.values()),
         host=_owned(fullest) if config.offload else 0,
-        parcels=parcels,
+        encoded=encoded,
         setup_peak=peak,
         sent=max(sent),
         sender=sent.index(max(sent)),

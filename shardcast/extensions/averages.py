@@ -195,9 +195,9 @@ class Averages(StepHook):
                     )
                 for shard in shards:
                     shard.take_back()
-                # Not by wire, which sends codes of masters: values that a script wrote come back
+                # Not encoded, which sends codes of masters: values that a script wrote come back
                 # unchanged.
-                optimizer.sync(by_wire=False)
+                optimizer.sync(encodes=False)
                 self._note(shards, None)
 
     def _note(self, shards: list[Shard], name: str | None) -> None:

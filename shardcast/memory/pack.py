@@ -19,7 +19,7 @@ from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.memory.local_param import LocalParam
 from shardcast.plan.layout import GroupId, PackLayout, Span
-from shardcast.plan.publishing import Wire
+from shardcast.plan.publishing import Encoding
 
 
 def as_packed(param: nn.Parameter) -> Any:
@@ -41,10 +41,10 @@ class Pack:
         own: this rank's span.
         data: the storage, 1-d; padding is zero.
         own_data: its own span.
-        wire: encoding in which values are sent, if not as they are.
+        encoding: encoding in which values are sent, if not as they are.
     """
 
-    wire: Wire | None = None
+    encoding: Encoding | None = None
 
     def __init__(self, layout: PackLayout, params: list[nn.Parameter], comm: Comm) -> None:
         self.layout, self.comm = layout, comm

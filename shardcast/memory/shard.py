@@ -368,7 +368,7 @@ def build_shard(
     comm = process_groups.comm(pack_groups.shard)
     pack = Pack(layout, params, comm)
     if (publishing := publishing_of(config)) is not None:
-        pack.wire = publishing.wire(layout)
+        pack.encoding = publishing.encoding(layout)
     shard = shard_of(pack, config)
     if process_groups.everyone.size == 1 and layout.dtype == MASTER_DTYPE:
         pack.fill()

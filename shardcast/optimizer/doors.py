@@ -669,7 +669,7 @@ def _write(
     for shard in packed.shards:
         if any(changed.get(shard.pack, ())):
             sync.add(shard.pack)
-    sync(by_wire=False)  # a wire carries no value that a script wrote
+    sync(encodes=False)  # codes cannot represent values that a script wrote
     params = [
         param
         for pack, slots in changed.items()

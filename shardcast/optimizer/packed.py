@@ -304,7 +304,7 @@ def report_of(packed: PackedOptimizer) -> MemoryReport:
         report["masters"] += shard.nbytes
     report["state"] = sum(update.nbytes() for update in packed.updates)
     if under_way := packed.sync.nbytes:
-        report["parcels"] = under_way
+        report["encoded"] = under_way
     parts: list[StepHook | Signal] = [*packed.step_hooks, *packed.decider.signals]
     report.update({hook.name: nbytes for hook in parts if (nbytes := hook.nbytes()) is not None})
     if any(shard.home.is_apart for shard in packed.shards):

@@ -18,7 +18,7 @@ from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import PackLayout, Span
 
 
-class Parcel(ABC):
+class Encoded(ABC):
     """The bytes of a pack that are sent in one sync, instead of its values.
 
     Attributes:
@@ -34,11 +34,11 @@ class Parcel(ABC):
         """Return the part of a span's owner, 1-d."""
 
     @abstractmethod
-    def unpack(self) -> None:
-        """Write the received values of the other owners into the pack."""
+    def decode(self) -> None:
+        """Write the other owners' values into the pack, once they have arrived."""
 
 
-class Wire(ABC):
+class Encoding(ABC):
     """The encoding in which a pack's published values are sent, if not as they are.
 
     All ranks get the owner's bits. The owner has published the masters before a sync, so every
@@ -46,15 +46,15 @@ class Wire(ABC):
 
     Attributes:
         nbytes: bytes of each owner's part; equal if the pack is all-gathered.
-        size: bytes of a parcel.
+        size: bytes of all parts.
     """
 
     nbytes: Sequence[int]
     size: int
 
     @abstractmethod
-    def parcel(self, data: Tensor, rank: int) -> Parcel:
-        """Return the parcel of the current values of ``rank``, which is this rank.
+    def encode(self, data: Tensor, rank: int) -> Encoded:
+        """Encode the current values of ``rank``, which is this rank.
 
         Args:
             data: values of the whole pack, 1-d.
@@ -87,8 +87,8 @@ class Publishing(ABC):
         """Return the :class:`.Shard` of a :class:`.Pack`, without masters yet."""
 
     @abstractmethod
-    def wire(self, layout: PackLayout) -> Wire | None:
-        """Return a pack's wire; ``None`` if values are sent as they are."""
+    def encoding(self, layout: PackLayout) -> Encoding | None:
+        """Return a pack's encoding; ``None`` if values are sent as they are."""
 
 
 def publishing_of(config: ShardcastConfig) -> Publishing | None:

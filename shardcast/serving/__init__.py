@@ -2,10 +2,10 @@
 
 ::
 
-    published    parameters on the grid of a quantized form: forms, kernels, blocks, wire, shards
+    published    parameters in a quantized form: forms, kernels, blocks, encoding, shards
     changes      published values that have changed: records, changes, patches
     publish      changes sent through a folder and applied to a model: folder, applying
-    sleep        memory freed between steps: sleep, sleeping
+    sleep        memory freed between steps: sleep
 
 All of them publish masters through :meth:`.Shard.publish`.
 """

@@ -23,11 +23,11 @@ from shardcast.memory.shard import Shard
 from shardcast.memory.slices import slices
 from shardcast.plan.layout import Fragment, PackLayout, Slot
 from shardcast.plan.precision import MASTER_DTYPE
-from shardcast.plan.publishing import Publishing, Wire
+from shardcast.plan.publishing import Encoding, Publishing
+from shardcast.serving.encoding import FormEncoding, runs_of
 from shardcast.serving.forms import FORMS
 from shardcast.serving.kernels import Kernels
 from shardcast.serving.records import record_of
-from shardcast.serving.wire import FormWire, runs_of
 
 ROUNDED = 1 << 20  # values that are cast at a time
 
@@ -99,7 +99,7 @@ class BlockShard(Shard):
         self.home.send(part)
 
     def settle(self) -> None:
-        """Cast values that a script wrote, before a sync without an update; see :class:`.Wire`."""
+        """Cast values that a script wrote, before a sync without an update, for the encoding."""
         self.absorb(publishes=True)
         self.publish()
         self.home.send()
@@ -214,10 +214,10 @@ class Serving(Publishing):
         }
         return kinds[bool(pack.layout.cast), self._config.changes](pack, self._config)
 
-    def wire(self, layout: PackLayout) -> Wire | None:
+    def encoding(self, layout: PackLayout) -> Encoding | None:
         if not layout.cast or self._config.published.wire == "bf16":
             return None
-        return FormWire(FORMS[layout.cast], layout, self._config)
+        return FormEncoding(FORMS[layout.cast], layout, self._config)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         params = [*names]

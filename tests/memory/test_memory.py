@@ -15,7 +15,7 @@ import shardcast
 from shardcast.estimate import estimate
 from shardcast.memory.hashing import hasher_of
 from shardcast.optimizer.sharded import packed_of
-from shardcast.step.sync.sync import Delivery
+from shardcast.step.sync.sync import EncodedWork
 from shardcast.testing import fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -99,34 +99,34 @@ def test_a_forgotten_copy_is_noticed():
         ("fp8_block128", {"overlap_sync": True}),
     ],
 )
-def test_parcels_of_a_sync_are_those_of_the_estimate(
+def test_bytes_of_codes_in_a_sync_are_those_of_the_estimate(
     form: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """All are there before the first one is unpacked; none is afterwards."""
     fields = {"published": {form: "blocks.*[!12].weight"}, "param_dtype": BF16, **fields}
     seen: list[int] = []
-    unpack = Delivery.wait
+    unpack = EncodedWork.wait
 
-    def wait(self: Delivery) -> None:
+    def wait(self: EncodedWork) -> None:
         seen.append(sum(live().values()))
         unpack(self)
 
-    monkeypatch.setattr(Delivery, "wait", wait)
+    monkeypatch.setattr(EncodedWork, "wait", wait)
     for rank in (0, 2):
         seen.clear()
         with fake_world(3, rank) as group:
             model = gpt()
-            promised = estimate(model, adamw(model), 3, fields, "gloo").parcels
+            promised = estimate(model, adamw(model), 3, fields, "gloo").encoded
             optimizer = sharded(model, group, **fields)
             inputs, targets = batch(0, rank, 0)
             loss_of(model(inputs), targets).backward()
             del inputs, targets
             optimizer.step()
-            assert optimizer.memory_report().get("parcels", 0) == (
+            assert optimizer.memory_report().get("encoded", 0) == (
                 promised if "overlap_sync" in fields else 0
             )
             optimizer.wait_sync()
-            assert "parcels" not in optimizer.memory_report()
+            assert "encoded" not in optimizer.memory_report()
             assert seen[0] - sum(live().values()) == promised > 0
 
 

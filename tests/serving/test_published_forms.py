@@ -588,7 +588,7 @@ def test_codes_on_the_wire_of_a_mesh_give_the_bits_of_bf16_on_it(form: str, wher
             **({} if where == "shard_ranks" else {"mesh": mesh}),
         )
         formed = [shard.pack for shard in packed_of(optimizer).shards if shard.in_blocks]
-        assert all((pack.wire is None) == (wire == "bf16") for pack in formed) and formed
+        assert all((pack.encoding is None) == (wire == "bf16") for pack in formed) and formed
         seen = []
         for step in range(3):
             for number, param in enumerate(model.parameters()):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from shardcast.comm import Comm, Work
 from shardcast.memory.pack import Pack
-from shardcast.plan.publishing import Parcel
+from shardcast.plan.publishing import Encoded
 
 
 class Sync:
@@ -39,9 +39,9 @@ class Sync:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parcels in flight."""
+        """Bytes of encoded values in flight."""
         works = [work for pack in self.started for work in pack.pending]
-        return sum(work.nbytes for work in works if isinstance(work, Delivery))
+        return sum(work.nbytes for work in works if isinstance(work, EncodedWork))
 
     def begin(self, packs: Iterable[Pack]) -> None:
         """Start to sync ``packs`` while others are updated; a call syncs the rest.
@@ -60,11 +60,11 @@ class Sync:
                 pack.pending.append(work)
                 self.started.append(pack)
 
-    def __call__(self, by_wire: bool = True) -> None:
+    def __call__(self, encodes: bool = True) -> None:
         """Sync all packs.
 
         Args:
-            by_wire: if false, send all values as they are, including those that are no result of a
+            encodes: if false, send all values as they are, including those that are no result of a
                 cast.
         """
         launches: dict[tuple[Comm, str], list[Pack]] = {}
@@ -72,13 +72,13 @@ class Sync:
         for pack in self.packs:
             if pack not in begun:
                 launches.setdefault((pack.comm, pack.layout.algorithms.sync), []).append(pack)
-        works: list[Work | Delivery] = []
+        works: list[Work | EncodedWork] = []
         for (_, algorithm), packs in launches.items():
             if algorithm == "messages":
-                works += [_send(pack, by_wire) for pack in packs]
+                works += [_send(pack, encodes) for pack in packs]
             else:
-                work = _launch(algorithm == "all_gather", packs, False, by_wire)
-                works += [work] * isinstance(work, Delivery)
+                work = _launch(algorithm == "all_gather", packs, False, encodes)
+                works += [work] * isinstance(work, EncodedWork)
         # for all packs at once, because a broadcast on gloo waits for the previous one
         for work in works:
             work.wait()
@@ -101,27 +101,27 @@ class Sync:
             self.started.clear()
 
 
-class Delivery:
-    """A work that brings parcels, and unpacks them after it was waited for."""
+class EncodedWork:
+    """Work on encoded packs, which are decoded after the wait."""
 
-    def __init__(self, work: Work, parcels: Sequence[Parcel]) -> None:
-        self._work, self._parcels = work, parcels
+    def __init__(self, work: Work, encoded: Sequence[Encoded]) -> None:
+        self._work, self._encoded = work, encoded
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parcels."""
-        return sum(parcel.data.nbytes for parcel in self._parcels)
+        """Bytes of the codes."""
+        return sum(it.data.nbytes for it in self._encoded)
 
     def wait(self) -> None:
-        """Wait for the work, then unpack."""
+        """Wait for the work, then decode."""
         self._work.wait()
-        for parcel in self._parcels:
-            parcel.unpack()
+        for it in self._encoded:
+            it.decode()
 
 
 def _launch(
-    gathers: bool, packs: Sequence[Pack], async_op: bool, by_wire: bool = True
-) -> Work | Delivery:
+    gathers: bool, packs: Sequence[Pack], async_op: bool, encodes: bool = True
+) -> Work | EncodedWork:
     """Sync ``packs`` of the same ranks in one launch; return the work to wait for.
 
     Args:
@@ -129,7 +129,7 @@ def _launch(
             each owner broadcasts its span, of any length, unless it is only padding.
     """
     comm, about = packs[0].comm, packs[0].layout
-    sent = [_sent(pack, by_wire) for pack in packs]
+    sent = [_sent(pack, encodes) for pack in packs]
     if gathers:
         work = comm.all_gather_all([(it.data, it.own_data) for it in sent], about, async_op)
     else:
@@ -139,23 +139,25 @@ def _launch(
             for span in pack.layout.owned_spans
         ]
         work = comm.broadcast_all(pieces, about, async_op)
-    return _delivered(work, sent)
+    return _decoding(work, sent)
 
 
-def _send(pack: Pack, by_wire: bool) -> Work | Delivery:
+def _send(pack: Pack, encodes: bool) -> Work | EncodedWork:
     """Start to send spans as messages, on gloo, whose broadcasts wait for one another."""
-    sent = _sent(pack, by_wire)
+    sent = _sent(pack, encodes)
     pieces = [sent.data[:0]] * pack.comm.size
     for span in pack.layout.owned_spans:
         pieces[span.owner] = sent.span(span)
-    return _delivered(pack.comm.send_to_all(pieces, pack.layout), [sent])
+    return _decoding(pack.comm.send_to_all(pieces, pack.layout), [sent])
 
 
-def _sent(pack: Pack, by_wire: bool) -> Pack | Parcel:
-    """Return what is sent: the pack itself, or a parcel instead."""
-    return pack if pack.wire is None or not by_wire else pack.wire.parcel(pack.data, pack.comm.rank)
+def _sent(pack: Pack, encodes: bool) -> Pack | Encoded:
+    """Return what is sent: the pack itself, or its encoding."""
+    if pack.encoding is None or not encodes:
+        return pack
+    return pack.encoding.encode(pack.data, pack.comm.rank)
 
 
-def _delivered(work: Work, sent: Sequence[Pack | Parcel]) -> Work | Delivery:
-    parcels = [it for it in sent if not isinstance(it, Pack)]
-    return Delivery(work, parcels) if parcels else work
+def _decoding(work: Work, sent: Sequence[Pack | Encoded]) -> Work | EncodedWork:
+    encoded = [it for it in sent if not isinstance(it, Pack)]
+    return EncodedWork(work, encoded) if encoded else work

@@ -444,7 +444,7 @@ class RuleTable:
         )
         # values on the device; NaN if they come from tensors
         self._known = [[math.nan] * (3 * count) for _ in self._groups]
-        self._terms = self._of_groups  # terms of each row, or one for all rows
+        self._coefficients = self._of_groups  # coefficients of each row, or one for all rows
         rows = torch.zeros(len(own), -(-count // ALIGNED) * ALIGNED, device=device)
         self._table = rows[:, :count]
         self.table = keep(rows) if len(own) > 1 else rows
@@ -467,16 +467,17 @@ class RuleTable:
         if not (self._are_constants and all(map(operator.is_, options, self._options))):
             self._options, self._are_constants = options, all(map(is_constant, options))
             self._upload(groups)
-        scales, bases, exponents = self._terms.unbind(2)
+        scales, bases, exponents = self._coefficients.unbind(2)
         steps = self._steps[0] if self._places is None else self._steps[self._places][:, None]
         powers = (1.0 - bases**steps) ** exponents
         torch.mul(scales.expand_as(self._table), powers, out=self._table)
 
     def _upload(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Copy the terms of rows in ``groups`` to the device."""
+        """Copy the coefficients of rows in ``groups`` to the device."""
         changed = False
         for known, there, group in zip(self._known, self._of_groups, groups, strict=True):
-            for number, value in enumerate(itertools.chain.from_iterable(self.rule.terms(group))):
+            values = itertools.chain.from_iterable(self.rule.coefficients(group))
+            for number, value in enumerate(values):
                 # By kernels, usually one or two for a new learning rate. A copy from the host would
                 # wait, or be read again when a captured graph is replayed.
                 if isinstance(value, Tensor):
@@ -486,4 +487,4 @@ class RuleTable:
                     there.view(-1)[number].fill_(value)
                     changed, known[number] = True, value
         if changed and self._of_rows is not None:
-            self._terms = self._of_groups.index_select(0, self._of_rows)
+            self._coefficients = self._of_groups.index_select(0, self._of_rows)

@@ -36,7 +36,7 @@ State = tuple[Tensor, ...]  # state of one range, fp32, in the order of ``rule.s
 Numbers = tuple[Any, ...]  # numbers of a step: floats or 0-dim tensors
 
 
-class Term(NamedTuple):
+class Coefficient(NamedTuple):
     """A number of a step, ``scale * (1 - base**step) ** exponent``; without a base, ``scale``.
 
     Each field is a float, or a 0-dim tensor if the group's option is one.
@@ -83,17 +83,17 @@ class AdamRule:
         decay = decay if self.coupled else 1 - lr * decay
         return step_size, 1 - beta1, beta2, 1 - beta2, root, group["eps"], decay
 
-    def terms(self, group: ParamGroup) -> tuple[Term, ...]:
-        """Return :meth:`numbers` as terms, for :class:`.RuleTable`."""
+    def coefficients(self, group: ParamGroup) -> tuple[Coefficient, ...]:
+        """Return :meth:`numbers` as coefficients, for :class:`.RuleTable`."""
         step_size, weight1, beta2, weight2, _, eps, decay = self.numbers(group, math.inf)
         return (
-            Term(step_size, group["betas"][0], -1.0),
-            Term(weight1),
-            Term(beta2),
-            Term(weight2),
-            Term(1.0, beta2, 0.5),
-            Term(eps),
-            Term(decay),
+            Coefficient(step_size, group["betas"][0], -1.0),
+            Coefficient(weight1),
+            Coefficient(beta2),
+            Coefficient(weight2),
+            Coefficient(1.0, beta2, 0.5),
+            Coefficient(eps),
+            Coefficient(decay),
         )
 
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: Numbers) -> None:
@@ -127,7 +127,7 @@ class NoRule:
         """Return none."""
         return ()
 
-    def terms(self, _group: ParamGroup) -> tuple[Term, ...]:
+    def coefficients(self, _group: ParamGroup) -> tuple[Coefficient, ...]:
         """Return none."""
         return ()
 
@@ -204,11 +204,11 @@ class SGDRule:
             step <= 1,
         )
 
-    def terms(self, group: ParamGroup) -> tuple[Term, ...]:
-        """Return :meth:`numbers` as terms, for :class:`.RuleTable`."""
+    def coefficients(self, group: ParamGroup) -> tuple[Coefficient, ...]:
+        """Return :meth:`numbers` as coefficients, for :class:`.RuleTable`."""
         *constants, _ = self.numbers(group, math.inf)
         # 1 in the first step and else 0: (-1)**-1022 is 1, (-3)**-1022 is 0.
-        return (*map(Term, constants), Term(1.0, 2.0, -1022.0))
+        return (*map(Coefficient, constants), Coefficient(1.0, 2.0, -1022.0))
 
     def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: Numbers) -> None:
         """Update master and state in place."""

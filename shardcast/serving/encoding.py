@@ -1,4 +1,4 @@
-"""The wire: codes and scales, sent instead of the bf16 values that they represent.
+"""The encoding of a published form: codes and scales, sent instead of the values.
 
 A pack's published values lie on the grid of its form. So the owner computes codes and scales from
 the values, and all other ranks get the same bits from them. An owner's part has the codes of all
@@ -17,7 +17,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.layout import PackLayout, Slot, Span
-from shardcast.plan.publishing import Parcel, Wire
+from shardcast.plan.publishing import Encoded, Encoding
 from shardcast.serving.forms import Form
 from shardcast.serving.kernels import Kernels
 
@@ -64,14 +64,14 @@ def runs_of(form: Form, span: Span | None, fragments: Iterable[tuple[Slot, int, 
     return runs
 
 
-class FormWire(Wire):
+class FormEncoding(Encoding):
     """Codes and scales of one pack.
 
     Attributes:
         form: form of its parameters.
         kernels: kernels of the form.
         runs: runs of each owner.
-        begins: start of each owner's part, in bytes of a parcel.
+        begins: start of each owner's part, in bytes.
     """
 
     def __init__(self, form: Form, layout: PackLayout, config: ShardcastConfig) -> None:
@@ -86,12 +86,12 @@ class FormWire(Wire):
             tuple((r.start - s.start, r.stop - s.start, r.width) for r in runs)
             for s, runs in zip(layout.spans, self.runs, strict=True)
         }
-        # Owners with equal parts of one run each are unpacked in one launch.
+        # Owners with equal parts of one run each are decoded in one launch.
         self.is_regular = len(ranges) == 1 and len(self.runs[0]) == 1
 
-    def parcel(self, data: Tensor, rank: int) -> FormParcel:
-        """See :meth:`.Wire.parcel`."""
-        return FormParcel(self, data, rank)
+    def encode(self, data: Tensor, rank: int) -> EncodedForm:
+        """See :meth:`.Encoding.encode`."""
+        return EncodedForm(self, data, rank)
 
     def _run_bytes(self, run: Run) -> int:
         return self.code_bytes(run.numel) + self.scales(run.numel)
@@ -103,27 +103,27 @@ class FormWire(Wire):
         return numel // (self.form.block_rows * self.form.block_columns)
 
 
-class FormParcel(Parcel):
+class EncodedForm(Encoded):
     """Codes and scales of all owners."""
 
-    def __init__(self, wire: FormWire, values: Tensor, rank: int) -> None:
-        self._wire, self._values, self._rank = wire, values, rank
-        self.data = torch.empty(wire.size, dtype=torch.uint8, device=values.device)
+    def __init__(self, encoding: FormEncoding, values: Tensor, rank: int) -> None:
+        self._encoding, self._values, self._rank = encoding, values, rank
+        self.data = torch.empty(encoding.size, dtype=torch.uint8, device=values.device)
         self.own_data = self._part(rank)
         for run, codes, scales in self._of(rank, 1):
             rows = values[run.start : run.stop].view(1, -1, run.width)
-            wire.kernels.collapse(rows, codes, scales)
+            encoding.kernels.collapse(rows, codes, scales)
 
     def _part(self, owner: int) -> Tensor:
-        begin = self._wire.begins[owner]
-        return self.data[begin : begin + self._wire.nbytes[owner]]
+        begin = self._encoding.begins[owner]
+        return self.data[begin : begin + self._encoding.nbytes[owner]]
 
     def span(self, span: Span) -> Tensor:
         return self._part(span.owner)
 
-    def unpack(self) -> None:
-        ranks, rank = len(self._wire.runs), self._rank
-        if self._wire.is_regular and not _compat.is_host(self.data.device):
+    def decode(self) -> None:
+        ranks, rank = len(self._encoding.runs), self._rank
+        if self._encoding.is_regular and not _compat.is_host(self.data.device):
             groups = [(0, rank), (rank + 1, ranks - rank - 1)]
         else:
             groups = [(owner, 1) for owner in range(ranks) if owner != rank]
@@ -131,7 +131,7 @@ class FormParcel(Parcel):
             for run, codes, scales in self._of(first, count) if count else ():
                 values = self._values[run.start : run.start + count * run.numel]
                 values = values.view(count, -1, run.width)
-                self._wire.kernels.expand(values, codes, scales)
+                self._encoding.kernels.expand(values, codes, scales)
 
     def _of(self, first: int, count: int) -> Iterator[tuple[Run, Tensor, Tensor]]:
         """Return the runs of ``count`` owners with equal parts, with codes and scales as matrices.
@@ -139,15 +139,15 @@ class FormParcel(Parcel):
         Their shapes are ``(count, rows, bytes of a row)`` and
         ``(count, block rows, block columns)``.
         """
-        wire, form = self._wire, self._wire.form
-        begin = wire.begins[first]
-        size = self.data.numel() if count == 1 else (wire.begins[first + 1] - begin) * count
+        encoding, form = self._encoding, self._encoding.form
+        begin = encoding.begins[first]
+        size = self.data.numel() if count == 1 else (encoding.begins[first + 1] - begin) * count
         parts = self.data[begin : begin + size].view(count, -1)
-        code, scale = 0, wire.code_bytes(sum(run.numel for run in wire.runs[first]))
-        for run in wire.runs[first]:
-            codes = parts[:, code : (code := code + wire.code_bytes(run.numel))]
-            scales = parts[:, scale : (scale := scale + wire.scales(run.numel))]
-            width = wire.code_bytes(run.width)
+        code, scale = 0, encoding.code_bytes(sum(run.numel for run in encoding.runs[first]))
+        for run in encoding.runs[first]:
+            codes = parts[:, code : (code := code + encoding.code_bytes(run.numel))]
+            scales = parts[:, scale : (scale := scale + encoding.scales(run.numel))]
+            width = encoding.code_bytes(run.width)
             yield (
                 run,
                 codes.unflatten(-1, (-1, width)),
