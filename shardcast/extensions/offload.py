@@ -1,6 +1,6 @@
 """``offload``: masters and state in host memory, where they are updated.
 
-Of a step, with one pack after the other::
+A step, with one pack after another::
 
     backward    mean of the own span   device -> host    as it lands; again if one is added
     decide      on the device, where the means are; the host reads the decision
@@ -8,19 +8,19 @@ Of a step, with one pack after the other::
     publish     cast of the own span   host -> device    beside the update of the next pack
     sync        to all ranks                             beside it, too
 
-4 bytes per owned bf16 parameter cross the bus. The host has a copy of the own span as the model has
-it. The device keeps a hash of it (:mod:`shardcast.memory.hashing`), so that a span comes down for
-the update only if a script has written to it since: 2 bytes more. No single word can change
-unnoticed, and several together do so with a chance of ``2**-63``.
+4 bytes per owned bf16 parameter cross the bus. The host has a copy of the model's own span. The
+device keeps a hash of it (:mod:`shardcast.memory.hashing`), so a span is copied down for the update
+only if a script wrote to it: 2 more bytes. The hash detects a change of any single word, and misses
+a change of several words with probability ``2**-63``.
 
-What orders it. The mean goes down on a stream of its own, which waits for the stream that made it;
-the host waits for that copy before it reads it. A mean that is added to or edited while it goes
-down is torn, and goes down again behind that, before it is read. The cast goes up on the current
-stream, so that the collective and all that reads parameters come after it; the host waits for that
-copy before it writes there again.
+Order of copies. The mean is copied down on its own stream, which waits for the stream that made it;
+the host waits for the copy before it reads the mean. If the mean is added to or edited during the
+copy, it is copied again before it is read. The cast is copied up on the current stream, so that the
+collective and all readers of parameters come after it; the host waits for the copy before it writes
+there again.
 
-Only what crosses the bus is pinned: means and casts. Memory that torch pins is rounded up to a
-power of two bytes; here it is as long as it is, up to a page.
+Only means and casts, which cross the bus, are pinned. Memory that torch pins is rounded up to a
+power of two bytes; here it is only rounded up to a page.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ HOST = torch.device("cpu")
 
 
 class Event(Protocol):
-    """Says when a copy is done."""
+    """Tells when a copy is done."""
 
     def synchronize(self) -> None:
-        """Return when it is."""
+        """Wait until it is done."""
 
 
 class Done:
-    """The event of what was done at once."""
+    """The event of a copy that was done at once."""
 
     def synchronize(self) -> None:
-        """Return."""
+        """Return at once."""
 
 
 class Copies:
     """Copies between the host and a device without streams, or between the host and itself."""
 
     def down(self, host: Tensor, values: Tensor) -> Event:
-        """Copy to the host, behind what the current stream has to do, beside what follows."""
+        """Copy to the host, after the current stream's work, in parallel with later work."""
         host.copy_(values)
         return Done()
 
@@ -91,7 +91,7 @@ class Copies:
 
 
 class StreamCopies(Copies):
-    """Copies of a CUDA device, which it makes beside its kernels."""
+    """Copies of a CUDA device, in parallel with its kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._beside = device, torch.cuda.Stream(device)
@@ -100,7 +100,7 @@ class StreamCopies(Copies):
         self._beside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._beside):
             host.copy_(values, non_blocking=True)
-        values.record_stream(self._beside)  # a script may drop it before it is down
+        values.record_stream(self._beside)  # a script may drop it before the copy is done
         event: Event = self._beside.record_event()
         return event
 
@@ -114,7 +114,7 @@ class StreamCopies(Copies):
 
 
 class Pages(mmap.mmap):
-    """Memory of whole pages, zeros at first, that is unpinned when its last tensor goes."""
+    """Memory of whole pages, initially zeros, which is unpinned with its last tensor."""
 
     address: int | None = None
 
@@ -124,7 +124,7 @@ class Pages(mmap.mmap):
 
 
 def pinned(nbytes: int) -> Tensor:
-    """Allocate host memory that a CUDA device reads and writes itself, zeros, 1-d uint8."""
+    """Allocate host memory that a CUDA device can access, zeros, 1-d uint8."""
     if not nbytes:
         return torch.zeros(0, dtype=torch.uint8)
     pages = Pages(-1, nbytes)
@@ -147,10 +147,10 @@ def copies_of(device: torch.device) -> Copies:
 
 
 class HostHome(Home):
-    """Host memory beside a pack.
+    """Host memory for a pack.
 
     Attributes:
-        is_current: nobody writes to the model, as within a step, so that :meth:`look` need not.
+        is_current: nobody writes to the model, as within a step, so :meth:`look` need not check.
     """
 
     is_apart: ClassVar[bool] = True
@@ -161,11 +161,11 @@ class HostHome(Home):
         device = super().device
         self._copies, self._hash = copies_of(device), hasher_of(device)
         self._published = torch.empty(0)
-        # The hash of what the pack had when the host had the same; not yet while it is set up.
+        # Hash of the pack when the host had the same values; not set during set-up.
         self._sent: Tensor | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)  # of means
-        self._means: dict[torch.dtype, Tensor] = {}  # views of it
-        # The mean that went down last, and its version then.
+        self._memory = torch.empty(0, dtype=torch.uint8)  # memory of means
+        self._means: dict[torch.dtype, Tensor] = {}  # views of _memory
+        # The mean of the last copy, and its version at that time.
         self._came: tuple[weakref.ref[Tensor], int] | None = None
         self._down: Event = Done()
         self._up: Event = Done()
@@ -180,7 +180,7 @@ class HostHome(Home):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of what crosses the bus, on the host."""
+        """Return the bytes on the host that cross the bus."""
         return self._published.nbytes + self._memory.nbytes
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -197,7 +197,7 @@ class HostHome(Home):
         self._copies.down(self._published, own).synchronize()
 
     def hash(self) -> Tensor:
-        """Return the hash of the own span as the model has it, 0-dim, on the device."""
+        """Return the hash of the model's own span, 0-dim, on the device."""
         return self._hash(self.pack.own_data)
 
     def differs(self) -> Tensor:
@@ -206,7 +206,7 @@ class HostHome(Home):
         return torch.ones_like(hash).bool() if self._sent is None else hash != self._sent
 
     def take(self) -> None:
-        """Have what the model has; waits for the device."""
+        """Copy the model's values to the host; waits for the device."""
         self._up.synchronize()
         self._copies.down(self._published, self.pack.own_data).synchronize()
         self._sent = self.hash()
@@ -229,7 +229,7 @@ class HostHome(Home):
         grads.has_come = self.bring
 
     def bring(self, grads: Gradients) -> None:
-        """Begin to copy the mean to the host."""
+        """Start to copy the mean to the host."""
         own = grads.own
         nbytes = own.nbytes
         if self._memory.nbytes < nbytes:
@@ -274,7 +274,7 @@ class Offload(StepHook):
             )
 
     def before_update(self, decision: Decision) -> None:
-        """Have on the host what the update reads; waits for the device."""
+        """Copy values that the update reads to the host; waits for the device."""
         if _compat.is_capturing(self._optimizer.device):
             raise RuntimeError(
                 "offload: a step cannot be captured in a CUDA graph, since the host updates the "
@@ -285,7 +285,7 @@ class Offload(StepHook):
             if isinstance(shard.home, HostHome) and shard.grads is not None:
                 trained[shard] = shard.home
         for shard in trained:
-            _ = shard.mean  # goes down unless it has
+            _ = shard.mean  # copies it down, unless that is done
         differ = [home.differs() for home in trained.values()]
         written = torch.stack(differ).tolist() if differ else []
         for home, is_written in zip(trained.values(), written, strict=True):
@@ -299,13 +299,13 @@ class Offload(StepHook):
                 shard.home.used()
 
     def nbytes(self) -> int:
-        """Return the bytes of what crosses the bus, on the host."""
+        """Return the bytes on the host that cross the bus."""
         homes = (shard.home for shard in self._optimizer.shards)
         return sum(home.nbytes for home in homes if isinstance(home, HostHome))
 
 
 def _fits(plan: Plan, _parallel_dims: ParallelDims) -> None:
-    """Refuse what the host would take too long to update, and a host that has too little memory."""
+    """Raise for classes that a host updates too slowly, and hosts with too little memory."""
     for optimizer in plan.originals.optimizers:
         if not (plan.config.elementwise or type(optimizer) in ELEMENTWISE):
             raise ValueError(
@@ -314,7 +314,7 @@ def _fits(plan: Plan, _parallel_dims: ParallelDims) -> None:
                 "and would take seconds for a matrix; use AdamW or another elementwise class, "
                 "declare elementwise=True if this one is, or leave offload off"
             )
-    if any(param.is_meta for param in plan.params.values()):  # an estimate
+    if any(param.is_meta for param in plan.params.values()):  # this is an estimate
         return
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed, available = ranks * needed_bytes(plan), available_bytes()
@@ -329,7 +329,7 @@ def _fits(plan: Plan, _parallel_dims: ParallelDims) -> None:
 def needed_bytes(plan: Plan) -> int:
     """Return the bytes of host memory that the fullest rank needs for new packs.
 
-    Of classes that torch does not have the state is not known before they run: none is counted.
+    The state of third-party classes is not known in advance, so it is not counted.
     """
     config = plan.config.replace(offload=False)
     sums = config.accumulate == "sharded"
@@ -351,13 +351,13 @@ def needed_bytes(plan: Plan) -> int:
 
 
 def available_bytes() -> int | None:
-    """Return the free bytes of this host, or of its container; ``None`` if it does not say."""
+    """Return the free bytes of this host or container; ``None`` if unknown."""
     found = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable:"))
         found.append(1024 * int(line.split()[1]))
-    with suppress(OSError, ValueError):  # "max" is no number
+    with suppress(OSError, ValueError):  # "max" is not a number
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
         found.append(limit - int((group / "memory.current").read_text()))

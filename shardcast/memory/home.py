@@ -1,7 +1,7 @@
-"""Homes: where the masters and the state of a shard are, and are updated.
+"""Homes: where a shard's masters and state are, and are updated.
 
-Usually that is the device of the model, and a home has nothing to do. Option ``offload`` keeps them
-in host memory: its home has a copy of the own span there, in both directions.
+Usually that is the model's device, and a home does nothing. With ``offload`` it is host memory, and
+the home copies the own span in both directions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Home:
     """The device of the pack.
 
     Attributes:
-        is_apart: whether masters are elsewhere than the pack.
+        is_apart: whether masters are on another device than the pack.
     """
 
     is_apart: ClassVar[bool] = False
@@ -35,7 +35,7 @@ class Home:
 
     @property
     def device(self) -> torch.device:
-        """The device of masters and state."""
+        """Device of masters and state."""
         return torch.device(self.pack.params[0].device)
 
     @property
@@ -48,22 +48,22 @@ class Home:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def given(self, values: Tensor) -> Tensor:
-        """Return values on the device of the pack, for whoever reads them."""
+        """Return values on the device of the pack, for readers."""
         return values
 
     def fill(self) -> None:
         """Called when the pack has its values."""
 
     def look(self) -> None:
-        """Have in :attr:`published` what a script wrote; nobody reads it there any more."""
+        """Copy values that a script wrote to :attr:`published`; nothing else reads it any more."""
 
     def send(self, part: slice = ALL) -> None:
-        """Have in the pack what is in :attr:`published`, in the order of the device."""
+        """Copy :attr:`published` to the pack, in the order of the device."""
 
     # -- the mean ---------------------------------------------------------------------------------
 
     def follow(self, grads: Gradients) -> None:
-        """Called when the gradients of the pack begin to be reduced."""
+        """Called when the reduction of the pack's gradients starts."""
 
     def mean(self, grads: Gradients) -> Tensor:
         """Return the mean of the own span as the update sees it; see :meth:`arrive`."""
@@ -74,7 +74,7 @@ class Home:
         return grads.stays
 
     def arrive(self) -> None:
-        """Return when the mean has come, and nobody reads :attr:`published` any more."""
+        """Wait until the mean has arrived, and nothing reads :attr:`published` any more."""
 
 
 def home_of(pack: Pack, config: ShardcastConfig) -> Home:

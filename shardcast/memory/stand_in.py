@@ -1,4 +1,4 @@
-"""The ``.grad`` of a parameter whose mean lies at its owners: it can be edited, and not be read."""
+"""The ``.grad`` of a parameter after the reduction: it can be edited but not read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardcast import _compat
 from shardcast._compat import dtensor
 from shardcast.messages import GRAD_SCALER
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:  # circular: it imports this module
     from shardcast.memory.gradients import Gradients
 
 DOORS = (
@@ -25,7 +25,7 @@ DOORS = (
     "optimizer.clip_grad_norm_(max_norm)"
 )
 
-# What answers from the shape, dtype, device or identity, and reads no element.
+# Functions that need only shape, dtype, device or identity, and read no element.
 METADATA = frozenset(
     "__hash__ __len__ __dlpack_device__ _is_view _nnz size dim ndimension stride numel nelement "
     "element_size nbytes storage_offset data_ptr get_device is_contiguous is_complex is_conj "
@@ -37,8 +37,8 @@ METADATA = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
     "new_empty new_empty_strided new_zeros new_ones new_full new_tensor".split()
 )
-ALIASES = frozenset({"detach", "alias", "view_as"})  # the same elements in the same places
-# Attributes that are other tensors, but for ``data``.
+ALIASES = frozenset({"detach", "alias", "view_as"})  # functions that keep all elements in place
+# Attributes that are other tensors, except ``data``.
 VIEWING = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 CONVERSIONS = frozenset("to cpu cuda type float half double bfloat16 pin_memory type_as".split())
 _UNARY = (
@@ -55,7 +55,7 @@ _BINARY = (
     "eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor "
     "logical_not bitwise_not where not_equal less less_equal greater greater_equal"
 )
-# In-place functions that compute each element from itself and from elements of the same place.
+# In-place functions that compute each element from itself and from elements at the same place.
 ELEMENTWISE = frozenset(f"{name}_" for name in (_UNARY + " " + _BINARY).split()) - {"rrelu_"} | {
     "__iadd__",
     "__isub__",
@@ -66,7 +66,7 @@ ELEMENTWISE = frozenset(f"{name}_" for name in (_UNARY + " " + _BINARY).split())
     "__imod__",
     "__ipow__",
 }
-# The same, by places that are counted in the whole parameter.
+# Likewise, with places in the whole parameter.
 PLACED = frozenset(
     "__setitem__ index_fill_ index_add_ index_copy_ index_put_ index_reduce_ _index_put_impl_ "
     "scatter_ scatter_add_ scatter_reduce_ fill_diagonal_ tril_ triu_ masked_scatter_ put_".split()
@@ -75,21 +75,21 @@ EDITS = ELEMENTWISE | PLACED
 
 
 class StandIn(Tensor):
-    """The ``.grad`` of a parameter after the reduction, in the memory of one element, which is NaN.
+    """The ``.grad`` of a parameter after the reduction: one NaN element, expanded.
 
-    The mean of the parameter is at the owners of its elements. Functions that are called from
-    Python come to ``__torch_function__``, which answers questions about shape and dtype, and edits
-    each owner's part of the mean by functions that compute each element by itself, also where an
-    index says which. Everything else raises a RuntimeError that names the parameter, on every rank:
-    so do views of a part, of which nothing can be read. Code in C++ sees a plain tensor of NaN.
+    The mean of the parameter is at the owners of its elements. Functions called from Python reach
+    ``__torch_function__``. It answers questions about shape and dtype. It runs functions that
+    compute each element by itself, also at an index, on each owner's part of the mean. Everything
+    else raises a RuntimeError on every rank that names the parameter, and so does a view of a part.
+    Code in C++ sees a plain tensor of NaN.
 
-    A plain tensor becomes one by assignment to ``__class__``, so that no wrapper without storage
-    meets autograd or ``torch.compile``.
+    A plain tensor becomes a stand-in by assignment to ``__class__``, so autograd and
+    ``torch.compile`` never meet a wrapper without storage.
 
     Attributes:
-        of: the name of the parameter.
-        position: of the parameter in the pack.
-        grads: gives the gradients of the pack, or ``None`` once it is no ``.grad``.
+        of: name of the parameter.
+        position: position of the parameter in the pack.
+        grads: returns the gradients of the pack, or ``None`` after it is no longer a ``.grad``.
     """
 
     of: str
@@ -131,7 +131,7 @@ class DistributedStandIn:
 
 
 def distributed(grad: Any) -> Any:
-    """Return the DTensor ``grad``, which hides its values as its local tensor does."""
+    """Return the DTensor ``grad``, which hides its values like its local tensor."""
     kind = type(grad)
     if kind not in _DISTRIBUTED:
         name = DistributedStandIn.__name__
@@ -144,10 +144,10 @@ _DISTRIBUTED: dict[type, type] = {}  # by the class of DTensors, which is import
 
 
 def stand_in(grads: Gradients, position: int) -> StandIn:
-    """Return a new one for the parameter at ``position``."""
+    """Return a new stand-in for the parameter at ``position``."""
     slot = grads.pack.layout.slots[position]
     value = torch.full((1,), math.nan, dtype=grads.low, device=grads.own.device)
-    # Detached, it is no view to autograd, so that a script can call detach_() on it.
+    # Detached, so that autograd does not treat it as a view and a script can call detach_() on it.
     grad = value.expand(1).view([1] * len(slot.shape)).expand(slot.shape).detach()
     return _hidden(grad, slot.name, position, weakref.ref(grads))
 
@@ -161,7 +161,7 @@ def _hidden(
 
 
 def tensors(values: Any) -> Iterator[Any]:
-    """Give all tensors in nested tuples, lists and mappings."""
+    """Yield all tensors in nested tuples, lists and mappings."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (tuple, list)):
@@ -217,9 +217,9 @@ def _run_distributed(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run ``func`` for DTensors: metadata are theirs, edits and conversions those of what is here.
+    """Run ``func`` for DTensors: their own metadata, but edits and conversions of the local tensor.
 
-    Every rank edits its own elements, so other operands must lie as the parameter does.
+    Every rank edits its own elements, so other operands must have the parameter's placements.
     """
     first = args[0] if args else None
     if not isinstance(first, DistributedStandIn) and name in ("__get__", "__set__", "__delete__"):
@@ -247,7 +247,7 @@ def _run_distributed(
 
 
 def _local(value: Any, hidden: Any, local: StandIn) -> Any:
-    """Return what lies here of DTensors in ``value``."""
+    """Return the local tensors of DTensors in ``value``."""
     if isinstance(value, (tuple, list)):
         return type(value)(_local(it, hidden, local) for it in value)
     if isinstance(value, DistributedStandIn) or not isinstance(value, Tensor):
@@ -261,7 +261,7 @@ def _local(value: Any, hidden: Any, local: StandIn) -> Any:
         return value
     placements: Any = value.placements  # type: ignore[attr-defined]
     places = zip(hidden.placements, placements, strict=True)
-    # A gradient that came as a part of the sum is all of it after the reduction.
+    # A partial gradient is whole after the reduction.
     if not all(a == b or (a.is_partial() and b.is_replicate()) for a, b in places):
         raise RuntimeError(
             f".grad of {local.of!r}: expected another operand that lies as {hidden.placements}, "
@@ -304,7 +304,7 @@ def _attribute(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
             raise _reads(attribute, first)
     elif attribute == "data" and name == "__set__":
         other = args[1]
-        if isinstance(other, StandIn) and other.of == first.of:  # of model.to() or model.float()
+        if isinstance(other, StandIn) and other.of == first.of:  # from model.to() or model.float()
             func(*args, **kwargs)
         else:
             _edit(Tensor.copy_, "copy_", first, args, kwargs)
@@ -313,14 +313,14 @@ def _attribute(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _alias(alias: Any, of: StandIn) -> StandIn:
-    """Make ``alias`` another stand-in, which is edited as long as the first one is."""
+    """Make ``alias`` another stand-in, which can be edited as long as the first one."""
     return _hidden(alias, of.of, of.position, lambda: of.grads())
 
 
 def _converted(
     func: Callable[..., Any], first: StandIn, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return it in another dtype or on another device, for whoever moves a module: NaN, too."""
+    """Return it in another dtype or on another device, as NaN, for conversions of a module."""
     result = func(*args, **kwargs)
     if isinstance(result, Tensor) and result is not first:
         _hidden(result, first.of, first.position, _nothing)
@@ -328,11 +328,11 @@ def _converted(
 
 
 def _nothing() -> None:
-    """Stand for a weak reference to nothing."""
+    """Return None, like a dead weak reference."""
 
 
 def _each(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Run ``torch._foreach_mul_`` and its like for one tensor after the other."""
+    """Run functions like ``torch._foreach_mul_`` for one tensor after another."""
     single = name.removeprefix("_foreach_")
     targets = args[0]
     count = len(targets)
@@ -359,7 +359,7 @@ def _each(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 def _out(
     func: Callable[..., Any], name: str, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run ``torch.mul(grad, 0.5, out=grad)`` as the method in place, or write another result."""
+    """Run ``torch.mul(grad, 0.5, out=grad)`` as the in-place method, or write another result."""
     named = {key: value for key, value in kwargs.items() if key != "out"}
     if not args and "input" in named:
         args = (named.pop("input"),)
@@ -418,7 +418,7 @@ def _same(one: StandIn, other: StandIn) -> bool:
 
 
 def _in(values: Any, tensor: Tensor) -> Any:
-    """Return the values, with ``tensor`` in the place of the gradient."""
+    """Return the values, with ``tensor`` instead of the gradient."""
     if isinstance(values, StandIn):
         return tensor
     if isinstance(values, dict):
@@ -432,7 +432,7 @@ def _in(values: Any, tensor: Tensor) -> Any:
 def _change(target: StandIn, grads: Gradients, change: Callable[[Tensor], Any]) -> None:
     """Run ``change`` on a tensor of the whole parameter that has this rank's part of the mean.
 
-    What it has elsewhere are zeros, which nobody takes.
+    All other elements are zeros, and are not used.
     """
     part, (start, stop) = grads.edited(target.position), grads.within(target.position)
     shape = grads.pack.layout.slots[target.position].shape

@@ -1,9 +1,10 @@
 """A sharded optimizer's state, in and out, and ``optimizer.state``.
 
 A state dictionary has two forms: this rank's own (:meth:`StateDict.dump`, local and without
-collectives), and the plain one of ``torch.optim``. Each rank takes its part of a plain one;
-:class:`FullState` gathers one, on rank 0 or, inside ``as_plain()``, on every rank.
-:class:`StateView` is ``optimizer.state``: what all ranks know can be read, all else raises by name.
+collectives), and the plain one of ``torch.optim``. Each rank loads its part of a plain one.
+:class:`FullState` gathers one on rank 0 or, inside ``as_plain()``, on every rank.
+:class:`StateView` is ``optimizer.state``: values that all ranks know can be read, and all else
+raises.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from shardcast.plan.layout import Fragment, Slot
 from shardcast.plan.originals import Group, ParamGroup, is_known
 from shardcast.plan.precision import MASTER_DTYPE
 
-FORMAT = 1  # of the local state
-STEP = "step"  # how many steps have updated a parameter, in the state of torch's classes
-MASTER = "shardcast_master"  # a master among the state of a parameter, for DCP
+FORMAT = 1  # format of the local state
+STEP = "step"  # name of a parameter's step count in the state of torch's classes
+MASTER = "shardcast_master"  # name of a master in a parameter's state, for DCP
 DCP = "torch.distributed.checkpoint"
 Groups = Sequence[ParamGroup]
-ValuesOf = Callable[[Shard, int], Mapping[str, Any]]  # of a fragment, by its number
+ValuesOf = Callable[[Shard, int], Mapping[str, Any]]  # returns values of a fragment, by its number
 
 
 class FragmentState(NamedTuple):
-    """The state that a fragment is to have: torch's and, if not ``None``, its master."""
+    """The future state of a fragment: torch's and, if not ``None``, its master."""
 
     shard: Shard
     number: int
@@ -49,14 +50,14 @@ class FragmentState(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """A plan of what is going to be loaded: checked, nothing changed yet.
+    """A checked plan of a load; nothing has changed yet.
 
     Attributes:
-        active: indices of the packs that are trained, or were at some time.
-        fragments: this rank's.
-        decider: the loss scale, the count of skipped steps and the like, of a local state.
+        active: indices of packs that are, or once were, trained.
+        fragments: states of this rank's fragments.
+        decider: loss scale, number of skipped steps and so on, from a local state.
         groups: options of the parameter groups.
-        masters: masters are among it, on every rank.
+        masters: whether it includes masters, on every rank.
     """
 
     active: frozenset[int]
@@ -78,7 +79,7 @@ class StateDict:
         return self._packed.originals.groups
 
     def dump(self) -> dict[str, Any]:
-        """This rank's shards; see :meth:`shardcast.ShardedOptimizer.state_dict`. Local."""
+        """Return this rank's shards; see :meth:`shardcast.ShardedOptimizer.state_dict`. Local."""
         packed = self._packed
         groups = self._groups
         packed.ready_to_read()
@@ -100,15 +101,15 @@ class StateDict:
         }
 
     def plan(self, loaded: Mapping[str, Any] | list[Mapping[str, Any]]) -> LoadPlan:
-        """Return what is to be written. Every rank must call it; if one cannot load, all raise.
+        """Plan a load. Collective: every rank; if one cannot load, all raise.
 
-        A rank that raised alone would leave the others waiting for it where they publish.
+        A rank that raised alone would leave the others waiting when they publish.
 
         Args:
-            loaded: a state, or a list with a plain one of each optimizer.
+            loaded: a state, or a list with a plain one for each optimizer.
 
         Raises:
-            ValueError: on every rank; says why.
+            ValueError: on every rank, with the reason.
         """
         comm, device = self._packed.process_groups.everyone, self._packed.device
         plan = self._packed.together(lambda: self._plan_alone(loaded), "load_state_dict")
@@ -141,7 +142,7 @@ class StateDict:
 
     def _check_head(self, head: Mapping[str, Any]) -> None:
         expected, comm = self._head(), self._packed.comm
-        head = {"mesh": {}, **head}  # as states are that were saved before there were meshes
+        head = {"mesh": {}, **head}  # older states have no mesh
         if any(head.get(key) != value for key, value in expected.items()):
             raise ValueError(
                 "state_dict: expected the local state of this rank and layout (rank "
@@ -152,7 +153,7 @@ class StateDict:
             )
 
     def plan_plain(self, state: Mapping[Any, Mapping[str, Any]]) -> LoadPlan:
-        """This rank's part of a plain optimizer's state, keyed by model parameter. Local."""
+        """Plan this rank's part of a plain optimizer's state, keyed by model parameter. Local."""
         active = frozenset(
             shard.pack.layout.index
             for shard in self._packed.shards
@@ -164,7 +165,7 @@ class StateDict:
     def _fragments(
         self, state: Mapping[Any, Mapping[str, Any]], is_local: bool
     ) -> list[FragmentState]:
-        """A state by fragments: the parts that :meth:`dump` gave, or to be cut of full tensors."""
+        """Return a state by fragments: those of :meth:`dump`, or parts of full tensors."""
         fragments = []
         for shard in self._packed.shards:
             elementwise = self._packed.update_of(shard).elementwise
@@ -172,25 +173,25 @@ class StateDict:
                 values: dict[str, Any] = {
                     name: value if is_local else _cut(value, fragment, name, elementwise)
                     for name, value in state.get(param, {}).items()
-                    if not isinstance(value, dict) or value  # DCP: its file has no such state
+                    if not isinstance(value, dict) or value  # DCP leaves out empty states
                 }
                 master = values.pop("master" if is_local else MASTER, None)
                 if is_local:
-                    master = torch.empty(0) if master is None else master  # refused
+                    master = torch.empty(0) if master is None else master  # refused below
                     check_numel(master, fragment.numel, (fragment.numel,), fragment, "master")
                     check_sizes(elementwise, fragment, values)
                 fragments.append(FragmentState(shard, number, values, master))
         return fragments
 
     def apply(self, plan: LoadPlan) -> None:
-        """Write what was planned. Every rank must call it, for a plan of the same kind."""
+        """Write a planned load. Collective: every rank, with a plan of the same kind."""
         packed = self._packed
         packed.ready_to_read()
         activate_packs(packed, plan.active)
         forget_averages(packed)
         for shard, number, values, master in plan.fragments:
             fragment = shard.fragments[number]
-            if master is None and plan.masters:  # it is published below, too
+            if master is None and plan.masters:  # so that it is published below, too
                 master = shard.exact(fragment)
             if master is not None:
                 shard.set_exact(fragment, master)
@@ -204,7 +205,7 @@ class StateDict:
 
 
 def plain_dict(state: Mapping[Any, Mapping[str, Any]], groups: Groups) -> dict[str, Any]:
-    """A state by what ``groups`` have as parameters, numbered as torch does."""
+    """Return a state keyed by parameters in ``groups``, numbered as torch does."""
     params = chain.from_iterable(group["params"] for group in groups)
     number = {param: place for place, param in enumerate(params)}
     return {
@@ -218,13 +219,14 @@ def plain_dict(state: Mapping[Any, Mapping[str, Any]], groups: Groups) -> dict[s
 def plain_state(
     states: Mapping[str, Any] | Sequence[Mapping[str, Any]], places: Sequence[int]
 ) -> Mapping[str, Any]:
-    """A state, or of a list with a plain one of each optimizer the joint one.
+    """Return a state; for a list with a plain one per optimizer, the joint state.
 
     Args:
-        places: of each group, the place of its optimizer.
+        places: for each group, the index of its optimizer.
 
     Raises:
-        ValueError: one is no state, or a local one in a list; another number of states or groups.
+        ValueError: an item is not a state, a list contains a local state, or the number of states
+            or groups differs.
     """
     listed = [states] if isinstance(states, Mapping) else states
     for key in ("state", "param_groups"):
@@ -262,12 +264,12 @@ def plain_state(
 
 
 def state_by_param(loaded: Mapping[str, Any], groups: Groups) -> dict[Any, Any]:
-    """A state by what ``groups`` have as parameters: their order decides, as in torch.
+    """Return a state keyed by the parameters of ``groups``, matched by order, as in torch.
 
     Raises:
-        ValueError: another number of groups, or of parameters in one of them.
+        ValueError: the number of groups, or of parameters in one of them, differs.
     """
-    # DCP's keys are names in place of numbers.
+    # DCP's keys are names instead of numbers.
     keys, params = (
         [list(group["params"]) for group in groups_of_one]
         for groups_of_one in (loaded["param_groups"], groups)
@@ -283,27 +285,28 @@ def state_by_param(loaded: Mapping[str, Any], groups: Groups) -> dict[Any, Any]:
 
 
 def load_groups(groups: Sequence[Group], loaded: Groups) -> None:
-    """Overwrite the options, not the parameters, of ``groups``; check them first."""
+    """Overwrite the options, not the parameters, of ``groups``, after checking them."""
     for group, loaded_group in zip(groups, loaded, strict=False):
         options = {key: value for key, value in loaded_group.items() if key != "params"}
-        group.update(copy.deepcopy(options))  # a scheduler writes into a tensor ``lr``
+        # a copy, because a scheduler writes to a tensor ``lr``
+        group.update(copy.deepcopy(options))
 
 
 def _cut(value: Any, fragment: Fragment, name: str, elementwise: bool) -> Any:
-    """The fragment's part of a full state tensor; numbers and 0-dim tensors stay as they are."""
+    """Return the fragment's part of a full state tensor; numbers and 0-dim tensors unchanged."""
     slot = fragment.slot
     if not isinstance(value, Tensor) or (value.dim() == 0 and name != MASTER):
         return value
     value = _compat.local_tensor(value)
     if not elementwise and fragment.numel == slot.numel and name != MASTER:
-        return value  # in its own shape, as factored moments have
+        return value  # it has its own shape, like factored moments
     check_numel(value, slot.numel, slot.shape, fragment, name)
     start, stop = fragment.param_range
     return value.reshape(-1)[start:stop]
 
 
 def copied(state: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
-    """Return the state with tensors of its own, on ``device`` if one is given."""
+    """Return the state with copies of its tensors, on ``device`` if given."""
     return {
         name: value.detach().to(device or value.device, copy=True)
         if isinstance(value, Tensor)
@@ -320,7 +323,7 @@ def step_state(packed: PackedOptimizer) -> dict[str, Any]:
 
 
 def load_step_state(packed: PackedOptimizer, state: Mapping[str, Any]) -> None:
-    """The inverse of :func:`step_state`. Local."""
+    """Load what :func:`step_state` returned. Local."""
     packed.decider.load_state_dict(state)
     hooks = state.get("hooks", {})
     for hook in packed.step_hooks:
@@ -329,15 +332,15 @@ def load_step_state(packed: PackedOptimizer, state: Mapping[str, Any]) -> None:
 
 
 def forget_averages(packed: PackedOptimizer) -> None:
-    """Count the steps of averages from zero, before a state is loaded. Local."""
+    """Reset the step counts of averages, before a state is loaded. Local."""
     for update in packed.updates:
         update.epilogue_steps = [0.0] * len(update.epilogue_steps)
 
 
 def agree_on_counts(packed: PackedOptimizer) -> None:
-    """Count steps alike on all ranks, after a state was loaded. Collective.
+    """Make step counts equal on all ranks, after a state was loaded. Collective.
 
-    Those of averages, and of each parameter, which its owners know.
+    These are the counts of averages, and of each parameter, which its owners know.
     """
     if any(update.epilogues for update in packed.updates):
         own = [update.epilogue_steps for update in packed.updates]
@@ -357,16 +360,16 @@ def agree_on_counts(packed: PackedOptimizer) -> None:
 
 
 def counts_steps(packed: PackedOptimizer, shard: Shard) -> bool:
-    """Return whether ``step`` of its parameters is how many steps have updated them.
+    """Return whether ``step`` in its state is the number of steps that updated a parameter.
 
-    In torch's classes it is, except SGD, which keeps none.
+    This holds for torch's classes, except SGD, which has no ``step``.
     """
     optimizer = packed.originals.optimizers[shard.pack.layout.optimizer]
     return is_known(optimizer) and type(optimizer) is not torch.optim.SGD
 
 
 def _own_steps(packed: PackedOptimizer, shard: Shard) -> list[float]:
-    """Return ``step`` of each slot, 0 of those that this rank owns nothing of. Local."""
+    """Return ``step`` of each slot, 0 for slots without a part on this rank. Local."""
     steps = dict.fromkeys(shard.pack.layout.slots, 0.0)
     for number, fragment in enumerate(shard.fragments):
         state = packed.update_of(shard).fragment_state(shard, number, decode=False)
@@ -375,9 +378,9 @@ def _own_steps(packed: PackedOptimizer, shard: Shard) -> list[float]:
 
 
 def caller_of(function: str) -> str:
-    """The module of the code that called ``function``, beyond wrappers of the same name.
+    """Return the module of the code that called ``function``, skipping wrappers of that name.
 
-    To be called in that function itself, or by what it calls.
+    It must be called inside that function, or below it.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != function:
@@ -390,13 +393,13 @@ def caller_of(function: str) -> str:
 def called_by_dcp(function: str) -> bool:
     """Return whether ``torch.distributed.checkpoint`` called ``function``; see :func:`caller_of`.
 
-    It takes an optimizer for a plain one, and would save one rank's part as the whole.
+    DCP treats the optimizer as a plain one, and would save one rank's part as the whole.
     """
     return caller_of(function).startswith(DCP)
 
 
 def outside_as_plain(call: str) -> RuntimeError:
-    """Return what DCP gets that asks a sharded optimizer as it is."""
+    """Return the error for DCP calls on the sharded optimizer itself."""
     return RuntimeError(
         f"{call}: torch.distributed.checkpoint was given a sharded optimizer, of which each rank "
         "has a part; call it inside `with optimizer.as_plain():` on every rank, optimizer being "
@@ -416,12 +419,12 @@ def refuse_write(*_args: object, **_named: object) -> NoReturn:
 
 
 class StateView(Mapping[Any, "StateOfParameter"]):
-    """torch's state by model parameter: what all ranks know can be read, all else raises on all.
+    """torch's state by model parameter: values that all ranks know can be read, all else raises.
 
-    They know how many steps have updated a parameter, and how many each average has seen.
+    All ranks know how many steps have updated a parameter, and how many each average has seen.
 
     Args:
-        place: of the optimizer whose parameters it has; of all without it.
+        place: index of the optimizer whose parameters it has; without it those of all.
     """
 
     __setitem__ = __delitem__ = __ior__ = refuse_write
@@ -459,7 +462,7 @@ class StateView(Mapping[Any, "StateOfParameter"]):
         return self._packed.update_of(shard).fragment_state(shard, number, decode=False).keys()
 
     def _others(self, shard: Shard) -> Collection[str]:
-        """Return the names of the state of a parameter of which this rank owns nothing."""
+        """Return the names of state for a parameter of which this rank owns nothing."""
         update = self._packed.update_of(shard)
         for other in self._packed.shards:
             if other.grads is not None and self._packed.update_of(other) is update:
@@ -489,8 +492,8 @@ class StateOfParameter(Mapping[str, Any]):
     """torch's state of one parameter; see :class:`StateView`.
 
     Args:
-        names: of all that the class keeps.
-        known: what every rank knows of it, 0-dim.
+        names: names of all state that the class keeps.
+        known: values that every rank knows, 0-dim.
     """
 
     __setitem__ = __delitem__ = __ior__ = refuse_write
@@ -510,7 +513,8 @@ class StateOfParameter(Mapping[str, Any]):
                 "its own part inside `with optimizer.owned() as parts:`; numbers of the class are "
                 "in optimizer.full_state_dict(), which every rank calls"
             )
-        with torch.inference_mode():  # torch refuses to edit it, which would change nothing
+        # torch then refuses in-place edits, which would have no effect
+        with torch.inference_mode():
             return self._known[name].clone()
 
     def __contains__(self, name: object) -> bool:
@@ -530,7 +534,7 @@ def is_elementwise(value: object, fragment: Fragment, flat: bool) -> bool:
     """Return whether a fragment's state is a tensor with one value per element of the fragment.
 
     Args:
-        flat: the optimizer keeps such state flat, whatever the shape of the parameter.
+        flat: the optimizer keeps such state flat, whatever the parameter's shape.
     """
     shapes = (fragment.shape, (fragment.numel,)) if flat else (fragment.shape,)
     return isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) in shapes
@@ -555,13 +559,13 @@ def check_numel(
 
 
 class RankPart(dict[str, Any]):
-    """One rank's state dictionary, which warns when its state is taken out of it, as by a save.
+    """One rank's state dictionary, which warns when its state is read, as by a save.
 
-    A script that reads a learning rate, or goes back to it in memory, hears nothing. Copies are the
-    same, pickles are plain dictionaries.
+    Reading a learning rate, or loading it back in memory, does not warn. Copies behave alike;
+    pickles are plain dictionaries.
 
     Args:
-        size: how many ranks there are.
+        size: number of ranks.
     """
 
     def __init__(self, values: Mapping[str, Any], size: int) -> None:
@@ -569,7 +573,7 @@ class RankPart(dict[str, Any]):
         self._size = size
 
     def plain(self) -> dict[str, Any]:
-        """Return an ordinary dictionary of the same, quietly."""
+        """Return an ordinary dictionary with the same contents, without a warning."""
         return {key: super(RankPart, self).__getitem__(key) for key in super().__iter__()}
 
     def _warn(self) -> None:
@@ -590,7 +594,7 @@ class RankPart(dict[str, Any]):
             return default
         return self[key]
 
-    def __iter__(self) -> Iterator[str]:  # dict(part) and {**part} come here, and to __getitem__
+    def __iter__(self) -> Iterator[str]:  # dict(part) and {**part} call this and __getitem__
         return super().__iter__()
 
     def items(self) -> Any:
@@ -617,28 +621,28 @@ class RankPart(dict[str, Any]):
 
 
 class FullState:
-    """The state of one optimizer, gathered."""
+    """The gathered state of one optimizer."""
 
     def __init__(self, packed: PackedOptimizer) -> None:
         self._packed = packed
-        self._begun = False  # only to be shown inside ``as_plain()``
+        self._begun = False  # a state to be shown only inside ``as_plain()``
 
     def gather(self, place: int | None = None) -> dict[str, Any]:
-        """The full state on rank 0, as the unsharded optimizer's ``state_dict``; else empty.
+        """Return the full state on rank 0, as the unsharded ``state_dict``; else an empty one.
 
-        Every rank must call it. Pack by pack, through pickled copies on the host: for hand-over,
-        not for a loop.
+        Collective: every rank. It goes pack by pack through pickled copies on the host, so it suits
+        a hand-over, not a loop.
 
         Args:
-            place: of one of several optimizers, whose state alone is wanted.
+            place: index of one optimizer, to get its state alone.
         """
         state = self._full_state(self._state_of, on_all=False, place=place)
         return state if self._packed.process_groups.everyone.rank == 0 else {}
 
     def gather_on_all(self) -> dict[str, Any]:
-        """The full state on every rank, with masters where parameters are less exact, for DCP.
+        """Return the full state on every rank, with masters of low-precision parameters, for DCP.
 
-        Every rank must call it.
+        Collective: every rank.
         """
         packed = self._packed
         packed.together(packed.ready_to_read, "state_dict")
@@ -649,15 +653,16 @@ class FullState:
 
     def _state_and_master(self, shard: Shard, number: int) -> dict[str, Any]:
         values = dict(self._state_of(shard, number))
-        if not shard.in_place:  # without a state too, or a resume would begin from rounded ones
+        # even without a state, otherwise a resume would start from rounded ones
+        if not shard.in_place:
             values[MASTER] = shard.exact(shard.fragments[number])
         return values
 
     @contextmanager
     def as_plain(self) -> Iterator[None]:
-        """See :meth:`shardcast.ShardedOptimizer.as_plain`. Collective at its beginning."""
+        """See :meth:`shardcast.ShardedOptimizer.as_plain`. Collective at its start."""
         packed = self._packed
-        if packed.plain_names is not None:  # inside another one
+        if packed.plain_names is not None:  # inside another as_plain()
             yield
             return
         packed.together(partial(self._check_gathers, "as_plain"), "as_plain")
@@ -675,7 +680,7 @@ class FullState:
                 self._forget()
 
     def note_loaded(self) -> None:
-        """A state was loaded on all ranks, which stays."""
+        """Note that a state was loaded on all ranks, so it stays."""
         if self._packed.plain_names is not None:
             self._begun = False
             self._packed.plain_names = self._gathered_names()
@@ -702,12 +707,12 @@ class FullState:
                 self._packed.update_of(shard).load_fragment(shard, number, {})
 
     def masters(self, average: str | None = None) -> dict[str, Tensor]:
-        """All parameters in fp32 by name, tied ones under each, on rank 0's host; else empty.
+        """Return all parameters in fp32 by name, including tied names, on rank 0's host.
 
-        Every rank must call it.
+        Other ranks get an empty dictionary. Collective: every rank.
 
         Args:
-            average: the name of an average, in place of the parameters.
+            average: name of an average to return instead of the parameters.
         """
         packed = self._packed
         averages = None if average is None else packed.hook_for("averaged")
@@ -736,7 +741,7 @@ class FullState:
     def _full_state(
         self, values: ValuesOf, on_all: bool, place: int | None = None
     ) -> dict[str, Any]:
-        """Return the ``state_dict()`` of a plain optimizer; no state on ranks that receive none."""
+        """Return the ``state_dict()`` of a plain optimizer; no state on ranks that get none."""
         packed, originals = self._packed, self._packed.originals
         packed.together(originals.check, "full_state_dict")
         groups = originals.groups if place is None else originals.optimizers[place].param_groups
@@ -747,34 +752,35 @@ class FullState:
     def _gathered(
         self, call: str, shards: Sequence[Shard], values: ValuesOf, on_all: bool
     ) -> Iterator[tuple[Slot, nn.Parameter, dict[str, Any]]]:
-        """Return for each parameter what ``values`` gives of its fragments on all ranks.
+        """Return, for each parameter, ``values`` of its fragments on all ranks.
 
         An error on one rank, in ``values`` or while states are pickled or joined, is raised on all.
 
         Args:
-            on_all: every rank gets it; else rank 0 alone, nothing on the others.
+            on_all: return it on every rank; otherwise on rank 0, and nothing on the others.
         """
         self._check_gathers(call)
         everyone, device = self._packed.process_groups.everyone, self._packed.device
-        failure: Exception | None = None  # of joining the last pack on this rank
+        failure: Exception | None = None  # error of joining the last pack on this rank
         for shard in shards:
             pickled = everyone.together(partial(_pickled, shard, values, failure), device, call)
             pack = shard.pack
             gather = pack.comm.exchange if on_all else pack.comm.gather
             by_rank = gather(pickled, device)
-            if everyone.rank != 0 and not on_all:  # of a group of replicas the first one has it too
+            # the first rank of another group of replicas also has it
+            if everyone.rank != 0 and not on_all:
                 continue
             elementwise = self._packed.update_of(shard).elementwise
             try:
                 states = _joined_states(by_rank, pack.layout.slots, elementwise)
-            except Exception as error:  # no room on this host, a rank without one of the states
+            except Exception as error:  # the host is out of memory, or a rank lacks a state
                 failure = error
                 continue
             yield from zip(pack.layout.slots, pack.in_model, states, strict=True)
         everyone.together(partial(_raise, failure), device, call)
 
     def _check_gathers(self, call: str) -> None:
-        """Raise RuntimeError with model parallelism, or with experts: no rank has them all."""
+        """Raise RuntimeError with model parallelism or experts, where no rank has everything."""
         self._packed.need_masters(call)
         process_groups = self._packed.process_groups
         parallel_dims = process_groups.parallel_dims
@@ -793,7 +799,7 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _pickled(shard: Shard, values: ValuesOf, failure: Exception | None) -> bytes:
-    """Return what ``values`` gives of this rank's fragments, on the host."""
+    """Return the pickled ``values`` of this rank's fragments, on the host."""
     _raise(failure)
     return pickle.dumps(
         [(fragment, copied(values(shard, number), "cpu")) for number, fragment, _ in shard.owned()]
@@ -803,7 +809,7 @@ def _pickled(shard: Shard, values: ValuesOf, failure: Exception | None) -> bytes
 def _joined_states(
     by_rank: Sequence[bytes], slots: Sequence[Slot], elementwise: bool
 ) -> list[dict[str, Any]]:
-    """The full state of each parameter of a pack, from what all ranks pickled."""
+    """Return the full state of each parameter of a pack, from all ranks' pickles."""
     parts: dict[Slot, list[tuple[Fragment, dict[str, Any]]]] = defaultdict(list)
     for fragment, state in chain.from_iterable(map(pickle.loads, by_rank)):
         if state:
@@ -812,7 +818,7 @@ def _joined_states(
 
 
 def _joined(parts: list[tuple[Fragment, dict[str, Any]]], elementwise: bool) -> dict[str, Any]:
-    """One parameter's full state from its fragments' states."""
+    """Return one parameter's full state from its fragments' states."""
     parts.sort(key=lambda part: part[0])
     joined: dict[str, Any] = {}
     for name, value in parts[0][1].items() if parts else ():

@@ -1,1 +1,1 @@
-"""reduce: gradients of every rank to the owner of their span, while backward runs."""
+"""reduce: send gradients to the owners of their elements during the backward."""

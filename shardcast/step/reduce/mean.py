@@ -1,7 +1,7 @@
-"""Reduce: the mean over ranks of what arrived for a span, in chunks or as one kernel.
+"""Reduce: the mean over ranks of the pieces of a span, in chunks or as one kernel.
 
-In chunks it takes some ten passes over the span for eight ranks, which on an accelerator is more
-memory traffic than the whole update: there one kernel reads and writes everything once.
+In chunks it takes about ten passes over the span for eight ranks. On an accelerator that is more
+memory traffic than the whole update, so there one kernel reads and writes everything once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.compiling import compiles, or_eager
 
 ROW = 16  # elements: two or four loads of 16 bytes
-# For how many ranks it is compiled: each one's piece is an operand of the kernel, and division by
-# a power of two is exact in whatever way a compiler divides.
+# Numbers of ranks for which it is compiled: each rank's piece is an operand of the kernel, and
+# division by a power of two is exact however a compiler divides.
 POWERS = (2, 4, 8, 16, 32)
 OTHERS = (3, 5, 6, 7)
 
@@ -35,8 +35,8 @@ class Divisor:
     """The number that divides the sums over ranks.
 
     Attributes:
-        ranks: how many data-parallel ones there are, for the mean.
-        given: what a script says instead; a tensor is 0-dim, on the device of the gradients.
+        ranks: number of data-parallel ranks, for the mean.
+        given: the script's own number; a tensor is 0-dim, on the device of the gradients.
     """
 
     ranks: int
@@ -48,7 +48,7 @@ class Divisor:
 
 
 def choose_mean(config: ShardcastConfig, size: int, device: torch.device) -> Mean:
-    """Return :func:`mean_in_chunks_`, or a kernel of its bits where the update is compiled."""
+    """Return :func:`mean_in_chunks_`, or a kernel with its bits if the update is compiled."""
     return compiled_mean_ if compiles(config, device) and is_exact(size) else mean_in_chunks_
 
 
@@ -57,7 +57,7 @@ def mean_in_chunks_(
 ) -> None:
     """Write the sum of ``pieces`` in order over ``size``, plus the fp32 carry, rounded once.
 
-    No more than a chunk is in higher precision at a time.
+    Only one chunk at a time is in higher precision.
 
     Args:
         pieces: of equal shape and dtype; ``out`` itself may be one of them.
@@ -66,9 +66,9 @@ def mean_in_chunks_(
     low = out.dtype == pieces[0].dtype != MASTER_DTYPE
     two = isinstance(size, int) and len(pieces) == size == 2
     if two and carry is None and low:
-        # In fp32, where the difference and its half are exact, and rounded once: the bits of
-        # the sum's half, unless values exceed 1.7e38. There, and where one is infinite, what
-        # comes out may be NaN, which skips the step as an infinity does.
+        # In fp32, where the difference and its half are exact, and rounded once. These are the bits
+        # of half the sum, unless values exceed 1.7e38. Then, or if a value is infinite, the result
+        # may be NaN, which skips the step like an infinity.
         torch.lerp(pieces[0], pieces[1], 0.5, out=out)
         return
 
@@ -81,7 +81,8 @@ def mean_in_chunks_(
     if out.numel() > CHUNK:
         divide_(total, size, carry, out)
         return
-    mean = pieces[0].to(sum_dtype(pieces[0].dtype), copy=True)  # all at once: slices take time
+    # all at once, because slices take time
+    mean = pieces[0].to(sum_dtype(pieces[0].dtype), copy=True)
     for piece in pieces[1:]:
         mean += piece
     mean /= size
@@ -96,7 +97,7 @@ def divide_(
     """Write ``out = total / size + carry``, chunk by chunk.
 
     Args:
-        total: gives those elements of the sum, which are overwritten.
+        total: returns those elements of the sum, which are overwritten.
     """
     for part in chunks(out):
         mean = total(part)
@@ -107,21 +108,21 @@ def divide_(
 
 
 def chunks(tensor: Tensor) -> Iterator[slice]:
-    """Give ranges of a 1-d tensor whose fp32 copy stays in the cache of a CPU."""
+    """Yield ranges of a 1-d tensor whose fp32 copies stay in a CPU's cache."""
     yield from slices(tensor.numel(), CHUNK if _compat.is_host(tensor.device) else LAUNCH)
 
 
 def is_exact(size: int) -> bool:
-    """Return whether the kernel of the mean over ``size`` ranks has the bits of the eager one."""
+    """Return whether the kernel of the mean over ``size`` ranks has the eager mean's bits."""
     return size in POWERS or (size in OTHERS and inductor.divides_exactly())
 
 
 def mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
-    """Write what :func:`mean_in_chunks_` writes, all at once."""
+    """Write the result of :func:`mean_in_chunks_`, all at once."""
     total = pieces[0].to(sum_dtype(pieces[0].dtype))
     for piece in pieces[1:]:
         total = total + piece
-    # Divided, not multiplied by the reciprocal: the mean of equal values is that value.
+    # Divided, not multiplied by the reciprocal, so that the mean of equal values is that value.
     total = total / size
     out.copy_(total if carry is None else total + carry)
 
@@ -130,21 +131,21 @@ def compiled_mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, ou
     """Run :func:`mean_` as one kernel."""
     if not out.numel():
         return
-    # In rows, of whose number one graph serves all but 0 and 1, so that a length is known to be a
-    # multiple of what is loaded at a time; all spans are with the default alignment.
+    # In rows, so that the length is known to be a multiple of one load, as all spans are with the
+    # default alignment. One graph serves any number of rows except 0 and 1.
     row = ROW if out.numel() % ROW == 0 and out.numel() > ROW else 0
     is_own = tuple(piece is out for piece in pieces)
     run = _kernel(size, row, pieces[0].dtype, out.dtype, carry is None, is_own)
-    # Not known as views: a compiled graph would be bound to their bases, and to their offsets.
+    # Not as views, because a compiled graph would be bound to their bases and offsets.
     target = _compat.rows_of(out, row)
     in_rows = [target if piece is out else _compat.rows_of(piece, row) for piece in pieces]
     run(in_rows, None if carry is None else _compat.rows_of(carry, row), target)
 
 
-@functools.cache  # one compiled function, so that models of one process share its graph
+@functools.cache  # one compiled function, so that models in one process share its graph
 def _kernel(size: int, row: int, dtype: torch.dtype, *_: object) -> Callable[..., None]:
     def mean(pieces: Sequence[Tensor], carry: Tensor | None, out: Tensor) -> None:
-        mean_(pieces, size, carry, out)  # a constant, by which is divided in the pieces' own dtype
+        mean_(pieces, size, carry, out)  # a constant, which divides in the pieces' own dtype
 
     def in_chunks(pieces: Sequence[Tensor], carry: Tensor | None, out: Tensor) -> None:
         flat = None if carry is None else carry.view(-1)
