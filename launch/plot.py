@@ -169,7 +169,7 @@ def _color(name: str, number: int) -> str:
 def agreement(runs: dict[str, list[Record]], *paths: Path) -> str:
     """Draw training losses above, and their relative differences from the first run's below."""
     try:
-        figure = empty_figure(8, 6)
+        figure = empty_figure(5.5, 5)
     except RuntimeError:
         return "no picture: it needs matplotlib (the extra `plot`)"
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])

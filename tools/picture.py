@@ -1,15 +1,17 @@
 """Draw docs/memory-and-loss.svg and .png, the picture of README; and others of docs.
 
     python tools/picture.py                                    # from the recorded run
-    bash launch/quickstart.sh                                   # and after a run of one's own:
+    bash launch/quickstart.sh                                   # and after your own run:
     python tools/picture.py --record runs/quickstart/ddp runs/quickstart/shardcast
 
     python tools/picture.py --bf16-loss            # from recorded runs of tools/bf16_loss.sh
-    python tools/picture.py --update-to-weight     # from that of tools/update_to_weight.sh
-    python tools/picture.py --fine-tuning          # that of python -m benchmarks fine-tuning
+    python tools/picture.py --update-to-weight     # from a run of tools/update_to_weight.sh
+    python tools/picture.py --fine-tuning          # from python -m benchmarks fine-tuning
 
-Left: bytes per rank of 6.7 billion parameters, as ``shardcast estimate gpt:gpt_7b`` says. Right:
-the losses of the quickstart, recorded in tools/recorded/quickstart.csv.
+``bash launch/hybrid.sh`` draws docs/hybrid.svg, as runs/hybrid/comparison.svg.
+
+Above: bytes per rank of 6.7 billion parameters, from ``shardcast estimate gpt:gpt_7b``. Below: the
+losses of the quickstart, recorded in tools/recorded/quickstart.csv.
 """
 
 from __future__ import annotations
