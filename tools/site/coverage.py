@@ -1,9 +1,10 @@
-"""Fails the build where a public name, or one that a page calls in full, is on no page of the API.
+"""Fail the build if a public name, or one that a page uses in full, is missing from the API pages.
 
-mkdocstrings shows what ``__all__`` of a module names, with its public members, as far as they have
+mkdocstrings shows the names in a module's ``__all__``, with their public members, if these have
 docstrings.
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -34,6 +35,11 @@ def public(package: griffe.Object) -> list[str]:
     ]
 
 
+def calls(package: griffe.Object) -> list[str]:
+    """Every method and property of the optimizer that an extension provides."""
+    return list(ast.literal_eval(str(package["option_values.CALLS"].value)))
+
+
 def on_post_build(config: MkDocsConfig) -> None:
     shown = {*config.plugins["mkdocstrings"].handlers.inventory, *COMMANDS}
     # A function has the name of its module: the page asks for it by its whole path.
@@ -46,6 +52,10 @@ def on_post_build(config: MkDocsConfig) -> None:
         names = [f"{module.path}.{name}" for name in module.exports or ()]
         problems += [f"{name}: no docstring" for name in names if name not in shown]
     problems += [f"{name}: not in the API" for name in public(package) if name not in shown]
+    provided = {
+        n.rpartition(".")[2] for n in shown if re.match(r"shardcast\.(extensions|serving)\.", n)
+    }
+    problems += [f"optimizer.{n}: not in the API" for n in calls(package) if n not in provided]
     for page in pages:
         for code in CODE.findall(page.read_text(encoding="utf-8")):
             missing = sorted({*NAME.findall(code)} - shown)
