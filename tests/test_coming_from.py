@@ -65,12 +65,9 @@ def trained(_group: Any, code: str) -> tuple[float, Tensor]:
     return final.item(), torch.cat(weights)
 
 
-@pytest.mark.parametrize(
-    ("section", "tolerance"),
-    [("DDP + autocast", 3e-2), ("ZeroRedundancyOptimizer", 1e-5), ("FSDP2", 1e-5)],
-)
-def test_a_script_trains_as_before(gloo: SpawnedWorld, section: str, tolerance: float):
-    """In bf16 to its own rounding, in fp32 to the order of sums."""
+@pytest.mark.parametrize("section", ["ZeroRedundancyOptimizer", "FSDP2"])
+def test_a_script_trains_as_before(gloo: SpawnedWorld, section: str, tolerance: float = 1e-5):
+    """In fp32, up to the order of sums."""
     before, after = snippets(section)
     (loss, weights), _ = gloo.run(trained, before)
     (new_loss, new_weights), (_, others) = gloo.run(trained, after)

@@ -243,20 +243,6 @@ def sam(group: Any, key: Key) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def both_doors(group: Any, key: Key) -> None:
-    names = sharded(group)
-    optimizer = names["optimizer"]
-    before = optimizer.full_parameters()
-    run(key, names)
-    after, state = optimizer.full_parameters(), optimizer.full_state_dict()
-    if group.rank() == 0:
-        weight = after["layer.attn.weight"]
-        torch.testing.assert_close(weight.norm(dim=1), torch.ones(4))
-        name = "layer.blocks.0.weight"
-        torch.testing.assert_close(after[name], before[name] * 0.999)
-        assert not any(it["exp_avg"].any() for it in state["state"].values())
-
-
 def tokens(group: Any, key: Key) -> None:
     names = run(key, with_batches(sharded(group)))
     assert names["optimizer"].grad_norm > 0
@@ -337,7 +323,6 @@ HERE: dict[Key, Callable[[Any, Key], None]] = {
     ("checkpoints", "`state_dict()`", 0): plain_state,
     ("gradients", "What `.grad` holds", 0): gathered,
     ("gradients", "SAM", 0): sam,
-    ("gradients", "Editing what is sharded", 0): both_doors,
     ("gradients", "One mean over all tokens", 0): tokens,
     ("gradients", "A rank that fails", 0): attempts,
     ("gradients", "Norms of each parameter", 0): metrics,

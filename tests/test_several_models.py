@@ -25,7 +25,6 @@ PAGE = (Path(__file__).parents[1] / "docs" / "optimizers.md").read_text()
 SCRIPTS: dict[str, tuple[dict[str, tuple[int, int]], tuple[int, int]]] = {
     "GAN with two learning rates": ({"generator": (4, 2), "critic": (2, 1)}, (2, 4)),
     "One backward through both": ({"encoder": (6, 3), "decoder": (3, 6)}, (6, 6)),
-    "Several optimizers together": ({"encoder": (6, 3), "decoder": (3, 6)}, (6, 6)),
     "Two losses within one model": ({"body": (6, 3), "mix": (3, 6)}, (6, 6)),
     "Target network": ({"critic": (6, 1)}, (6, 6)),
     "Actor and critic": ({"actor": (6, 2), "critic": (8, 1)}, (6, 1)),
