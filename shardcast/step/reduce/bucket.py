@@ -148,9 +148,7 @@ class Bucket:
             synchronizes: see :meth:`adopt`; not of a pack that was adopted already.
         """
         if self.arrived and is_alone:
-            self.grads.adopt()
-            if synchronizes:
-                self.grads.has_come(self.grads)
+            self.adopt(synchronizes)
         elif self.arrived:
             self.grads.keep(self.arrived)
         self.arrived = set()

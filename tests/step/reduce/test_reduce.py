@@ -292,6 +292,32 @@ def test_random_sequences_equal_plain_torch(cell: Cell, accumulate: str):
         compare(drawn(cell, number), cell, accumulate=accumulate)
 
 
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+@pytest.mark.parametrize("cell", CELLS[::3], ids=str)
+def test_random_sequences_in_which_ranks_fail_at_places_of_their_own_equal_plain_torch(
+    cell: Cell, accumulate: str
+):
+    """Where it ends on some ranks, all of them drop what it brought."""
+    draw = random.Random(1_000_003 * SEED + CELLS.index(cell))
+    actions: list[Action] = [(Side.backward, (0, ALL)), (Side.step, ()), (Side.clear, ("none",))]
+    for seed in range(1, 10):
+        kind = draw.choice(
+            ("failed", "failed", "ends", "backward", "step", "clip", "gather", "clear")
+        )
+        places = tuple(draw.randint(0, COUNT) for _ in range(4))
+        if kind == "ends":
+            some = tuple(draw.choice((-1, place)) for place in places)
+            actions += [(Side.failed_apart, (seed, some)), (Side.clear, ("none",))]
+        elif kind == "failed":
+            actions.append((Side.failed_apart, (seed, places)))
+        elif kind == "clear":
+            actions.append((Side.clear, (draw.choice(("none", "zeros")),)))
+        else:
+            arguments = (seed, ALL) if kind == "backward" else ()
+            actions.append((getattr(Side, kind), arguments))
+    compare([*actions, (Side.step, ())], cell, accumulate=accumulate)
+
+
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.size == 2], ids=str)
 def test_two_processes_equal_plain_torch(cell: Cell, gloo: SpawnedWorld):
     compare(USUAL, cell, gloo, "sharded")
