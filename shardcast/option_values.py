@@ -79,7 +79,7 @@ def option(default: object, help: str = "", within: Range = ANY) -> Any:
 CALLS = {
     "attempt": "on_error",
     "failures": "on_error",
-    "published": "published",
+    "quantized": "quantized",
     "check_copies": "replica_check",
     "digest": "digest",
     "changes": "changes",
