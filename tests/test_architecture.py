@@ -216,6 +216,12 @@ def test_no_module_imports_a_higher_floor():
     assert upward_arrows() == []
 
 
+def test_the_guide_has_the_same_floors():
+    guide = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    picture = guide.partition("no import cycles:")[2].partition(".\n")[0]
+    assert [{*re.findall(r"`(\w+)`", floor)} for floor in picture.split("<")] == [*FLOORS]
+
+
 def test_imports_go_round_nowhere():
     assert cycles() == []
 
