@@ -99,6 +99,7 @@ class FolderSender:
         self._version: str | None = None
         self._fulls: list[int] = []  # numbers of the last two that were due
         self._is_named = False  # in NEWEST
+        self._began = 0  # when its first file was written, by the clock of the disk
         self._directory.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -152,13 +153,18 @@ class FolderSender:
             self._is_named = True
 
     def _remove_old(self, full: Changes) -> None:
-        """Remove files that no reader needs."""
+        """Remove files that no reader needs: this rank's, and on the first one other runs' too.
+
+        Of those only files that were there before this run, of which readers are by now. A later
+        run may have begun while this one still goes on.
+        """
         run, _ = _run_of(full.version)
+        before = self._began if full.part == 0 and len(self._fulls) > 1 else 0
         for file in _files(self._directory, (WRITING, "")):
             if file.run == run:
                 old = file.part == full.part and file.number < self._fulls[0]
-            else:  # of an earlier run, of which readers are by now
-                old = full.part == 0 and len(self._fulls) > 1
+            else:
+                old = _written(file.path) < before
             if old:
                 file.path.unlink(missing_ok=True)
 
@@ -166,6 +172,7 @@ class FolderSender:
         kind = "full" if changes.is_full else "next"
         name = f"{changes.version}.{kind}.{changes.part}-of-{changes.parts}.safetensors"
         write_changes(self._directory / name, changes)
+        self._began = self._began or _written(self._directory / name)
 
 
 class FolderReader:
@@ -304,12 +311,12 @@ def _newest_run(directory: Path, files: Sequence[_File]) -> str | None:
     return max(files, key=lambda file: _written(file.path)).run
 
 
-def _written(path: Path) -> float:
-    """Return when a file was written; 0 if it is gone."""
+def _written(path: Path) -> int:
+    """Return when a file was written, in nanoseconds; 0 if it is gone."""
     try:
-        return path.stat().st_mtime
+        return path.stat().st_mtime_ns
     except FileNotFoundError:
-        return 0.0
+        return 0
 
 
 def write_changes(path: Path, changes: Changes) -> None:

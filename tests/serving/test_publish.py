@@ -489,16 +489,35 @@ def test_the_name_of_a_later_run_stays(tmp_path: Path):
         FolderReader(tmp_path, "newest")
 
 
+def test_the_files_of_a_later_run_stay_and_those_of_an_earlier_one_go(tmp_path: Path):
+    """A job that was started again while its first processes have not ended yet."""
+    before, after = (FolderSender(tmp_path, trainer()[1], full_every=2) for _ in range(2))
+    before.send()
+    kept = after.send()
+    for _ in range(5):  # three full versions
+        before.send()
+    assert FolderReader(tmp_path).update(reader_model()) == kept
+    first, *_ = str(before.version).split("-")
+    early = {path for path in files(tmp_path) if path.name.startswith(first)}
+    last = FolderSender(tmp_path, trainer()[1], full_every=2)
+    for _ in range(3):
+        last.send()
+    assert early and early.isdisjoint(files(tmp_path))
+    assert FolderReader(tmp_path).update(reader_model()) == last.version
+
+
 def test_a_version_without_all_its_parts_waits(tmp_path: Path):
     def run(group: Any) -> None:
         model, optimizer = trainer(group)
         sender, target, reader = FolderSender(tmp_path, optimizer), reader_model(), None
         reader = FolderReader(tmp_path)
         assert reader.update(target) is None
+        group.barrier().wait()
         if group.rank() == 1:
             sender.send()
         group.barrier().wait()
         assert reader.update(target) is None
+        group.barrier().wait()
         if group.rank() == 0:
             sender.send()
         group.barrier().wait()
