@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.directory import absolute
 from shardcast.checkpoint.region import ShardView
 from shardcast.comm import Comm
+from shardcast.optimizer.sharded import packed_of
 
 LOG = logging.getLogger("shardcast.checkpoint")
 _running: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()  # by optimizer
@@ -81,7 +83,7 @@ def save_async(
 
     try:
         views = snapshot.together(copied, "save_async")
-        running = Saving(snapshot.comm, snapshot.device, job, views)
+        running = Saving(optimizer, snapshot.comm, snapshot.device, job, views)
     except Exception:
         job.abandon()
         raise
@@ -101,10 +103,16 @@ class Saving:
     """
 
     def __init__(
-        self, comm: Comm, device: torch.device, job: saving.RankSave, views: list[ShardView]
+        self,
+        optimizer: torch.optim.Optimizer,
+        comm: Comm,
+        device: torch.device,
+        job: saving.RankSave,
+        views: list[ShardView],
     ) -> None:
         self.path = job.target
         # No more of the snapshot: it would keep its key in _running alive.
+        self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._comm, self._device = comm, device
         self._error: Exception | None = None
         self._awaited = False
@@ -119,13 +127,15 @@ class Saving:
         return not self._thread.is_alive()
 
     def end(self, call: str) -> list[str | None]:
-        """Return the error of each rank, once all have ended. Collective: every rank."""
+        """Return the error of each rank, once all have ended. Collective: every rank.
+
+        All ranks have met in ``call`` before: a rank's part may take long to end.
+        """
 
         def outcome() -> str | None:
             self._thread.join()
             return None if self._error is None else str(self._error)
 
-        self._comm.together(lambda: None, self._device, call)  # all ranks have begun theirs
         return self._comm.collect(outcome, self._device, call)
 
     def wait(self) -> Path:
@@ -137,7 +147,10 @@ class Saving:
             RuntimeError: this checkpoint is lost. Raised on every rank.
         """
         self._awaited = True
-        for error in self.end("wait"):  # rank 0, which hears of all the others, comes first
+        call = "wait of save_async"
+        if (optimizer := self._optimizer()) is not None:
+            packed_of(optimizer).together(lambda: None, call)
+        for error in self.end(call):  # rank 0, which hears of all the others, comes first
             if error is not None:
                 raise RuntimeError(
                     f"checkpoint {str(self.path)!r} is lost, its save in the background failed: "

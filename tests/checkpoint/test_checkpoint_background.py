@@ -113,6 +113,7 @@ def test_an_error_of_one_rank_is_told_once_and_costs_one_checkpoint(
     def three_saves(group: Any) -> None:
         model, optimizer = job(group)
         lost = save_async(tmp_path, model, optimizer, step=1)
+        group.barrier().wait()  # all ranks have begun theirs, as who ends one makes sure
         lost.end("test")
         gate.fails = ""
         second = save_async(tmp_path, model, optimizer, step=2)
@@ -181,6 +182,18 @@ def test_a_save_beside_a_save_async_is_named_on_all_ranks(tmp_path: Path):
 
     run_world(2, attempt)
     assert list(checkpoints(tmp_path)) == [3, 2]
+
+
+def test_a_wait_beside_another_call_is_named_on_all_ranks(tmp_path: Path):
+    def attempt(group: Any) -> None:
+        model, optimizer = job(group)
+        save = save_async(tmp_path, model, optimizer, step=1)
+        with pytest.raises(RuntimeError, match="rank 0: wait of save_async; rank 1: full_state"):
+            save.wait() if group.rank() == 0 else optimizer.full_state_dict()
+        optimizer.close()
+        assert save.wait().exists(), "of an optimizer that is closed"
+
+    run_world(2, attempt)
 
 
 def test_rank_0_gives_up_on_a_rank_that_says_nothing(
