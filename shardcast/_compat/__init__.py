@@ -16,7 +16,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -98,6 +98,20 @@ def without_torch_function() -> AbstractContextManager[object]:
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """Make ``torch.compile`` break its graph around ``function``, as around torch's own steps."""
     return _disable_dynamo(function)
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """Have ``torch.compile`` run ``function``, and all that it calls, as it is.
+
+    For what the autograd engine calls. A backward in a compiled script runs on the thread of the
+    script, where Dynamo takes the frames of hooks for the script's own and compiles them: that
+    takes seconds, and fails where a gradient is gone before its guard is built. A call costs
+    nothing more, where that of an :func:`uncompiled` function takes a microsecond.
+    """
+    dynamo, inner = torch._C._dynamo.eval_frame, cast(Any, function)
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(inner.__code__, dynamo._FrameExecStrategy(skip, skip))
+    return function
 
 
 def is_shared(tensor: Tensor) -> bool:

@@ -313,6 +313,7 @@ def steps_of_two(group: Any) -> list[int]:
     before, now = Comm(own), Comm(group)
     before.steps, now.steps = 1007, 1002
     steps = [now.watch.steps]
+    dist.barrier(group)  # gloo on other ranks may still connect the new one
     dist.destroy_process_group(own)
     del own
     return [*steps, now.watch.steps, before.steps]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import convert_frame
 
 import shardcast
 
@@ -55,3 +56,6 @@ def test_a_compiled_step_of_training_has_the_bits_of_one_that_is_not_compiled(
     torch.manual_seed(0)
     start = nn.Linear(4, 4).weight
     assert not torch.equal(plain[0], start.to(plain[0].dtype)), "it trained"
+    codes = [code for of_code in convert_frame.input_codes.seen if (code := of_code())]
+    inside = {code.co_name for code in codes if "/shardcast/step/" in code.co_filename}
+    assert codes and inside <= {"no_sync"}, "what the engine calls is no part of the script"

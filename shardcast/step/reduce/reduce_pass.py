@@ -56,7 +56,7 @@ class Backward:
         self.started = False
         end = partial(ended, self)
         # The engine alone holds the callback, and drops it when the backward fails.
-        self._dropped = weakref.ref(end, lambda _: failed(number))
+        self._dropped = weakref.ref(end, _compat.untraced(lambda _: failed(number)))
         _compat.at_end_of_backward(end)
         self._inner = self.number  # the last backward inside it that adds to gradients
 

@@ -193,6 +193,7 @@ class Reducer:
         for grads in self.grads:
             grads.close()
 
+    @_compat.untraced
     def begin(self) -> None:
         """Called when a backward reaches the model's output.
 
@@ -503,6 +504,7 @@ class Reducer:
         for bucket in self.buckets.values():
             bucket.failed()
 
+    @_compat.untraced
     def _end(self, backward: Backward) -> None:
         """Called when the engine ends a backward."""
         self._backward = None  # an engine's thread may keep the callback for a moment longer
@@ -575,6 +577,7 @@ def _hooks(me: weakref.ref[Reducer], bucket: Bucket, count: int) -> Iterator[Cal
     """Run before a gradient is accumulated, one per parameter: so they do next to nothing."""
     for number in range(count):
 
+        @_compat.untraced
         def hook(grad: Tensor | None, position: int = number) -> None:
             reducer, running = me(), _compat.current_backward()
             if reducer is None:
