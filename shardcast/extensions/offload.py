@@ -314,6 +314,13 @@ def _fits(plan: Plan, _parallel_dims: ParallelDims) -> None:
                 "and would take seconds for a matrix; use AdamW or another elementwise class, "
                 "declare elementwise=True if this one is, or leave offload off"
             )
+    for number, _, group in plan.originals.numbered():
+        if group.get("capturable"):
+            raise ValueError(
+                f"capturable: expected False beside offload, got {group['capturable']!r} in group "
+                f"{number}: the host updates the masters, so that a step cannot be captured in a "
+                "CUDA graph; build the optimizer without it, or leave offload off"
+            )
     if any(param.is_meta for param in plan.params.values()):  # this is an estimate
         return
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

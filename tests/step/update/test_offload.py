@@ -577,6 +577,14 @@ def test_the_free_memory_is_that_of_host_and_container():
     assert free is not None and 0 < free <= 1024 * int(total)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_capturable_is_refused_by_name(kind: Any):
+    model = Model()
+    with pytest.raises(ValueError, match=r"capturable: expected False beside offload, got True"):
+        shardcast.shard(model, kind(model.parameters(), capturable=True), offload=True)
+    shardcast.shard(model, kind(model.parameters()), offload=True)
+
+
 def test_a_step_cannot_be_captured(monkeypatch: pytest.MonkeyPatch):
     model, optimizer = built(None, KINDS["AdamW"], offload=True)
     backward(model, optimizer, 0, 0)
