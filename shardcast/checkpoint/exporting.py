@@ -228,7 +228,7 @@ def _export_model(
                 "register_buffer(..., persistent=False), and save again"
             ) from error
         files.begin_flush(out / name)
-        del tensors  # before those of the next file are read
+        del tensors  # before the next file's tensors are read
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": total},

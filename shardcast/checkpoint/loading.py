@@ -64,7 +64,7 @@ def load(
             new layers. Everything else keeps its values and state. Options of the groups and the
             loss scale are not loaded.
         state: load the optimizer's state. ``False`` loads only weights and buffers. Their optimizer
-            state starts anew, and options of the groups are not loaded.
+            state starts fresh, and options of the groups are not loaded.
 
     Returns:
         Step, ``extra``, ``per_rank`` and path of the loaded checkpoint.

@@ -30,7 +30,7 @@ def test(arguments: list[str]) -> int:
         started = time.monotonic()
         try:
             reports = spawn(_try, size, device, timeout=timeout, backend=backend)
-        except Exception as error:  # whatever is wrong with an installation is to be shown
+        except Exception as error:  # show anything that is wrong with an installation
             failed += 1
             print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
         else:

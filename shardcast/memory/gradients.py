@@ -1,9 +1,8 @@
 """The gradients of a pack: the mean of the own span, and what ``.grad`` shows of it.
 
-What is spread over ranks belongs to its owner. Backwards accumulate in ordinary ``.grad``s that
-autograd makes. A reduction sends them to the owners of their elements and leaves a
-:class:`.StandIn` in each ``.grad``: it can be edited, which edits the mean where it is, and is read
-after a gather.
+Sharded values belong to their owners. Backwards accumulate in ordinary ``.grad``s that autograd
+makes. A reduction sends them to the owners of their elements and leaves a :class:`.StandIn` in each
+``.grad``. Edits of it edit the mean at its owners; it can be read after a gather.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shardcast.plan.precision import MASTER_DTYPE, SHORT_SUM
 
 
 def nothing(*_: object) -> None:
-    """Stand for a weak reference to nothing, or a call that does nothing."""
+    """Return None; replaces a dead weak reference, or a call that does nothing."""
 
 
 class Act(Enum):
@@ -41,34 +40,34 @@ class Act(Enum):
 class Gradients:
     """The gradients of one pack on this rank: OPEN in ordinary ``.grad``s, or sent.
 
-    The mean of the own span is one 1-d tensor in ``low``, which stays. Once a reduction adds to it,
-    and until it is cleared, it is in fp32, in other memory. Where the own span is the whole pack
-    (one rank, or replicas), and after a gather, ``.grad``s are views of the mean.
+    The mean of the own span is a 1-d tensor in ``low`` that stays allocated. Once a reduction adds
+    to it, and until it is cleared, it is in fp32, in other memory. If the own span is the whole
+    pack (one rank, or replicas), and after a gather, ``.grad``s are views of the mean.
 
     Args:
-        dtype: of ``.grad``, and of a mean that nothing was added to.
-        wire: of what is sent.
-        widens: whether long sums of gradients are to be exact.
-        before_edit: is called before a script edits the mean, or sees it.
+        dtype: dtype of ``.grad``, and of a mean to which nothing was added.
+        wire: dtype in which gradients are sent.
+        widens: whether long sums of gradients should be exact.
+        before_edit: called before a script edits or reads the mean.
 
     Attributes:
         low: ``dtype``.
         whole: whether the own span is the whole pack.
         owned: per slot, whether part of it lies in the own span.
-        has: slots of which this rank had a gradient that is in the mean.
-        additions: per slot, how many gradients were accumulated since it was sent or cleared.
-        shown: slots whose ``.grad`` shows the mean, unless a script has changed that since.
-        adds: slots whose mean the next reduction adds to.
+        has: slots for which this rank's gradient is part of the mean.
+        additions: per slot, number of gradients accumulated since it was sent or cleared.
+        shown: slots whose ``.grad`` shows the mean, unless a script changed it afterwards.
+        adds: slots to whose mean the next reduction adds.
         aside: slots whose mean made room for a gradient of this rank, the last one last, with a
-            weak reference to that gradient once its backward has ended.
+            weak reference to that gradient after its backward has ended.
         acts: what a script did to means since the last step.
         used: whether a step has used the mean.
-        in_flight: whether the pack is on its way, so that nobody may edit the mean.
-        holders: of copies whose gradients are added up, on how many ranks of one data-parallel
-            coordinate each slot had one, fp32.
-        culprits: ranks whose gradients made the mean non-finite, where that is known.
-        mistake: the first error of this rank since gradients were cleared.
-        has_come: is called with it when the mean has come.
+        in_flight: whether the pack is being sent, so that the mean must not be edited.
+        holders: for copies whose gradients are summed, the number of ranks at one data-parallel
+            coordinate that had a gradient of each slot, fp32.
+        culprits: ranks whose gradients made the mean non-finite, if known.
+        mistake: first error of this rank since gradients were cleared.
+        has_come: called with this object when the mean has arrived.
     """
 
     def __init__(
@@ -87,11 +86,11 @@ class Gradients:
         )
         self.whole = pack.comm.size == 1
         self._own: Tensor | None = None
-        self._mean: Tensor | None = None  # in ``low``; the memory that stays
-        self._full: Tensor | None = None  # of all owners, after a gather
-        self._is_wide = False  # some ``.grad`` is in fp32
+        self._mean: Tensor | None = None  # in ``low``; this memory stays allocated
+        self._full: Tensor | None = None  # means of all owners, after a gather
+        self._is_wide = False  # whether a ``.grad`` is in fp32
         self._stand_ins: list[StandIn | None] = [None] * len(slots)
-        # Views that were shown last. Weakly: a script may keep one.
+        # The last shown views; weak references, because a script may keep one.
         self._views: list[Callable[[], Tensor | None]] = [nothing] * len(slots)
         self.additions = [0] * len(slots)
         self.has: set[int] = set()
@@ -110,7 +109,7 @@ class Gradients:
 
     @property
     def own(self) -> Tensor:
-        """The mean of the own span, 1-d; padding is zero, in no sum and no norm."""
+        """The mean of the own span, 1-d; padding is zero and takes part in no sum or norm."""
         if self._own is None:
             if self._mean is None:
                 numel = self.pack.own.numel
@@ -120,15 +119,15 @@ class Gradients:
 
     @property
     def stays(self) -> bool:
-        """Return whether ``own`` is the memory that the next step has too."""
+        """Return whether the next step has ``own`` in the same memory."""
         return self._own is self._mean
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the mean, and of gradients that are not reduced."""
+        """Return the bytes of the mean, and of gradients that are not reduced."""
         held = {id(t): t.nbytes for t in (self._mean, self._own, self._full) if t is not None}
         if self._full is not None:
-            held.pop(id(self._own), None)  # a part of it
+            held.pop(id(self._own), None)  # part of the mean's memory
         grads = (param.grad for param in self.pack.params)
         with _compat.without_torch_function():
             local: int = sum(
@@ -140,34 +139,34 @@ class Gradients:
 
     @property
     def is_clear(self) -> bool:
-        """Return whether no ``.grad`` shows a mean, or is to be added to one."""
+        """Return whether no ``.grad`` shows a mean or will be added to one."""
         return not self.shown and not self.aside
 
     def part(self, position: int) -> Tensor:
-        """Return the part of the mean that belongs to one slot."""
+        """Return one slot's part of the mean."""
         return self.own[own_part(self.pack, position)]
 
     def within(self, position: int) -> tuple[int, int]:
-        """Return which elements of the flattened parameter that part is."""
+        """Return the elements of the flattened parameter in that part."""
         slot, own = self.pack.layout.slots[position], self.pack.own
         part = own_part(self.pack, position)
         shift = own.start - slot.offset
         return (part.start + shift, part.stop + shift) if part.stop > part.start else (0, 0)
 
     def presence(self) -> list[bool]:
-        """Return per slot whether this rank had a gradient that is in the mean."""
+        """Return per slot whether this rank's gradient is part of the mean."""
         return [position in self.has for position in range(len(self.pack.params))]
 
     @property
     def gone(self) -> set[int]:
-        """The slots that a script cleared after the reduction that the coming step uses."""
+        """Slots that a script cleared after the reduction that the coming step uses."""
         return {position for position, act in self.acts.items() if act is Act.GONE}
 
     def edited(self, position: int) -> Tensor:
-        """Return the part of one slot for a script that is about to edit it.
+        """Return one slot's part, for a script that is about to edit it.
 
         Raises:
-            RuntimeError: the pack is on its way, as after a backward that failed.
+            RuntimeError: the pack is being sent, for example after a failed backward.
         """
         if self.in_flight:
             raise RuntimeError(
@@ -180,13 +179,13 @@ class Gradients:
         return self.part(position)
 
     def zero(self, position: int) -> None:
-        """Zero the mean of one slot: there is nothing to add to, and a gradient is still there."""
+        """Zero the mean of one slot: a gradient stays present, with nothing to add to."""
         self.edited(position).zero_()
         self.adds.discard(position)
         self._undo_quiet(position)
 
     def own_mean(self) -> Tensor | None:
-        """Prepare ``own`` for a reduction; return it in fp32 where there is something to add to."""
+        """Prepare ``own`` for a reduction; return it in fp32 if the reduction adds to it."""
         own, adds = self.own, self.adds
         self._full = None
         if not adds:
@@ -202,39 +201,41 @@ class Gradients:
             if own is not total:
                 total.copy_(own)
         else:
-            total, self._mean = own.to(MASTER_DTYPE), None  # both would be half as much again
+            # frees the old one, because both would take half as much again
+            total, self._mean = own.to(MASTER_DTYPE), None
         self._own = total
         return total
 
     def landed(self, pieces: Sequence[Tensor], holders: Tensor | None) -> None:
-        """Take what was written to ``own``, the mean of ``pieces`` (one: a sum over ranks)."""
+        """Adopt the mean of ``pieces`` that was written to ``own`` (one piece: a finished sum)."""
         self.in_flight, self.culprits, self.holders = False, (), holders
         self.adds = set(self.shown)
         if self.whole:
             for position in self.shown:
                 grad = self.pack.params[position].grad
-                if grad is not None and self.holds(position, grad):  # else it was cleared meanwhile
-                    self.pack.params[position].grad = None  # of a DTensor a part of the sum
+                # otherwise it was cleared meanwhile
+                if grad is not None and self.holds(position, grad):
+                    self.pack.params[position].grad = None  # for a DTensor, a partial gradient
                     self.show(position)
         own = self.own
         self.has_come(self)
         if not _compat.is_host(own.device) or len(pieces) == 1:
             return
-        # Nobody can be asked later for the gradients that spoil the mean. Where the sum overflows
-        # for nothing, nobody is named.
+        # The gradients that spoil the mean are not available later. If only the sum overflows, no
+        # rank is named.
         if not bool(own.sum().isfinite()):
             index = int(torch.argmax((~own.isfinite()).to(torch.uint8)))
             self.culprits = [r for r, piece in enumerate(pieces) if not piece[index].isfinite()]
 
     def settle(self) -> bool:
-        """Take what a script did to ``.grad``s after the reduction: they are what the step uses.
+        """Adopt what a script did to ``.grad``s after the reduction; the step uses these.
 
         Returns:
             Whether a gradient was assigned.
         """
         has_taken = False
         if not self.shown and not self.adds:
-            self.own.zero_()  # it has values of gradients that were cleared
+            self.own.zero_()  # it still has values of cleared gradients
         for position, param in enumerate(self.pack.params):
             grad = param.grad
             if grad is None:
@@ -255,7 +256,7 @@ class Gradients:
         return has_taken
 
     def replaced(self) -> bool:
-        """Return whether some ``.grad`` is no longer what it showed, but cleared or assigned."""
+        """Return whether a ``.grad`` no longer shows the mean: it was cleared or assigned."""
         return any(
             (position in self.shown or (self.whole and position in self.has))
             if (grad := param.grad) is None
@@ -266,7 +267,7 @@ class Gradients:
     # -- what ``.grad`` shows -------------------------------------------------------------------
 
     def holds(self, position: int, grad: Tensor) -> bool:
-        """Return whether ``grad`` shows the mean, and is not what a script put in its place."""
+        """Return whether ``grad`` shows the mean, rather than a script's own tensor."""
         if type(grad) is StandIn:
             return grad is self._stand_ins[position] or (
                 grad.position == position and grad.grads() is self
@@ -278,7 +279,7 @@ class Gradients:
         return grad.data_ptr() == data.data_ptr() + offset * data.element_size() or not grad.numel()
 
     def show(self, position: int) -> None:
-        """Set ``.grad`` to the mean: a view of it where this rank has all of it, and a stand-in."""
+        """Set ``.grad`` to the mean: a view if this rank has all of it, otherwise a stand-in."""
         self.shown.add(position)
         if self.whole and not self.in_flight:
             self._show_view(position, self.own)
@@ -287,10 +288,10 @@ class Gradients:
         if self._is_wide and param.grad_dtype != self.low:
             param.grad = None
             self._set_dtype(position, self.low)
-        # References: of the list, of ``held``, of the call.
+        # References: from the list, ``held``, and the call.
         if held is None or sys.getrefcount(held) > 3:
             if held is not None:
-                held.grads = nothing  # a script keeps that of a step before
+                held.grads = nothing  # a script keeps an earlier step's stand-in
             held = self._stand_ins[position] = stand_in(self, position)
         param.grad = held
 
@@ -299,20 +300,21 @@ class Gradients:
         self.pack.params[position].grad = self._view(position, data)
 
     def _view(self, position: int, data: Tensor) -> Tensor:
-        """Make a view of one slot, for another gradient."""
+        """Return a new view of one slot."""
         self._part_with(position)
         slot = self.pack.layout.slots[position]
-        # One call: a slice and a view of it take twice as long, for each parameter of each step.
-        # Detached, it is no view to autograd, which lets a script call detach_() on a gradient.
+        # One call, because a slice and its view take twice as long, for each parameter in each
+        # step. Detached, so that autograd does not treat it as a view and a script may call
+        # detach_() on it.
         begin = data.storage_offset() + slot.offset
         view = data.as_strided(slot.shape, strides_of(slot.shape), begin).detach()
         self._views[position] = weakref.ref(view)
         return view
 
     def _part_with(self, position: int) -> None:
-        """Give a copy to whoever kept the view that was last shown.
+        """Give a script that kept the last shown view its own copy.
 
-        Gradients that a script keeps over a backward (PCGrad) must not change.
+        Gradients that a script keeps during another backward (PCGrad) must not change.
         """
         last = self._views[position]()
         self._views[position] = nothing
@@ -327,16 +329,16 @@ class Gradients:
         """
         param = self.pack.params[position]
         if self.given(position) is None and param.grad is not None:
-            param.grad = None  # the mean stays, and is added to
+            param.grad = None  # the mean stays, and the gradient is added to it
             self.shown.discard(position)
             self.aside[position] = None
             if is_quiet and position in self.adds and not self.used:
                 self.acts[position] = Act.QUIET
 
     def give_back(self) -> int | None:
-        """Show a mean again that made room for a gradient which never came; return its slot.
+        """Show a mean again if the gradient for which it made room never came; return its slot.
 
-        A hook of the script may raise between :meth:`take` and the gradient.
+        A script's hook may raise between :meth:`take` and the gradient.
         """
         position = next(reversed(self.aside), None)
         if position is None or self.aside[position] is not None:
@@ -352,8 +354,8 @@ class Gradients:
     def given(self, position: int) -> Tensor | None:
         """Return the ``.grad`` that is this rank's own; note what a script did to the mean.
 
-        ``None`` in the place of the mean has cleared it. Another tensor has replaced it, as under
-        DDP: it is this rank's gradient, to be averaged over ranks.
+        ``None`` instead of the mean means that the script cleared it. Another tensor replaces it,
+        as under DDP: it is this rank's gradient, to be averaged over ranks.
         """
         grad = self.pack.params[position].grad
         if grad is None:
@@ -371,7 +373,7 @@ class Gradients:
         return grad if self._accepts(position, grad) else None
 
     def _accepts(self, position: int, grad: Tensor) -> bool:
-        """Return whether it can be reduced; else keep the error, and clear it."""
+        """Return whether a gradient can be reduced; otherwise keep the error, and clear it."""
         if type(grad) is Tensor and grad.layout == torch.strided:
             return True
         try:
@@ -383,11 +385,11 @@ class Gradients:
         return True
 
     def refuse(self, error: Exception) -> None:
-        """Keep the first error of this rank for the next decision, which raises it on all."""
+        """Keep this rank's first error until the next decision, which raises it on all ranks."""
         self.mistake = self.mistake or error.with_traceback(None)
 
     def _drop(self, position: int, act: Act | None = None) -> None:
-        """Drop the mean of one slot, by an act of the script."""
+        """Drop the mean of one slot, because of a script's act."""
         self._undo_quiet(position)
         if act is not None and position in self.adds and not self.used:
             self.acts[position] = act
@@ -406,13 +408,13 @@ class Gradients:
         empty: Callable[[int, torch.dtype], Tensor],
         left_out: Callable[[int], bool] | None = None,
     ) -> Tensor:
-        """Return all gradients of this rank, 1-d, zeros where it has none.
+        """Return all gradients of this rank, 1-d, with zeros for absent ones.
 
-        Every ``.grad`` shows the mean from then on.
+        From then on every ``.grad`` shows the mean.
 
         Args:
-            empty: gives memory for so many elements; the one gradient of a pack needs none.
-            left_out: says of a slot whether other ranks send the same gradient.
+            empty: returns memory for so many elements; a pack's only gradient needs none.
+            left_out: returns whether other ranks send the same gradient of a slot.
         """
         layout, params = self.pack.layout, self.pack.params
         if self.is_clear:
@@ -488,10 +490,10 @@ class Gradients:
         return sent[self.pack.own.start : self.pack.own.stop]
 
     def keep(self, positions: Iterable[int]) -> None:
-        """Keep gradients of a backward that has sent nothing, in memory that is theirs alone.
+        """Keep the gradients of a backward that sent nothing, in memory of their own.
 
-        Graphed callables give the same memory in each backward: autograd takes it for ``.grad``,
-        and the next one would overwrite it.
+        Graphed callables return the same memory in each backward. Autograd uses it as ``.grad``,
+        and the next backward would overwrite it.
         """
         for position in positions:
             param = self.pack.params[position]
@@ -502,23 +504,23 @@ class Gradients:
                 self._refer(position)
 
     def _refer(self, position: int) -> None:
-        """Note the gradient that is to be added to a mean, to tell when a script replaces it."""
+        """Note the gradient that will be added to a mean, to detect when a script replaces it."""
         grad = self.pack.params[position].grad
         self.aside[position] = nothing if grad is None else weakref.ref(grad)
 
     @property
     def is_part(self) -> bool:
-        """Return whether a ``.grad`` of this rank is to be added to a mean: it is not all of it."""
+        """Return whether a ``.grad`` of this rank will be added to a mean, so it is incomplete."""
         return not self.adds.isdisjoint(self.aside)
 
     def count(self, position: int) -> None:
-        """Count a gradient that is about to be accumulated, in fp32 where too many were."""
+        """Count a gradient that is about to be accumulated; in fp32 after too many."""
         self.additions[position] += 1
         if self._widens and self.additions[position] > SHORT_SUM:
             self._widen(position)
 
     def widen(self) -> None:
-        """Widen sums that a backward is about to make too long, whose hooks may only count."""
+        """Widen sums that a backward will make too long, because its hooks may only count."""
         for position, count in enumerate(self.additions if self._widens else ()):
             if count >= SHORT_SUM:
                 self._widen(position)
@@ -531,7 +533,7 @@ class Gradients:
             self._set_dtype(position, MASTER_DTYPE)
 
     def _widen_all(self) -> None:
-        """Keep the mean, and what is shown of it, in fp32 from now on."""
+        """Keep the mean, and what ``.grad`` shows of it, in fp32 from now on."""
         if self.all_shown.dtype == MASTER_DTYPE:
             return
         params, span, wide = self.pack.params, self.pack.own, self.all_shown.to(MASTER_DTYPE)
@@ -548,13 +550,13 @@ class Gradients:
             self._own, self._mean = wide, None
         for position in range(len(params)) if self.whole else views:
             if position in views:
-                params[position].grad = None  # not to be cast one by one
+                params[position].grad = None  # so that they are not cast one by one
             self._set_dtype(position, MASTER_DTYPE)
         for position in views:
             params[position].grad = self._view(position, wide)
 
     def narrow(self) -> None:
-        """Accumulate in ``low`` again, without the gradients that are wider."""
+        """Accumulate in ``low`` again, without the wider gradients."""
         for position, param in enumerate(self.pack.params if self._is_wide else ()):
             if param.grad_dtype != self.low:
                 param.grad = None
@@ -562,7 +564,7 @@ class Gradients:
         self._is_wide = False
 
     def _set_dtype(self, position: int, dtype: torch.dtype) -> None:
-        # A script that has cleared a gradient may set one in the dtype of the parameter.
+        # After clearing a gradient, a script may set one in the parameter's dtype.
         param, known = self.pack.params[position], self.aside.get(position)
         self._is_wide = self._is_wide or dtype != self.low
         is_known = known is not None and known() is param.grad
@@ -573,7 +575,7 @@ class Gradients:
     # -- one rank: nothing is sent ----------------------------------------------------------------
 
     def adopt(self, positions: Iterable[int] | None = None) -> None:
-        """Copy gradients that autograd or a script made into ``own``, and show views of it."""
+        """Copy gradients from autograd or a script into ``own``, and show views of it."""
         params = self.pack.params
         grads: dict[int, Tensor] = {}
         for position in range(len(params)) if positions is None else positions:
@@ -592,7 +594,7 @@ class Gradients:
                 params[position].grad = view
 
     def adopt_all(self) -> None:
-        """Copy all gradients of one rank into ``own``, zeros where there is none."""
+        """Copy all gradients of a single rank into ``own``, with zeros for absent ones."""
         self.restart()
         self.adopt()
         self.has = {n for n, param in enumerate(self.pack.params) if param.grad is not None}
@@ -603,8 +605,8 @@ class Gradients:
                 self.part(position).zero_()
 
     def restart(self) -> None:
-        """Begin in ``low`` again, where all gradients were cleared one by one."""
-        if self.adds:  # a gradient may have come in the place of each mean, to be added to it
+        """Start in ``low`` again, if all gradients were cleared one by one."""
+        if self.adds:  # each mean may have a gradient that will be added to it
             return
         if self.own.dtype != self.low and not any(
             (grad := param.grad) is not None and self.holds(position, grad)
@@ -617,15 +619,15 @@ class Gradients:
     # -- after a step -----------------------------------------------------------------------------
 
     def use(self) -> None:
-        """Note that a step has used the mean; count additions anew."""
+        """Note that a step has used the mean; count additions from zero."""
         self.used, self.additions = True, [0] * len(self.owned)
         self.acts.clear()
 
     def forget(self, set_to_none: bool = True) -> None:
-        """Drop the mean: all gradients are cleared, by whomever.
+        """Drop the mean, because all gradients were cleared.
 
         Args:
-            set_to_none: else gradients stay, and are zero.
+            set_to_none: ``False`` keeps gradients present, as zeros.
         """
         self.adds.clear()
         self.acts.clear()
@@ -642,7 +644,7 @@ class Gradients:
                 self._full.zero_()
 
     def hide(self, present: Sequence[bool]) -> None:
-        """Show no gradient where no rank had one, as far as that is known."""
+        """Show no gradient if no rank had one, as far as is known."""
         for position in [n for n in self.shown if not present[n] and n not in self.has]:
             grad = self.pack.params[position].grad
             if grad is not None and self.holds(position, grad):
@@ -650,12 +652,12 @@ class Gradients:
             self._drop(position)
 
     def free(self) -> None:
-        """Give all memory back, after a clear; the next gradient has it allocated anew."""
+        """Free all memory after a clear; the next gradient allocates it again."""
         self.close()
         self._mean = self._own = self._full = None
 
     def close(self) -> None:
-        """Clear what shows the mean."""
+        """Clear every ``.grad`` that shows the mean."""
         for position, param in enumerate(self.pack.params):
             grad = param.grad
             if grad is not None and self.holds(position, grad):
@@ -667,9 +669,9 @@ class Gradients:
 
     @torch.no_grad()
     def gather(self, present: Sequence[bool], dtype: torch.dtype) -> None:
-        """Gather the means of all owners in ``dtype``; ``.grad``s are views of them.
+        """Gather the means of all owners in ``dtype``; ``.grad``s become views of them.
 
-        Every rank of the pack must call it, after :meth:`settle`.
+        Collective: every rank of the pack, after :meth:`settle`.
 
         Args:
             present: per slot, whether some rank has a gradient.
@@ -696,36 +698,36 @@ class Gradients:
             self._set_dtype(position, full.dtype)
             view = self._view(position, full)
             if isinstance(param, LocalParam):
-                param.param.grad = None  # it was a part of the sum, and is all of it now
+                param.param.grad = None  # it was partial, and is whole now
             param.grad = view
             self.shown.add(position)
             self.has.add(position)
 
     @torch.no_grad()
     def share(self) -> None:
-        """Send the mean to all ranks again, where it was gathered, after an edit. Collective."""
+        """Send a gathered mean to all ranks again, after an edit. Collective."""
         if self._full is not None and not self.whole:
             pieces = [(s.owner, self._full[s.start : s.stop]) for s in self.pack.layout.owned_spans]
             self.pack.comm.broadcast_all(pieces, self.pack.layout)
 
     @property
     def shows(self) -> bool:
-        """Return whether a clip is to be seen in ``.grad``s at once.
+        """Return whether ``.grad``s must show a clip at once.
 
-        In low precision it waits for the update on one rank: to round what is clipped, or to have
-        all of it in fp32, would cost what is to be saved.
+        In low precision on one rank the clip waits for the update, because rounding clipped values
+        would cost precision, and keeping all of them in fp32 would cost memory.
         """
         return self._full is not None or (self.whole and self.own.dtype == MASTER_DTYPE)
 
     @property
     def waits_for_clip(self) -> bool:
-        """Return whether ``.grad``s can be read and do not show a clip."""
+        """Return whether ``.grad``s can be read but do not show a clip."""
         return self.whole and not self.shows
 
     def multiply(self, factors: Mapping[GroupId, Tensor | None]) -> None:
-        """Multiply the mean, and what is shown of it, by the factors of a clip, of each group.
+        """Multiply the mean, and what ``.grad`` shows of it, by a clip's factor for each group.
 
-        In fp32 from then on, so that what the update computes is the same to the bit.
+        They are in fp32 from then on, so that the update computes the same bits.
         """
         self._widen_all()
         layout, own = self.pack.layout, self._full is None
@@ -736,7 +738,7 @@ class Gradients:
 
     @property
     def all_shown(self) -> Tensor:
-        """The mean, and where it was gathered those of other owners, 1-d."""
+        """The mean, and after a gather those of other owners, 1-d."""
         return self.own if self._full is None else self._full
 
 
@@ -748,11 +750,11 @@ def own_part(pack: Pack, position: int) -> slice:
 
 
 def set_grad_dtype(param: Tensor | LocalParam, dtype: torch.dtype, is_only: bool = True) -> None:
-    """Let autograd accumulate the gradient in ``dtype``; one that is there is cast.
+    """Let autograd accumulate the gradient in ``dtype``; cast an existing one.
 
     Args:
-        is_only: whether a gradient of another dtype is refused. Else what comes is added to what is
-            there, in its dtype.
+        is_only: refuse gradients of other dtypes. Otherwise a gradient is added to the existing
+            one, in the latter's dtype.
     """
     wanted = dtype if is_only else None
     if param.grad_dtype == wanted:
@@ -766,7 +768,7 @@ def set_grad_dtype(param: Tensor | LocalParam, dtype: torch.dtype, is_only: bool
 
 
 def check_given(pack: Pack, position: int, grad: Tensor) -> None:
-    """Raise a TypeError for a sparse gradient, a RuntimeError for one of another parameter."""
+    """Raise TypeError for a sparse gradient, RuntimeError for one of another parameter."""
     slot = pack.layout.slots[position]
     if type(grad) is StandIn:
         raise RuntimeError(

@@ -1,8 +1,8 @@
-"""Shards: one pack's part on this rank, its masters among it.
+"""Shards: one pack's part on this rank, including its masters.
 
-A low-precision pack has fp32 masters for its own span: 4 bytes per owned element, or 2 where the
-published bf16 is the other half. A pack stored in fp32 is its own master: the update writes
-straight into it and nothing is cast.
+A low-precision pack has fp32 masters for its own span: 4 bytes per owned element, or 2 if the
+published bf16 is the other half. An fp32 pack is its own master: the update writes directly to it,
+without a cast.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ FILL = 1 << 16  # masters that are encoded at a time
 
 
 class Shard:
-    """The part of one pack on this rank: masters, gradients and the parameters' parts.
+    """One pack's part on this rank: masters, gradients and the parameters' parts.
 
-    A class of an option may publish masters in another way: by :meth:`publish`, with what it casts
-    (:meth:`rounded`), and with what it notes of it (:meth:`tell`).
+    An option's class may publish masters in another way, by :meth:`publish`, the cast
+    :meth:`rounded` and the record :meth:`tell`.
 
-    All of it is at :attr:`home`, the device of the pack unless an option says otherwise; readers
-    get values on the device of the pack.
+    Everything is at :attr:`home`, by default the pack's device. Readers get values on the pack's
+    device.
 
     Attributes:
-        home: where masters, state and update are.
-        master: the own span in full precision; it is the pack's own memory if that is fp32.
+        home: place of masters, state and update.
+        master: the own span at full precision; the pack's own memory if that is fp32.
         fragments: the parameters' parts in the own span, in pack order.
-        given_dtypes: of the parameters, as they were given to ``shard``.
-        in_blocks: whether masters are cast behind the update, several together.
-        followed: what an epilogue that follows what is published has as its state, by name.
+        given_dtypes: original dtypes of the parameters.
+        in_blocks: whether masters are cast after the update, in blocks.
+        followed: state of an epilogue that follows published values, by name.
     """
 
     in_blocks: ClassVar[bool] = False
@@ -53,11 +53,13 @@ class Shard:
 
     def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
         self.pack, self.home = pack, home_of(pack, config)
-        # Masters before model.load_state_dict, and what was published of them.
+        # Masters before model.load_state_dict, and their published values.
         self._before_load: dict[Fragment, tuple[Tensor, Tensor]] = {}
-        self._lent: Tensor | None = None  # the training's own span, while an average is in the pack
+        # the trained values of the own span, while an average is in the pack
+        self._lent: Tensor | None = None
         self.given_dtypes = [param.dtype for param in pack.params]
-        self.grads: Gradients | None = None  # None while frozen: neither reduced nor updated
+        # None while frozen, when it is neither reduced nor updated
+        self.grads: Gradients | None = None
         self.fragments = pack.layout.fragments(pack.own.owner)
         self._codec = master_codec(config, pack.layout.dtype)
         self._row = row_of(config, pack.layout.dtype)
@@ -69,7 +71,7 @@ class Shard:
 
     @property
     def data(self) -> Tensor:
-        """The memory of the masters, 1-d fp32; only of a plain codec."""
+        """Memory of the masters, 1-d fp32; only for a plain codec."""
         return self.master.data
 
     @property
@@ -79,56 +81,56 @@ class Shard:
 
     @property
     def mean(self) -> Tensor:
-        """The mean of the own span, 1-d, at home; it comes until ``home.arrive()`` returns."""
+        """The mean of the own span, 1-d, at home; valid after ``home.arrive()``."""
         assert self.grads is not None
         return self.home.mean(self.grads)
 
     def look(self) -> None:
-        """Have in :attr:`published` what a script wrote into the model. May wait for the device.
+        """Update :attr:`published` with values that a script wrote. May wait for the device.
 
-        Before masters are read, or anything is written here.
+        Call it before masters are read, or anything is written here.
         """
         if self._lent is None:
             self.home.look()
 
     def read(self, part: slice) -> Tensor:
-        """Return masters as they are, 1-d fp32; for readers, see :meth:`exact`."""
+        """Return masters unchanged, 1-d fp32; readers use :meth:`exact`."""
         self.look()
         return self.home.given(self.master.read(part))
 
     @property
     def casts(self) -> bool:
-        """Return whether the update itself has to cast into the pack.
+        """Return whether the update itself must cast into the pack.
 
-        Not where masters have a part of what is published in their own memory.
+        It must not if the masters' own memory contains part of the published values.
         """
         return self._is_apart
 
     @property
     def _is_apart(self) -> bool:
-        """Return whether masters and what is published of them share no memory."""
+        """Return whether masters and their published values share no memory."""
         return not self.in_place and not self._codec.has_published
 
     @property
     def nbytes(self) -> int:
-        """The bytes of masters outside of the pack, and of what an option keeps with them."""
+        """Return the bytes of masters outside the pack, and of an option's data for them."""
         of_masters = 0 if self.in_place else self.master.nbytes
         for kept in self._before_load.values():
             of_masters += sum(tensor.nbytes for tensor in kept)
         return of_masters
 
     def memory(self) -> Iterator[Tensor]:
-        """Give the very tensors that are kept here, that of the pack among them."""
+        """Yield the tensors themselves that are kept here, including the pack's."""
         yield from (self.pack.data, self.pack.own_data, *self.master.pieces)
 
     def fill(self, source: Tensor) -> None:
-        """Take the own span of ``source``: 1-d, the whole pack, fp32."""
+        """Load the own span of ``source``: 1-d, the whole pack, fp32."""
         self.home.fill()
         own = source[self.pack.own.start : self.pack.own.stop]
         if self.in_place:
             self.master = self._encoded(self.published)
         elif self._codec.plain and not self.home.is_apart:
-            # A clone, so that the source is freed; not where it has nothing else.
+            # A clone, so that the source is freed, unless the span is all of it.
             self.master = self._encoded(own if own.numel() == source.numel() else own.clone())
         else:
             self.master = self._encoded(self.published if self._codec.has_published else None)
@@ -143,7 +145,7 @@ class Shard:
         return slice(start - self.pack.own.start, stop - self.pack.own.start)
 
     def owned(self) -> Iterator[tuple[int, Fragment, nn.Parameter]]:
-        """Give each fragment with its number and its model parameter."""
+        """Yield each fragment with its number and its model parameter."""
         params = dict(zip(self.pack.layout.slots, self.pack.in_model, strict=True))
         for number, fragment in enumerate(self.fragments):
             yield number, fragment, params[fragment.slot]
@@ -161,7 +163,7 @@ class Shard:
     def exact(self, fragment: Fragment) -> Tensor:
         """Return the masters of one fragment as the model shows them, for readers; 1-d fp32.
 
-        It may be the memory of the masters: do not write into it.
+        Waits for the device. The result may be the masters' memory: do not write to it.
         """
         return self.home.given(self.shown(self.local(fragment.start, fragment.stop)))
 
@@ -169,8 +171,8 @@ class Shard:
     def shown(self, part: slice) -> Tensor:
         """Return masters of a part as the model shows them, at home; see :func:`.codecs.shown`.
 
-        1-d fp32. The masters stay as they are: weights that come back with the same bits have them
-        back. Waits for no device unless masters are apart.
+        1-d fp32. The masters do not change, so a weight that returns to its old bits gets its old
+        master back. Does not wait for the device unless masters are elsewhere.
         """
         self.look()
         masters = self.master.read(part)
@@ -188,11 +190,11 @@ class Shard:
 
     @property
     def _shown(self) -> Tensor:
-        """The training's weights: what is published, or was before an average took its place."""
+        """The trained weights: the published values, or those before an average replaced them."""
         return self.published if self._lent is None else self._lent
 
     def _cast_of(self, _part: slice, masters: Tensor) -> Tensor:
-        """Return what was published of the masters of a part."""
+        """Return the last published values of a part's masters."""
         return masters.to(self.published.dtype)
 
     def set_exact(self, fragment: Fragment, values: Tensor) -> None:
@@ -209,13 +211,13 @@ class Shard:
 
     @torch.no_grad()
     def edit(self, fragment: Fragment, changed: Tensor, values: Tensor) -> None:
-        """Overwrite some masters of a fragment and publish these; all others keep their bits.
+        """Overwrite some masters of a fragment and publish them; all others keep their bits.
 
-        So does what a script wrote to the others.
+        Values that a script wrote to other elements stay, too.
 
         Args:
-            changed: 1-d bool: which ones.
-            values: 1-d fp32, the masters of the whole fragment.
+            changed: 1-d bool, the elements to overwrite.
+            values: 1-d fp32, masters of the whole fragment.
         """
         self.look()
         part = self.local(fragment.start, fragment.stop)
@@ -230,7 +232,7 @@ class Shard:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Cast the masters into :attr:`published`; ``home.send()`` has them in the pack."""
+        """Cast the masters into :attr:`published`; ``home.send()`` copies them to the pack."""
         self.look()
         for piece in slices(self.published.numel()) if self.casts else ():
             masters = self.master.read(piece)
@@ -238,24 +240,24 @@ class Shard:
             self.published[piece].copy_(masters)
 
     def settle(self) -> None:
-        """Cast what a script wrote, before a sync without an update, if that casts in blocks."""
+        """Cast values that a script wrote, before a sync without an update, if in blocks."""
 
     def rounded(self, slot: Slot, values: Tensor) -> Tensor:
-        """Return what is published of masters of a slot, or of its part on one rank.
+        """Return the published values of a slot's masters, or of this rank's part of them.
 
         Args:
-            values: 1-d, of any floating dtype.
+            values: 1-d, any floating dtype.
         """
         return values.to(self.pack.layout.dtype)
 
     def lend(self) -> None:
-        """Free the own span of the pack for an average; readers see the training's weights."""
+        """Free the own span of the pack for an average; readers see the trained weights."""
         self.look()
         self._lent = self.published if self.home.is_apart else self.published.clone()
         self._move(self._lent)
 
     def take_back(self) -> None:
-        """Undo :meth:`lend`, to the very same bits."""
+        """Undo :meth:`lend`, bit for bit."""
         assert self._lent is not None
         if self._lent is not self.published:
             self._move(self.published.copy_(self._lent))
@@ -263,36 +265,37 @@ class Shard:
         self.home.send()
 
     def _move(self, own: Tensor) -> None:
-        """Re-point masters that the published span is a part of at other memory."""
+        """Re-point split masters at the moved published span."""
         if not self._is_apart:
             self.master.move(own)
 
     @torch.no_grad()
     def absorb(self, publishes: bool = False) -> None:
-        """Make what the model shows the masters, see :func:`.codecs.shown`.
+        """Turn the values that the model shows into masters, see :func:`.codecs.shown`.
 
-        Only updates do so; readers call :meth:`exact`. Split masters are changed by changing what
-        is published, and keep their lower bits. Waits for no device unless masters are apart.
+        Only updates do so; readers call :meth:`exact`. Split masters change with the published
+        values, and keep their lower bits. Does not wait for the device unless masters are
+        elsewhere.
 
         Args:
-            publishes: they are published next, so that what is published now need not be noted.
+            publishes: they are published next, so the current published values need no record.
         """
         self.look()
         self.forget_before_load()
         if not self.casts:
             return
         for part in slices(self.published.numel()):
-            masters = self.master.read(part)  # plain ones are the memory itself
+            masters = self.master.read(part)  # for plain masters this is the memory itself
             self.tell(part, masters, self.published[part])
             take_shown_(masters, self.published[part])
             self.master.write(part, masters)
 
     def tell(self, part: slice, before: Tensor, after: Tensor) -> None:
-        """Note published values of a part, or masters whose casts they are: nothing here."""
+        """Record published values of a part, or masters with these casts; here nothing."""
 
     @torch.no_grad()
     def note_written(self) -> bool:
-        """Note values that are not the cast of their masters: a script wrote them.
+        """Record values that are not the cast of their masters, because a script wrote them.
 
         Returns whether there are any; waits for the device.
         """
@@ -307,12 +310,13 @@ class Shard:
 
     @torch.no_grad()
     def load(self, fragment: Fragment, values: Tensor) -> None:
-        """Take what ``model.load_state_dict`` is about to copy into the model; 1-d, any dtype.
+        """Load values that ``model.load_state_dict`` is about to copy to the model; 1-d, any dtype.
 
-        A value that is the cast of its master says nothing of it, so the master stays. Other values
-        are the masters in full precision, but the old ones are kept until the training goes on: an
-        evaluation of other weights ends with a load of the old ones. Values of the published dtype
-        need neither, where the model itself shows that they are not the cast.
+        A value that is the cast of its master carries no more information, so the master stays.
+        Other values become masters at full precision. The old masters are kept until training
+        continues, because an evaluation of other weights ends with a load of the old ones. Values
+        of the published dtype need neither, because the model itself shows that they are not the
+        cast.
         """
         part = self.local(fragment.start, fragment.stop)
         self.look()
@@ -329,25 +333,25 @@ class Shard:
         self._before_load[fragment] = masters, last
 
     def forget_before_load(self) -> None:
-        """Let go of the masters before a load: the training goes on from the loaded ones."""
+        """Release the masters before a load, because training continues from the loaded ones."""
         self._before_load.clear()
 
     def note_loaded(self, slot: Slot, values: Tensor) -> None:
-        """Take ``values``, which a parameter is about to have, for what is published of it."""
+        """Treat ``values``, which a parameter is about to get, as its published values."""
 
 
 def take_moved(shards: Sequence[Shard]) -> None:
-    """Take values that a script assigned as ``param.data`` into their packs. Local.
+    """Copy values that a script assigned as ``param.data`` into their packs. Local.
 
     Raises:
-        RuntimeError: names a parameter that has another dtype, device or shape now.
+        RuntimeError: a parameter now has another dtype, device or shape; names it.
     """
     for shard in shards:
         shard.pack.take_moved()
 
 
 def shard_of(pack: Pack, config: ShardcastConfig) -> Shard:
-    """Return the shard of a pack, which has no masters yet. Local."""
+    """Return the shard of a pack, without masters yet. Local."""
     publishing = publishing_of(config)
     shard: Shard = Shard(pack, config) if publishing is None else publishing.shard(pack)
     return shard
@@ -361,8 +365,8 @@ def build_shard(
 ) -> Shard:
     """Make a pack and its shard: stage in fp32, broadcast from rank 0, keep, cast, free.
 
-    Originals are freed when they are staged, so no more than one pack is held twice.
-    Every rank must call it, with equal layouts.
+    Originals are freed after staging, so only one pack is held twice. Collective: every rank, with
+    equal layouts.
     """
     pack_groups = layout.pack_groups
     comm = process_groups.comm(pack_groups.shard)
@@ -383,7 +387,7 @@ def build_shard(
         param.data = nothing
     dims = [
         name for name in pack_groups.replicate if name in process_groups.parallel_dims.model
-    ]  # of ties they may differ
+    ]  # these may differ for ties
     own = staged.clone() if dims else staged
     for comm in process_groups.comms(dims):
         comm.broadcast(staged, 0)
@@ -398,7 +402,7 @@ def build_shard(
 
 
 def _warn_of_parts(pack: Pack, mine: Tensor, theirs: Tensor, dims: Sequence[str]) -> None:
-    """Warn of copies that were not equal: perhaps they are parts, cut by hand."""
+    """Warn about copies that were not equal: they may be parts, sharded by hand."""
     for slot, own, first in zip(
         pack.layout.slots, pack.views(mine), pack.views(theirs), strict=True
     ):

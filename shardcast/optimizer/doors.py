@@ -1,8 +1,8 @@
 """``owned()`` and ``whole()``: blocks in which a script edits masters, gradients and state.
 
-Each element has one owner, so a script edits it in one of two ways: each rank the parts that it
-owns, or all ranks alike whole parameters. It gets copies. What has changed in them, bit by bit, is
-written at the end of the block, cast, noted, and sent to all ranks; no other element changes a bit.
+Each element has one owner. So a script edits either the parts that each rank owns, or whole
+parameters, in the same way on all ranks. It gets copies. At the end of the block, values whose bits
+changed are written, cast, recorded, and sent to all ranks. All other elements keep their bits.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.sync.sync import Sync
 from shardcast.step.update.epilogues import AVERAGE
 
-MASTER, GRAD, STATE = "master", "grad", "state."  # kinds of values; of state with its name
-Read = Callable[[str], "Tensor | None"]  # values of a kind
-Land = Callable[[str], None]  # has means in the own spans, for a call of all ranks
+# kinds of values; the last one is followed by the name of the state
+MASTER, GRAD, STATE = "master", "grad", "state."
+Read = Callable[[str], "Tensor | None"]  # returns values of a kind
+Land = Callable[[str], None]  # finishes the means of own spans, in a call that all ranks make
 T = TypeVar("T")
 
 
 class Edit(NamedTuple):
-    """New values of one kind, 1-d fp32, and which of them have changed."""
+    """New values of one kind, 1-d fp32, and which of them changed."""
 
     kind: str
     changed: Tensor
@@ -47,17 +48,17 @@ class Edit(NamedTuple):
 class Values:
     """The master, gradient and state of a parameter, or of a part of it, in fp32.
 
-    Tensors are decoded when they are first asked for. They may be edited in place, or others may be
-    assigned, until the block ends.
+    Tensors are decoded at their first use. Until the block ends, edit them in place or assign other
+    tensors.
 
     Args:
         states: names of the state.
         read: returns a copy of the values of a kind; 1-d fp32.
-        shaped: gives a 1-d tensor the shape of the parameter.
+        shaped: gives a 1-d tensor the parameter's shape.
 
     Attributes:
-        name: of the parameter, as in ``model.named_parameters()``.
-        state: tensors with one element for each of the parameter, by torch's names.
+        name: name of the parameter, as in ``model.named_parameters()``.
+        state: tensors with one element per element of the parameter, by torch's names.
     """
 
     def __init__(
@@ -68,12 +69,13 @@ class Values:
         shaped: Callable[[Tensor], Tensor] = lambda flat: flat,
     ) -> None:
         self.name, self._read, self._shaped = name, read, shaped
-        self._given: dict[str, tuple[Tensor, Tensor]] = {}  # by kind: as read, as the script has it
+        # by kind: as read, and as the script has it
+        self._given: dict[str, tuple[Tensor, Tensor]] = {}
         self.state = StateOfValues(self, states)
 
     @property
     def master(self) -> Tensor:
-        """The weights: what the model shows, in full precision where no script wrote them."""
+        """The weights as the model shows them; at full precision unless a script wrote them."""
         values: Tensor = self.get(MASTER)
         return values
 
@@ -83,7 +85,7 @@ class Values:
 
     @property
     def grad(self) -> Tensor | None:
-        """The mean over ranks, clipped if there was a clip; ``None`` where no rank has one."""
+        """The mean over ranks, after clipping if you clipped; ``None`` if no rank has one."""
         values: Tensor | None = self.get(GRAD)
         return values
 
@@ -100,7 +102,7 @@ class Values:
         return self._given[kind][1]
 
     def set(self, kind: str, values: Tensor) -> None:
-        """Take a tensor of the same shape in place of the values of a kind."""
+        """Replace the values of a kind with a tensor of the same shape."""
         present = self.get(kind)
         if present is None:
             raise ValueError(
@@ -122,10 +124,10 @@ class Values:
         self._given[kind] = self._given[kind][0], values
 
     def edits(self) -> list[Edit]:
-        """Return what has changed.
+        """Return what changed.
 
         Raises:
-            RuntimeError: a tensor has got another size.
+            RuntimeError: a tensor now has another size.
         """
         found = []
         for kind, (kept, given) in self._given.items():
@@ -142,7 +144,7 @@ class Values:
         return [edit for edit, is_changed in zip(found, changes, strict=True) if is_changed]
 
     def end(self) -> None:
-        """Refuse further use: the block is over."""
+        """Refuse further use, because the block is over."""
         self._given.clear()
         self._read = _over
 
@@ -151,7 +153,7 @@ class Values:
 
 
 class Part(Values):
-    """The elements ``[start, stop)`` of a flattened parameter, which this rank owns; all 1-d."""
+    """Elements ``[start, stop)`` of a flattened parameter, which this rank owns; all 1-d."""
 
     def __init__(self, fragment: Fragment, states: Sequence[str], read: Read) -> None:
         super().__init__(fragment.slot.name, states, read)
@@ -162,7 +164,7 @@ class Part(Values):
 
 
 class StateOfValues(Mapping[str, Tensor]):
-    """The state of :class:`Values` by name; tensors may be assigned, names are fixed."""
+    """State of :class:`Values` by name; tensors can be assigned, names are fixed."""
 
     def __init__(self, values: Values, names: Sequence[str]) -> None:
         self._values, self._names = values, tuple(names)
@@ -199,7 +201,7 @@ def _over(kind: str) -> Tensor | None:
 
 
 class Fragments:
-    """Masters, gradients and state of the fragments of this rank. Local.
+    """Masters, gradients and state of this rank's fragments. Local.
 
     Args:
         present: per trained pack and slot, whether some rank has a gradient.
@@ -209,7 +211,7 @@ class Fragments:
         self._packed, self._present = packed, present
 
     def states(self, shard: Shard, number: int) -> list[str]:
-        """Return the names of the state with one element for each of the parameter."""
+        """Return the names of per-element state of a parameter."""
         return [*self._state_of(shard, number, decode=False)]
 
     def _state_of(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Tensor]:
@@ -227,7 +229,7 @@ class Fragments:
         return pack in self._present and self._present[pack][position]
 
     def copied(self, shard: Shard, number: int, kind: str) -> Tensor | None:
-        """Return a copy of what :meth:`read` gives."""
+        """Return a copy of the result of :meth:`read`."""
         values = self.read(shard, number, kind)
         return None if values is None else values.clone()
 
@@ -248,7 +250,7 @@ class Fragments:
 
     @torch.no_grad()
     def write(self, shard: Shard, number: int, edit: Edit) -> None:
-        """Overwrite what has changed."""
+        """Overwrite values that changed."""
         fragment, (kind, changed, values) = shard.fragments[number], edit
         if kind == MASTER:
             shard.edit(fragment, changed, values)
@@ -332,15 +334,15 @@ def whole(
         _write(packed, fragments, edits, changed, is_grad=GRAD in found)
 
 
-Place = tuple[Shard, int]  # of a parameter: a shard, and the position of a slot
+Place = tuple[Shard, int]  # place of a parameter: a shard, and the position of a slot
 
 
 def _chosen(packed: PackedOptimizer, wanted: Sequence[str | nn.Parameter]) -> list[Place]:
     """Return the places of parameters in the order of packs. Collective.
 
     Raises:
-        TypeError, ValueError: on every rank: something else, a pattern that matches no parameter on
-            any rank, or other parameters on some ranks than on others.
+        TypeError, ValueError: on every rank: an argument is neither pattern nor parameter, a
+            pattern matches nothing on any rank, or ranks want different parameters.
         RuntimeError: see :func:`_check`.
     """
     every = {
@@ -357,7 +359,7 @@ def _chosen(packed: PackedOptimizer, wanted: Sequence[str | nn.Parameter]) -> li
     everyone = packed.process_groups.everyone
     by_rank = everyone.exchange((sorted(names), unmatched), packed.device)
     others = {name for asked, _ in by_rank for name in asked}
-    for tie in packed.process_groups.parallel_dims.ties:  # its other holder has another name
+    for tie in packed.process_groups.parallel_dims.ties:  # its other holder uses another name
         if not others.isdisjoint(tie):
             names.update(name for name in tie if name in every)
             others.update(tie)
@@ -381,7 +383,7 @@ def _chosen(packed: PackedOptimizer, wanted: Sequence[str | nn.Parameter]) -> li
 def _matched(
     packed: PackedOptimizer, wanted: Sequence[str | nn.Parameter]
 ) -> tuple[set[str], list[str]]:
-    """Return names of slots that are wanted, and patterns that match none here. Local."""
+    """Return names of wanted slots, and patterns that match none here. Local."""
     slots = {
         param: slot.name
         for shard in packed.shards
@@ -455,7 +457,7 @@ def _gathered(
 
 
 def _shaped(param: Any, shape: tuple[int, ...], flat: Tensor) -> Tensor:
-    """Return values as a parameter has them: of a DTensor as one."""
+    """Return values in a parameter's shape; a DTensor for a DTensor."""
     values = flat.view(shape)
     if _compat.is_dtensor(param):
         return dtensor.wrap_local(values, param, param.placements)
@@ -464,8 +466,8 @@ def _shaped(param: Any, shape: tuple[int, ...], flat: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _refuse_differences(packed: PackedOptimizer, of_slots: Mapping[Place, list[Edit]]) -> None:
-    """Raise RuntimeError on every rank if holders of a parameter edit it in different ways."""
-    # Two stages have a tied weight under two names.
+    """Raise RuntimeError on every rank if holders of a parameter made different edits."""
+    # Two stages hold a tied weight under two names.
     names = {tie.second: tie.first for tie in packed.process_groups.parallel_dims.ties}
     edits = [
         (shard, f"{edit.kind} of {names.get(name, name)!r}", edit.values)
@@ -501,10 +503,10 @@ def _refuse_differences(packed: PackedOptimizer, of_slots: Mapping[Place, list[E
 
 
 class _Ends:
-    """The end of a block, whatever happens in it: all ranks meet, and raise if one has raised.
+    """The end of a block: all ranks meet, and raise if any of them raised.
 
     Attributes:
-        edits: of each of the values, once the block has ended.
+        edits: edits of each of the values, after the block has ended.
     """
 
     def __init__(self, packed: PackedOptimizer, door: str, values: Sequence[Values]) -> None:
@@ -522,7 +524,7 @@ class _Ends:
         packed = self._packed
         packed.block = ""
         try:
-            if error is None or isinstance(error, Exception):  # others end the process
+            if error is None or isinstance(error, Exception):  # other exceptions end the process
                 packed.sync.wait()
                 self.edits = packed.together(partial(self._found, error), self._call)
         finally:
@@ -544,10 +546,10 @@ class _Ends:
 
 
 def _landed(packed: PackedOptimizer, call: str, land: Land) -> Mapping[Pack, Sequence[bool]]:
-    """Have means in the own spans, where there are gradients. Collective.
+    """Finish the means of own spans, if there are gradients. Collective.
 
     Returns:
-        per trained pack and slot, whether some rank has a gradient.
+        Per trained pack and slot, whether some rank has a gradient.
     """
     reduce = packed.reduce
     facts = {"has": reduce.has_gradients, "brings": reduce.brings}
@@ -556,12 +558,12 @@ def _landed(packed: PackedOptimizer, call: str, land: Land) -> Mapping[Pack, Seq
         land(call)
     if "has" not in found:
         return {}
-    reduce.before_edit()  # a clip that is pending
+    reduce.before_edit()  # applies a pending clip
     return reduce.anywhere(call)
 
 
 def _check(packed: PackedOptimizer, call: str) -> None:
-    """Raise RuntimeError asleep, closed, or in another block; wait for parameters. Local."""
+    """Raise RuntimeError if asleep, closed, or in another block; wait for parameters. Local."""
     if packed.is_closed:
         raise RuntimeError(f"{call}: the optimizer is closed; call it before optimizer.close()")
     packed.refuse_inside(call)
@@ -570,11 +572,11 @@ def _check(packed: PackedOptimizer, call: str) -> None:
     packed.ready_to_read()
 
 
-FACTS = ("has", "brings", MASTER, GRAD, STATE)  # that _found_anywhere knows
+FACTS = ("has", "brings", MASTER, GRAD, STATE)  # facts that _found_anywhere can find
 
 
 def _found_anywhere(packed: PackedOptimizer, facts: set[str]) -> set[str]:
-    """Return what holds on some rank: facts, or kinds of edits. Collective."""
+    """Return facts, or kinds of edits, that hold on some rank. Collective."""
     known = {STATE if fact.startswith(STATE) else fact for fact in facts}
     total = torch.tensor([float(fact in known) for fact in FACTS]).to(packed.device)
     packed.process_groups.everyone.all_reduce(total, "owned() or whole()")
@@ -583,7 +585,7 @@ def _found_anywhere(packed: PackedOptimizer, facts: set[str]) -> set[str]:
 
 
 def _holders(packed: PackedOptimizer, groups: PackGroups) -> list[Comm]:
-    """Return the groups of ranks that hold the same spans of a pack, this rank in each."""
+    """Return the groups of ranks that hold the same spans of a pack, including this rank."""
     process_groups = packed.process_groups
     replicas = process_groups.parallel_dims.replicas
     names = [*groups.replicate, *([replicas] if replicas and groups.shard == PLAIN else ())]
@@ -591,7 +593,7 @@ def _holders(packed: PackedOptimizer, groups: PackGroups) -> list[Comm]:
 
 
 def _take_first(packed: PackedOptimizer, fragments: Fragments, edits: Written) -> None:
-    """Have the edits of the first holder of each element in place of this rank's. Collective."""
+    """Replace this rank's edits by those of each element's first holder. Collective."""
     by_comm: dict[Comm, list[Shard]] = {}
     for shard in packed.shards:
         for comm in _holders(packed, shard.pack.layout.pack_groups):
@@ -654,7 +656,7 @@ def _write(
     changed: Mapping[Pack, Sequence[bool]],
     is_grad: bool,
 ) -> None:
-    """Write edits, and send the published values of changed packs to all ranks. Collective.
+    """Write edits, and send published values of changed packs to all ranks. Collective.
 
     Args:
         changed: per pack and slot, whether its master is edited; equal on the ranks of a pack.
@@ -676,5 +678,5 @@ def _write(
         for param, is_changed in zip(pack.in_model, slots, strict=True)
         if is_changed
     ]
-    # Autograd is to refuse a backward through a forward with the weights of before.
+    # Makes autograd refuse a backward through a forward with the earlier weights.
     torch.autograd.graph.increment_version(params)

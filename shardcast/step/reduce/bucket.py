@@ -20,7 +20,7 @@ from shardcast.step.reduce.mean import Divisor, Mean, mean_in_chunks_
 
 
 def land_all(buckets: Iterable[Bucket]) -> None:
-    """Finish what a failed backward, or no backward, left in flight."""
+    """Finish everything that a failed backward, or no backward, left in flight."""
     for bucket in buckets:
         if bucket.grads.in_flight:
             with torch.no_grad():
@@ -32,13 +32,15 @@ class Bucket:
     """The gradients of one pack, sent to the owners exactly once in each reduction.
 
     Attributes:
-        sums: further groups over which gradients are summed.
-        repeated: mesh dimensions along which a gradient that is whole is left to the ranks of
-            coordinate 0.
+        sums: other groups over which gradients are summed.
+        repeated: mesh dimensions along which the ranks at coordinate 0 send a whole gradient for
+            all.
         arrived: slots with a gradient in the running backward, or in one that failed.
         counts: the hook only records further gradients.
+        late: its other sums involve ranks whose backward waits for different ranks, so it is among
+            the last packs sent, at the end.
         at_end: it is sent at the end of a backward: it is late, or a backward inside another one
-            brought a gradient.
+            produced a gradient.
     """
 
     grads: Gradients
@@ -50,8 +52,8 @@ class Bucket:
     counts: bool = False
     at_end: bool = field(init=False)
     _reduction: Reduction | None = None
-    _packed: Buffer | None = None  # that what is sent lies in
-    _streams: set[Any] = field(default_factory=set)  # on which gradients were made
+    _packed: Buffer | None = None  # buffer of the sent gradients
+    _streams: set[Any] = field(default_factory=set)  # streams on which gradients were made
 
     def __post_init__(self) -> None:
         self.at_end = self.late
@@ -66,11 +68,11 @@ class Bucket:
 
     @property
     def complete(self) -> bool:
-        """Return whether all gradients have come in this backward."""
+        """Return whether all gradients have arrived in this backward."""
         return len(self.arrived) == len(self.grads.pack.params)
 
     def begin(self) -> None:
-        """Begin a pass; what a failed one has brought was kept."""
+        """Begin a pass; keep what a failed one has produced."""
         self.arrived, self.counts = set(), False
         if self.grads.whole:
             self.grads.restart()
@@ -78,15 +80,15 @@ class Bucket:
     def arrive(
         self, position: int, sends: bool, is_alone: bool, is_outer: bool, is_sent: bool
     ) -> None:
-        """Take note of a gradient that is about to be accumulated.
+        """Note a gradient that is about to be accumulated.
 
         Args:
             sends: the backward sends gradients.
-            is_outer: it comes of the backward itself, not of one inside it.
-            is_sent: this backward has sent the pack.
+            is_outer: it belongs to the backward itself, not to one inside it.
+            is_sent: this backward has already sent the pack.
         """
         grads, first = self.grads, self.grads.pack.layout.slots[0].name
-        if is_sent:  # to launch it again others may not do
+        if is_sent:  # other ranks may not launch it again
             grads.refuse(
                 RuntimeError(
                     f"backward: a re-entrant checkpoint brought a gradient of {first!r} or "
@@ -116,13 +118,13 @@ class Bucket:
             self._streams.add(_compat.current_stream(grads.pack.data.device))
 
     def failed(self) -> None:
-        """Called when the backward failed, maybe before the last gradient was accumulated."""
+        """Called when the backward failed, possibly before the last gradient was accumulated."""
         try:
             if (position := self.grads.give_back()) is not None:
                 self.arrived.discard(position)
-            # Now: the next backward may write before its first hook runs.
+            # Now, because the next backward may write before its first hook runs.
             self.grads.keep(self.arrived)
-        except Exception as error:  # most likely for want of memory, of which it has failed
+        except Exception as error:  # most likely out of memory, like the backward itself
             lost = RuntimeError(
                 "backward: gradients of a backward that failed could not be kept "
                 f"({type(error).__name__}: {error}), and others may be in their memory now; call "
@@ -131,10 +133,10 @@ class Bucket:
             self.grads.refuse(lost)
 
     def adopt(self, synchronizes: bool) -> None:
-        """Take in what one rank has of a backward that sends nothing.
+        """Adopt one rank's gradients of a backward that sends nothing.
 
         Args:
-            synchronizes: it is not in ``no_sync()``, so that this may be the mean of the step.
+            synchronizes: it is not inside ``no_sync()``, so this may be the mean of the step.
         """
         self.counts = False
         self.grads.adopt()
@@ -145,7 +147,7 @@ class Bucket:
         """End a backward that has sent nothing.
 
         Args:
-            synchronizes: see :meth:`adopt`; not of a pack that was adopted already.
+            synchronizes: see :meth:`adopt`; false for a pack that was adopted already.
         """
         if self.arrived and is_alone:
             self.adopt(synchronizes)
@@ -154,7 +156,7 @@ class Bucket:
         self.arrived = set()
 
     def send(self, buffers: Buffers) -> None:
-        """Start the collective, into one of the ``buffers``."""
+        """Launch the collective, with memory from ``buffers``."""
         assert not self.grads.in_flight
         grads, layout = self.grads, self.grads.pack.layout
         if self._streams:
@@ -168,7 +170,8 @@ class Bucket:
 
         sent = grads.collect(empty, self._is_repeated if self.repeated else None)
         self.arrived, self.counts = set(), False
-        reduction = REDUCTIONS[layout.algorithms.reduce or "all_to_all"]  # none in a world of one
+        # there is none with one rank
+        reduction = REDUCTIONS[layout.algorithms.reduce or "all_to_all"]
         take = partial(buffers.take, dtype=sent.dtype, device=device)
         self._reduction = reduction(grads.pack.comm, layout, sent, grads.own_of(sent), take)
         if not self.late:
@@ -182,15 +185,15 @@ class Bucket:
         return isinstance(param, LocalParam) and param.repeats(self.repeated)
 
     def advance(self) -> None:
-        """Launch what follows on the collective under way: the first one of two, if there are."""
+        """Launch the collective that follows the one in flight, if there are two."""
         if self._reduction is not None:
             self._reduction.advance()
 
     def land(self, buffers: Buffers) -> None:
-        """Wait for the collective, if one is under way, and write the mean over the own span.
+        """Wait for the collective in flight, if any, and write the mean over the own span.
 
         Args:
-            buffers: get those that it needed.
+            buffers: get back the buffers that it used.
         """
         reduction, grads = self._reduction, self.grads
         if reduction is None:
@@ -200,23 +203,23 @@ class Bucket:
             total, holders = self._sum_of_copies(pieces, grads.pack.layout)
             pieces = [total]
         usual = self.divisor.given is None and not self.sums
-        mean = self.mean if usual else mean_in_chunks_  # compiled anew for each other divisor
+        mean = self.mean if usual else mean_in_chunks_  # compiled again for each other divisor
         if reduction.mean_ is not None:
             mean = reduction.mean_
         mean(pieces, divisor, grads.own_mean(), grads.own)
         self._reduction = None
         grads.landed(pieces if reduction.by_rank else pieces[:1], holders)
-        # Hazard: nothing reads what was sent or received from here on.
+        # Hazard: from here on nothing may read the sent or received data.
         buffers.give(reduction.received)
         if self._packed is not None:
             buffers.give(self._packed)
             self._packed = None
 
     def _sum_of_copies(self, pieces: Sequence[Tensor], layout: PackLayout) -> tuple[Tensor, Tensor]:
-        """Sum ``pieces`` over holders of copies, and count per slot those that have a gradient."""
+        """Sum ``pieces`` over holders of copies, and count per slot those with a gradient."""
         own = self.grads.own.numel()
         total = _added(pieces, len(layout.slots))
-        total[own:].fill_(1.0)  # to assign a number would wait for a GPU (torch < 2.13)
+        total[own:].fill_(1.0)  # assigning a number would wait for a GPU (torch < 2.13)
         for position, has_one in enumerate(self.grads.presence()):
             if not has_one:
                 total[own + position].fill_(0.0)
@@ -226,10 +229,10 @@ class Bucket:
 
 
 def _added(pieces: Sequence[Tensor], room: int) -> Tensor:
-    """Sum ``pieces`` in fp32, in the order of a mean, with ``room`` for more behind it."""
+    """Sum ``pieces`` in fp32, in the order of a mean, with ``room`` for more after them."""
     numel, dtype = pieces[0].numel(), sum_dtype(pieces[0].dtype)
     total = pieces[0].new_empty(numel + room, dtype=dtype)
     part = total[:numel].copy_(pieces[0])
     for piece in pieces[1:]:
-        part += piece  # of a slice of ``total`` Python would copy the sum onto itself
+        part += piece  # with a slice of ``total`` Python would copy the sum onto itself
     return total.to(MASTER_DTYPE)

@@ -196,7 +196,7 @@ class ShardState:
     def take(self, number: int, names: Sequence[str], state: Mapping[str, Any]) -> None:
         """Overwrite stored tensors of one fragment.
 
-        Tensors missing in ``state`` become zeros, or start anew.
+        Tensors missing in ``state`` become zeros, or start fresh.
         """
         part, device = self.part(number), self._home.device
         for name in names:
