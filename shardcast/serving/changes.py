@@ -178,8 +178,10 @@ def _fits(plan: Plan, dims: ParallelDims) -> None:
             for slot in pack.slots:
                 if not _compat.is_dtensor(plan.params[slot.name]):
                     raise ValueError(
-                        f"changes: other ranks have other experts under the name {slot.name!r}, so "
-                        "that its elements have no place in one parameter; make it a DTensor"
+                        f"changes: {slot.name!r} is a plain parameter of an expert that not all "
+                        "ranks hold, and other ranks may have another expert under this name: make "
+                        "experts DTensors, whose elements have places in one parameter, also "
+                        "where names are numbered, or leave changes off"
                     )
 
 
