@@ -7,9 +7,11 @@ gloo, the one that starts each rare collective call.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +28,14 @@ KEPT = 16  # parts that are cached on the device
 FACTS = 2  # the compared facts: the call, and the loaded weights
 
 
+# How many sharded models there have been with these ranks.
+_MODELS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
 class Refusal(Signal):
     """Each rank's call, an error of this rank alone, and the weights that it loaded.
+
+    A call is that of one model: another one's message may have the same length.
 
     For each fact with digest ``d`` a rank sends ``d`` and ``-ranks * d * d``. If all digests are
     equal, the sum of the second is the negative square of the sum of the first; otherwise it is
@@ -47,6 +55,9 @@ class Refusal(Signal):
         self._ranks, self._in_mesh = process_groups.dp.size, process_groups.model.size > 1
         bits = min(BITS, (53 - 2 * (self._ranks - 1).bit_length()) // 2)
         self._mask = (1 << bits) - 1
+        self._model = 1  # its number, since one of the same shapes has messages of the same length
+        if (group := process_groups.dp.group) is not None:
+            self._model = _MODELS[group] = _MODELS.get(group, 0) + 1
         self.loads = Loads(device)
         self._loaded = ""  # loaded weights that were sent
         self._error: Exception | None = None
@@ -73,7 +84,8 @@ class Refusal(Signal):
         if key not in self._parts:
             if len(self._parts) >= KEPT:
                 self._parts.clear()
-            digests = [zlib.crc32(fact.encode()) & self._mask for fact in facts]
+            texts = f"{self.call} of model {self._model}", self._loaded
+            digests = [zlib.crc32(text.encode()) & self._mask for text in texts]
             squares = [-self._ranks * digest * digest for digest in digests]
             squares[0] -= self._error is not None
             self._parts[key] = to_device([*digests, *squares], torch.float64, self._device)
@@ -96,19 +108,26 @@ class Refusal(Signal):
     def error(self, mistakes: Sequence[float]) -> Exception:
         """Return this rank's own error, otherwise that of other ranks, or the difference."""
         error, self._error = self._error, None
-        own = self.call, failure_of(error), self._loaded
+        own = self.call, failure_of(error), self._loaded, self._model
         told = known(own, self._everyone, self._device)
         if error is not None:
             return error
-        outcomes = [(call, failure) for call, failure, _ in told.values()]
+        outcomes = [(call, failure) for call, failure, *_ in told.values()]
         if len({*outcomes}) > 1:
             return raised_elsewhere(outcomes)
+        models = [(rank, f"number {model}") for rank, (*_, model) in told.items()]
+        if len({number for _, number in models}) > 1:
+            return RuntimeError(
+                f"{self.call}: the ranks are in this call of different sharded models, as numbered "
+                f"by their shard() ({by_rank(models)}); make the same calls in the same order on "
+                "every rank"
+            )
         if mistakes[0]:  # on an accelerator a rank knows only its own facts
             return RuntimeError(
                 f"{self.call}: another rank raised an error, which it names, or is in another call "
                 "than this one; make the same calls in the same order on every rank"
             )
-        loaded = [(rank, loaded or "nothing") for rank, (_, _, loaded) in told.items()]
+        loaded = [(rank, loaded or "nothing") for rank, (_, _, loaded, _) in told.items()]
         return RuntimeError(
             f"{self.call}: the ranks loaded different weights by model.load_state_dict since the "
             f"last step ({by_rank(loaded)}), so that the model would be mixed of them; load the "

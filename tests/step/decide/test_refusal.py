@@ -224,6 +224,28 @@ def test_so_it_is_where_a_step_looks_whether_frozen_parameters_have_gradients(
         assert error.startswith(f"the ranks are in different calls: rank 0: {name}; rank 1: step")
 
 
+@pytest.mark.parametrize("call", ["step", "gather_gradients"])
+def test_two_models_of_one_shape_that_meet_are_named_on_all_ranks(call: str):
+    """Their messages have the same length, so that gloo would mix their gradients and weights."""
+
+    def run(group: Any) -> None:
+        models = [CASES["mlp"].build() for _ in range(2)]
+        optimizers = [sharded(model, group) for model in models]
+        before = [values(model) for model in models]
+        for model in models:
+            backward(model)
+        order = optimizers if group.rank() == 0 else optimizers[::-1]
+        told = rf"{call}: .* different .* models, .* \(rank 0: number 1; rank 1: number 2\)"
+        with pytest.raises(RuntimeError, match=told):
+            getattr(order[0], call)()
+        for model, weights in zip(models, before, strict=True):
+            assert_same_bits(values(model), weights)
+        for optimizer in optimizers:  # nothing of it is left
+            optimizer.step()
+
+    ThreadedWorld(2).run(run)
+
+
 def test_two_rare_calls_are_named_too():
     def run(group: Any) -> None:
         model = CASES["mlp"].build()
