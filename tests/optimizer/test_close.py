@@ -180,3 +180,21 @@ def test_a_closed_optimizer_that_a_script_keeps_holds_no_state_nor_operands():
     optimizer.close()
     gc.collect()
     assert update() is None and optimizer.memory_report()["state"] == 0
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_close_gives_a_group_that_was_added_later_its_fp32_masters(converted: bool):
+    def run(group: Any) -> None:
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+        inner = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+        optimizer = shardcast.shard(model, inner, process_group=group, convert_rest=converted)
+        optimizer.add_param_group({"params": [*model[1].parameters()]})
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.3)
+        optimizer.step()
+        masters = packed_of(optimizer).comm.share(optimizer.full_parameters(), torch.device("cpu"))
+        optimizer.close()
+        for name, param in model.named_parameters():
+            assert torch.equal(param, masters[name]), name
+
+    ThreadedWorld(2).run(run)
