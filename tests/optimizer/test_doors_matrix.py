@@ -359,13 +359,16 @@ def train(mesh: Any, case: Mapping[str, str]) -> dict[str, Tensor]:
                     run.model.kept.mul_(1.25)
                     run.params["kept"].copy_(run.model.kept)
             before, shown, digest = run.parts(), values(run.model), run.optimizer.digest()
+            versions = [param._version for param in run.model.parameters()]
             with getattr(run.optimizer, case["door"])(*["*"] * (case["door"] == "whole")) as seen:
                 for one in seen if case["door"] == "owned" else seen.values():
                     local(one.master).mul_(1)
                     assert one.grad is None
             assert run.optimizer.digest() == digest
+            assert [param._version for param in run.model.parameters()] == versions, "for autograd"
             assert_same_bits({**run.parts(), **local_values(run)}, {**before, **shown_of(shown)})
             run.edit()
+            assert run.model.kept._version == versions[[*SHAPES].index("kept")]
             run.check_edit(before, run.parts())
             assert torch.equal(run.model.kept, shown["kept"])
             run.check()

@@ -278,8 +278,6 @@ def test_a_reader_follows_a_folder_through_all_that_happens(
 ):
     """Skipped steps, a restart of either side, a lost patch, spoiled bytes, a slow reader."""
 
-    (tmp_path / ".writing-half.safetensors").write_bytes(b"what a killed writer has left")
-
     def run(group: Any) -> tuple[int, int]:
         training = Trainer(group, tmp_path, 8, fields)
         target: Any = {}
@@ -507,6 +505,9 @@ def test_the_files_of_a_later_run_stay_and_those_of_an_earlier_one_go(tmp_path: 
 
 
 def test_a_version_without_all_its_parts_waits(tmp_path: Path):
+    left = tmp_path / ".writing-ab-00000001-0.full.0-of-1.safetensors"
+    left.write_bytes(b"by a writer that was killed")
+
     def run(group: Any) -> None:
         model, optimizer = trainer(group)
         sender, target, reader = FolderSender(tmp_path, optimizer), reader_model(), None
