@@ -380,7 +380,7 @@ def _round(
     prefix: str,
     loaded: Mapping[nn.Parameter, Tensor],
 ) -> None:
-    """Let torch copy the published form of loaded values, whose cast differs from torch's."""
+    """Let torch copy the published values of a load, whose cast differs from torch's."""
     pack = shard.pack
     names = {param: name for name, param in module.named_parameters(recurse=False)}
     for slot, param in zip(pack.layout.slots, pack.in_model, strict=True):
