@@ -1,4 +1,4 @@
-"""An average of weights, in fp32 at their owners, that is better than the last ones.
+"""An average of the fp32 masters with a lower loss than the last weights.
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/ema.py
 """
@@ -29,7 +29,7 @@ def error() -> float:
 data = torch.Generator().manual_seed(rank)
 for _ in range(300):
     inputs = torch.randn(32, 16, generator=data).to(device)
-    noise = torch.randn(32, 16, generator=data).to(device)  # of the targets: the weights jitter
+    noise = torch.randn(32, 16, generator=data).to(device)  # makes the weights jitter
     loss = nn.functional.mse_loss(model(inputs).float(), inputs.roll(1, dims=1) + noise)
     loss.backward()
     optimizer.step()  # <- averages, too

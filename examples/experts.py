@@ -27,7 +27,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx, tokens: Tensor) -> Tensor:
-        arrived = tokens.new_empty(tokens.shape)  # contiguous, as empty_like need not be
+        arrived = tokens.new_empty(tokens.shape)  # contiguous, unlike empty_like's result
         dist.all_to_all_single(arrived, tokens.contiguous(), group=mesh["ep"].get_group())
         return arrived
 

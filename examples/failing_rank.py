@@ -28,14 +28,14 @@ optimizer = shardcast.shard(
 
 data = torch.Generator().manual_seed(rank)
 for step in range(100):
-    with optimizer.attempt():  # <- what is raised inside it costs this step at most
+    with optimizer.attempt():  # <- an error inside it costs at most this step
         if step == BROKEN and rank == dist.get_world_size() - 1:
             raise ValueError("a sample that cannot be read")
         inputs = torch.randn(32, 16, generator=data).to(device)
         targets = inputs.sum(dim=1, keepdim=True) / 4
         loss = nn.functional.mse_loss(model(inputs).float(), targets)
         loss.backward()
-    optimizer.step()  # <- trains the mean of the ranks that took part
+    optimizer.step()  # <- uses the mean of the ranks that took part
     optimizer.zero_grad()
 if rank == 0:
     for failure in optimizer.failures():

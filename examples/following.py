@@ -27,7 +27,7 @@ torch.manual_seed(0)
 
 model = build().to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-optimizer = shardcast.shard(model, optimizer, changes=True)  # <- notes what changes
+optimizer = shardcast.shard(model, optimizer, changes=True)  # <- records changes
 sender = publish.FolderSender(folder[0], optimizer)
 
 served = build().to(torch.bfloat16)  # usually in another process, which needs no group
@@ -39,7 +39,7 @@ for _ in range(20):
     nn.functional.mse_loss(model(inputs).float(), inputs).backward()
     optimizer.step()
     optimizer.zero_grad()
-    sender.send()  # <- on every rank: its own elements that have changed
+    sender.send()  # <- on every rank: its own changed elements
     dist.barrier()
     if rank == 0:
         reader.update(served)  # <- checks all parts, then writes them

@@ -23,8 +23,8 @@ data = torch.Generator().manual_seed(rank)
 for _ in range(100):
     inputs = torch.randn(32, 64, generator=data).to(device)
     loss = nn.functional.mse_loss(model(inputs).float(), inputs.roll(1, dims=1))
-    optimizer.scale_loss(loss).backward()  # <- in place of scaler.scale(loss).backward()
-    optimizer.step()  # <- in place of scaler.unscale_, clip_grad_norm_, scaler.step, scaler.update
+    optimizer.scale_loss(loss).backward()  # <- instead of scaler.scale(loss).backward()
+    optimizer.step()  # <- instead of scaler.unscale_, clip_grad_norm_, scaler.step, scaler.update
     optimizer.zero_grad()
 if rank == 0:
     scale, skipped = optimizer.loss_scale, optimizer.skipped_steps

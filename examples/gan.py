@@ -17,25 +17,27 @@ torch.manual_seed(0)
 
 generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
 critic = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
-of_generator = torch.optim.RMSprop(generator.parameters(), lr=1e-3)
-of_critic = torch.optim.RMSprop(critic.parameters(), lr=1e-3)
-of_generator = shardcast.shard(generator, of_generator)  # <- each model with its own optimizer
-of_critic = shardcast.shard(critic, of_critic)
+generator_optimizer = torch.optim.RMSprop(generator.parameters(), lr=1e-3)
+critic_optimizer = torch.optim.RMSprop(critic.parameters(), lr=1e-3)
+generator_optimizer = shardcast.shard(
+    generator, generator_optimizer
+)  # <- each model with its own optimizer
+critic_optimizer = shardcast.shard(critic, critic_optimizer)
 
 data = torch.Generator().manual_seed(rank)
 for _ in range(100):
     real = (torch.randn(64, 2, generator=data) * 0.1 + 1.0).to(device)
     noise = torch.randn(64, 8, generator=data).to(device)
-    of_critic.zero_grad()  # <- also what the generator's backward left there
+    critic_optimizer.zero_grad()  # <- includes what the generator's backward left
     gap = critic(generator(noise).detach()).mean() - critic(real).mean()
     gap.backward()
-    of_critic.step()
+    critic_optimizer.step()
     with torch.no_grad():
         for param in critic.parameters():
-            param.clamp_(-0.1, 0.1)  # <- a weight that a script edits is taken into the masters
-    of_generator.zero_grad()
+            param.clamp_(-0.1, 0.1)  # <- edited weights become masters
+    generator_optimizer.zero_grad()
     (-critic(generator(noise)).mean()).backward()
-    of_generator.step()
+    generator_optimizer.step()
 if rank == 0:
     print(f"mean of what is generated: {generator(noise).float().mean().item():.2f} (data: 1.00)")
 

@@ -34,7 +34,7 @@ def trained(**options: object) -> dict[str, int]:
 default = trained()
 lean = trained(
     accumulate="sharded",  # <- each rank keeps its own part of the gradients
-    master="split16",  # <- of a master only the bits that the bf16 parameter lacks
+    master="split16",  # <- only the bits that the bf16 parameter lacks
     moments="int8",  # <- a byte per moment, and a scale per 64 elements
 )
 if rank == 0:

@@ -30,7 +30,7 @@ for _ in range(100):
     inputs = torch.randn(32, 64, generator=data).to(device)
     loss = nn.functional.mse_loss(model(inputs).float(), inputs.roll(1, dims=1))
     loss.backward()
-    optimizer.step()  # <- of both
+    optimizer.step()  # <- steps both
     optimizer.zero_grad()
     for scheduler in schedulers:
         scheduler.step()

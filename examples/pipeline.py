@@ -1,4 +1,4 @@
-"""With a pipeline of two stages.
+"""A pipeline of two stages.
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=4 examples/pipeline.py
 """

@@ -1,4 +1,4 @@
-"""Weights that are mxfp8 in every forward, and their codes for whoever serves them.
+"""Weights that are mxfp8 in every forward, and their codes for an inference engine.
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/quantized_forms.py
 """

@@ -1,4 +1,4 @@
-"""With tensor parallelism.
+"""Tensor parallelism.
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=4 examples/tensor_parallel.py
 """

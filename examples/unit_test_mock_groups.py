@@ -1,6 +1,6 @@
 """Unit tests of a training loop on mock process groups: pytest examples/unit_test_mock_groups.py.
 
-No processes, no ports: ranks are threads, or one rank of a large world alone.
+No processes, no ports: ranks are threads, or a single rank of a large world.
 """
 
 import pytest
@@ -58,9 +58,9 @@ def test_tensor_parallel_ranks_compute_the_same_loss():
 
 
 def test_what_one_rank_of_1024_sends():
-    with fake_world({"pp": 4, "dp": 32, "tp": 8}, rank=17) as mesh:  # <- nobody else is there
+    with fake_world({"pp": 4, "dp": 32, "tp": 8}, rank=17) as mesh:  # <- this rank alone
         parallel = parallelize_module(build(), mesh["tp"], PLAN, src_data_rank=None)
         parallel(torch.ones(2, 8)).sum()
         assert parallel[0].weight.to_local().shape == (2, 8)
-        log = mesh.get_group("tp").rank_log  # of all groups, in order
+        log = mesh.get_group("tp").rank_log  # calls in all groups, in order
         assert [(call.group, call.op) for call in log] == [("tp", "all_reduce")]

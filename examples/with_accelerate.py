@@ -2,7 +2,7 @@
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/with_accelerate.py
 
-``accelerate launch`` starts it too. For scripts that must stay as they are: ``shardcast launch``.
+``accelerate launch`` starts it, too. ``shardcast launch`` starts scripts that must not change.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardcast.accelerate import ShardcastAccelerator
 
-accelerator: Accelerator = ShardcastAccelerator(  # <- in place of Accelerator
+accelerator: Accelerator = ShardcastAccelerator(  # <- instead of Accelerator
     mixed_precision="bf16",
     cpu=not torch.cuda.is_available(),
     gradient_accumulation_steps=2,

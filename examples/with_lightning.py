@@ -1,4 +1,4 @@
-"""With Lightning: python examples/with_lightning.py, which starts two processes; torchrun too."""
+"""Lightning: python examples/with_lightning.py starts two processes; torchrun works, too."""
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -28,7 +28,7 @@ seed_everything(0, verbose=False)
 inputs = torch.randn(6400, 64)
 loader = DataLoader(TensorDataset(inputs, inputs.roll(1, dims=1)), batch_size=32)
 trainer = Trainer(
-    strategy=ShardcastStrategy({"accumulate": "sharded"}),  # <- in place of "ddp"; or "shardcast"
+    strategy=ShardcastStrategy({"accumulate": "sharded"}),  # <- instead of "ddp"; or "shardcast"
     precision="bf16-true",
     accelerator="auto" if torch.cuda.is_available() else "cpu",
     devices=2,

@@ -15,7 +15,7 @@ def train() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer = shardcast.shard(  # <- in place of ray.train.torch.prepare_model, which wraps in DDP
+    optimizer = shardcast.shard(  # <- instead of ray.train.torch.prepare_model, which wraps in DDP
         model, optimizer, param_dtype=torch.bfloat16, max_grad_norm=1.0
     )
     data = torch.Generator().manual_seed(rank)

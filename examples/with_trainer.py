@@ -33,7 +33,7 @@ args = TrainingArguments(
     report_to="none",
     disable_tqdm=True,
 )
-trainer = ShardcastTrainer(  # <- in place of Trainer
+trainer = ShardcastTrainer(  # <- instead of Trainer
     model=model,
     args=args,
     train_dataset=rows,

@@ -19,7 +19,7 @@ class Trainer(ShardcastTrainerMixin, GRPOTrainer):  # <- before the trainer of T
 
     def _generate(self, prompts: list) -> tuple:
         optimizer = self.accelerator.sharded_optimizer
-        with optimizer.asleep(keep={"parameters"}):  # <- rollouts have the memory of all else
+        with optimizer.asleep(keep={"parameters"}):  # <- rollouts can use the freed memory
             self.asleep += optimizer.memory_report().get("asleep", 0)
             return super()._generate(prompts)
 

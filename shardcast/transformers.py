@@ -12,7 +12,7 @@ rank's shard in ``shardcast/`` instead of ``optimizer.pt``, and loads at any wor
 
 ``optimizers=`` also takes a list of optimizers. Trainer's schedule then drives the groups of all,
 each from its own learning rate. Or pass a list of schedulers:
-``optimizers=([muon, adamw], [of_muon, of_adamw])``.
+``optimizers=([muon, adamw], [muon_schedule, adamw_schedule])``.
 """
 
 from __future__ import annotations

@@ -152,21 +152,21 @@ def judge(
 
 PREAMBLE = """# Evidence
 
-Tests that others wrote for their own libraries, run on shardcast. Written by
-`bash launch/test.sh --foreign`, whose head says where the sources are taken from; none of them is
-part of this repository. What is replaced in a file before it runs, imports and devices, is listed,
-and no assertion is.
+These are other libraries' own tests, run on shardcast by `bash launch/test.sh --foreign`. None of
+them is part of this repository. Replacements before a run, such as imports and devices, are listed;
+no assertion is replaced.
 
-*Passed* is the whole test. *Refused* is an error that names cause and remedy, and the run checks
-its words. *Not applicable* asks for what shardcast does not claim. Every test of a file is counted.
+*Passed* means that the whole test passes. *Refused* means an error that names cause and remedy; the
+run checks its words. *Not applicable* means that the test asks for something that shardcast does
+not claim. Every test of a file is counted.
 
 """
 NOT_YET = """## Not run
 
 DeepSpeed's `test_zero2_gradient_safety.py` calls private methods of its optimizer, and the
-`*_cpu.py` of Emerging-Optimizers call its functions over tensor-parallel ranks: no sharded
-optimizer can stand in their place. A suite in `tools/conformance/foreign` without a row above was
-never run whole by one command.
+`*_cpu.py` of Emerging-Optimizers call its functions over tensor-parallel ranks. No sharded
+optimizer can replace these. Suites in `tools/conformance/foreign` without a row above have never
+been run completely by one command.
 """
 HEAD = ("suite", "from", "cases", *OUTCOMES)
 
