@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["Metrics", "flat", "worst"]
 
 Metrics = Mapping[str, Mapping[str, Tensor]]
-"""Per parameter and name of a metric, a 0-dim tensor on the device."""
+"""0-dim tensors on the device, by parameter and name of the metric."""
 
 
 def flat(metrics: Metrics) -> dict[str, float]:

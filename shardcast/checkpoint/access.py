@@ -56,7 +56,7 @@ class Snapshot:
     """
 
     inventory: Inventory
-    """What all ranks hold, once they :meth:`meet`."""
+    """Tensors that all ranks hold, known after :meth:`meet`."""
 
     def __init__(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(optimizer, ShardedOptimizer):

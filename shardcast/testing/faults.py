@@ -80,4 +80,4 @@ class Death:
 
 
 Fault = Delay | Drop | Death
-"""What :meth:`ThreadedWorld.run` can inject."""
+"""A fault that :meth:`ThreadedWorld.run` can inject."""

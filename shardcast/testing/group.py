@@ -21,7 +21,7 @@ from torch import Tensor
 from .record import Collective
 
 Combine = Callable[[str, Sequence[Tensor], Tensor], None]
-"""``combine(reduce_op, parts, out)`` writes to ``out`` the reduction of every rank's part."""
+"""``combine(reduce_op, parts, out)`` writes the reduction of all ranks' parts to ``out``."""
 
 REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
@@ -105,9 +105,9 @@ class RecordedGroup(dist.ProcessGroup):
     """
 
     log: list[Collective]
-    """What this rank has called in this group so far, in order."""
+    """This rank's calls in this group so far, in order."""
     rank_log: list[Collective]
-    """What this rank has called in all groups of its mesh so far, in order; else the ``log``."""
+    """This rank's calls in all groups of its mesh so far, in order; without a mesh, ``log``."""
 
     def __init__(self, rank: int, world_size: int, backend: str) -> None:
         if not 0 <= rank < world_size:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from . import _compat
 
 Shape = int | Mapping[str, int]
-"""The number of ranks of a world, or the sizes of a mesh's dimensions by name, outer first."""
+"""Number of ranks of a world, or mesh sizes by name, outer dimension first."""
 
 
 def ranks_of(shape: Shape) -> int:

@@ -22,8 +22,8 @@ class Collective:
     op: str
     """Name of the function, such as ``all_reduce``."""
     shape: tuple[int, ...] = ()
-    """Shape of the tensor that this rank sends; for ``broadcast``, ``scatter`` and
-    ``reduce_scatter`` the one that every rank ends with; for ``all_to_all`` the first one sent."""
+    """Shape of the tensor that this rank sends. For ``broadcast``, ``scatter`` and
+    ``reduce_scatter`` that of the result on every rank; for ``all_to_all`` the first one sent."""
     dtype: torch.dtype | None = None
     """``None`` for ``barrier`` only."""
     source: int | None = None
@@ -31,19 +31,19 @@ class Collective:
     dest: int | None = None
     """Group rank that receives, in ``reduce`` and ``gather``."""
     reduce_op: str | None = None
-    """``"SUM"``, ``"AVG"``, ``"MAX"`` … where something is reduced."""
+    """``"SUM"``, ``"AVG"``, ``"MAX"`` … if the collective reduces."""
     input_splits: tuple[int, ...] | None = None
-    """All-to-all only: what goes to each rank (rows for ``all_to_all_single``, else elements)."""
+    """All-to-all only: sent to each rank (rows for ``all_to_all_single``, else elements)."""
     output_splits: tuple[int, ...] | None = None
-    """All-to-all only: what comes from each rank."""
+    """All-to-all only: received from each rank."""
     async_op: bool = False
-    """Whether the call came back before the collective was done."""
+    """Whether the call returned before the collective was done."""
     nbytes: int = 0
-    """Bytes of the larger side: what this rank sends or what it receives."""
+    """Bytes that this rank sends or receives, whichever is more."""
     group: str = ""
-    """Dimension of the mesh, or the ``group_desc`` of the group; nothing for the default group."""
+    """Dimension of the mesh, or ``group_desc`` of the group; empty for the default group."""
     launched_with: int | None = None
-    """``seq`` of the first collective of the group that was launched as one; ``None``: alone."""
+    """``seq`` of the first collective in a joint launch; ``None``: launched alone."""
 
     @property
     def launch(self) -> int:

@@ -49,11 +49,11 @@ class PendingCollective:
     """One collective, with the inputs of each rank that has launched it."""
 
     ranks: tuple[int, ...]
-    """The ranks of the world that take part, by rank in the group."""
+    """Participating ranks of the world, by rank in the group."""
     record: Collective
-    """That of the first of them to come."""
+    """Record of the first rank to arrive."""
     calls: dict[int, Call] = field(default_factory=dict)
-    """By rank of the world."""
+    """Calls, by rank of the world."""
 
     def __str__(self) -> str:
         kind = MESSAGE if self.record.op == MESSAGE else "collective"
@@ -101,12 +101,12 @@ class ThreadedRun:
     def __init__(self, world_size: int, timeout: float, faults: Iterable[Fault]) -> None:
         self.world_size, self.timeout = world_size, timeout
         self.left: dict[int, BaseException | None] = {}
-        """Who has returned (``None``) or raised, in this order."""
+        """Ranks that have returned (``None``) or raised, in this order."""
         self.unreached = list(faults)
         self.failure: Callable[[], Exception] | None = None
-        """Makes the error that every rank raises; each its own, with what is known by then."""
+        """Makes each rank's error, with the facts known by then."""
         self.attempts = [0] * world_size
-        """How many collectives each rank has come to."""
+        """Number of collectives that each rank has reached."""
         self.store = dist.HashStore()  # type: ignore[attr-defined]
         self._groups: dict[str, tuple[int, ...]] = {}
         self._open: dict[

@@ -27,9 +27,9 @@ from .record import name_ranks
 T = TypeVar("T")
 
 _PATIENCE = 1.0
-"""Seconds that the other ranks have to finish as well, once one has failed."""
+"""Seconds in which the other ranks must finish after one has failed."""
 _GOODBYE = 5.0
-"""Seconds that an idle process has to leave its group, or to end."""
+"""Seconds in which an idle process must leave its group, or end."""
 
 
 class ProcessFailedError(RuntimeError):
@@ -252,7 +252,7 @@ class Task:
     """A function to run; files of this run are named ``path`` plus a suffix."""
 
     work: bytes
-    """The pickled ``(fn, args)``: by value, so that no tensor is shared between processes."""
+    """The pickled ``(fn, args)``, by value, so that processes share no tensor."""
     path: str
     backend: str
     deadline: float

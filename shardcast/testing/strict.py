@@ -37,7 +37,7 @@ class StrictGroup(RecordedGroup):
         super().__init__(tuple(ranks).index(world_rank), len(ranks), backend="strict")
         self.world_rank, self.ranks, self.key, self.poison = world_rank, tuple(ranks), key, poison
         self.run: ThreadedRun | None = None
-        """The one that this rank takes part in at present."""
+        """The run that this rank currently takes part in."""
         self._pending: dict[Hashable, Call] = {}
         self._messages: Counter[tuple[int, int, int]] = Counter()
 

@@ -84,8 +84,8 @@ class ThreadedWorld:
     """
 
     groups: list[StrictGroup]
-    """The process group of each rank. They stay the same from run to run; with a mesh, the default
-    one of the latest run."""
+    """Process group of each rank, the same in all runs; with a mesh, the default group of
+    the latest run."""
 
     def __init__(self, world_size: Shape, *, timeout: float = 30.0, poison: bool = True) -> None:
         self.world_size, self.timeout, self.poison = ranks_of(world_size), timeout, poison
