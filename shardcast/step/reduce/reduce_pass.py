@@ -9,9 +9,9 @@ Life of a pack in one synchronized backward::
                              divided by their number, written over the own span
     end of backward       -> packs still incomplete are launched, absent gradients as zeros
 
-Each pass launches every pack exactly once, in the same order, on every rank, whatever gradients are
-absent. A backward that fails, be it before its first gradient, is a pass all the same: what it has
-left is sent by the next backward, clear, step or other call of all ranks.
+Each pass launches every pack exactly once, in the same order on every rank, even if gradients are
+absent. A failed backward is also a pass, even if it failed before its first gradient. The next
+backward, clear, step or other call of all ranks sends the rest.
 """
 
 from __future__ import annotations
@@ -26,22 +26,19 @@ from shardcast import _compat
 from shardcast.comm import Buffers
 from shardcast.step.reduce.bucket import Bucket
 
-WINDOW = 2  # packs in flight: bounds the memory of buffers
+WINDOW = 2  # packs in flight; bounds the memory of buffers
 
 
 class Backward:
-    """A backward that runs, from the model's output or its first gradient on.
+    """A running backward, from the model's output or its first gradient on.
 
     Attributes:
-        number: the engine's.
-        sends: whether gradients are reduced while it runs, and not accumulated on this rank.
-        waits: whether nothing is sent before its end: in the first one a re-entrant checkpoint may
-            bring gradients twice, and another model may be reached.
+        number: the engine's number.
+        sends: whether gradients are reduced during it, not accumulated on this rank.
+        waits: whether everything is sent at its end: in the first backward a re-entrant checkpoint
+            may produce gradients twice, and another model may be reached.
         started: whether a gradient came.
-
-    Args:
-        ended: is called with it when it ends.
-        failed: is called with its number when it fails, and maybe after it has ended.
+        end: weak reference to the callback at its end, which the engine drops if it fails.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class Backward:
         # The engine alone holds the callback, and drops it when the backward fails.
         self._dropped = weakref.ref(end, _compat.untraced(lambda _: failed(number)))
         _compat.at_end_of_backward(end)
-        self._inner = self.number  # the last backward inside it that adds to gradients
+        self._inner = self.number  # the last inner backward that adds to gradients
 
     def accumulates(self, running: int) -> bool:
         """Return whether ``running`` is this backward, or one inside it that adds to gradients."""
@@ -70,18 +67,19 @@ class Backward:
 
 
 class ReducePass:
-    """Sends each pack once, in an order that is the same on all ranks, a few at a time.
+    """Sends each pack once, in the same order on all ranks, a few at a time.
 
     Args:
-        buckets: of all packs, in the order in which they were added.
-        alone: whether there is one rank, which takes gradients in and sends none.
+        buckets: buckets of all packs, in the order in which they were added.
+        alone: whether there is one rank, which adopts gradients and sends none.
 
     Attributes:
-        left: those that were not sent yet, in order.
+        left: packs that were not sent yet, in order.
     """
 
     def __init__(self, buckets: Iterable[Bucket], alone: bool) -> None:
-        # Gradients arrive roughly from the last parameter to the first; equal on all ranks.
+        # Gradients arrive roughly from the last parameter to the first; this order is equal on all
+        # ranks.
         last_first = [*buckets][::-1]
         self.left = dict.fromkeys(sorted(last_first, key=lambda bucket: bucket.late))
         self._buffers, self.alone = Buffers(), alone
@@ -90,11 +88,11 @@ class ReducePass:
     def advance(self, device: torch.device, synchronizes: bool) -> None:
         """Launch packs that are complete, in order.
 
-        Hooks run on one thread per device. What was counted on another one is perhaps not
-        accumulated yet, and is launched later.
+        Hooks run on one thread per device. A gradient that was counted on another thread may not be
+        accumulated yet, so its pack is launched later.
 
         Args:
-            synchronizes: this is not in ``no_sync()``.
+            synchronizes: this is not inside ``no_sync()``.
         """
         while self.left:
             bucket = next(iter(self.left))
@@ -109,7 +107,7 @@ class ReducePass:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Send what was not sent yet, zeros for absent gradients, and have all means here."""
+        """Send everything that was not sent yet, with zeros for absent gradients; land means."""
         while self.left:
             self._launch(next(iter(self.left)))
         while self._flying:

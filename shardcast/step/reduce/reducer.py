@@ -1,8 +1,8 @@
-"""Reduce: gradients of every rank to the owner of their span, while backward runs.
+"""Reduce: send gradients to the owners of their elements during the backward.
 
-One hook per parameter counts what comes; the :class:`ReducePass` sends packs that are complete.
-Peers sum in the wire dtype (DDP, ZeRO) or pre-divide in fp16; here low precision is only on the
-wire, and the mean is rounded once.
+One hook per parameter counts gradients; the :class:`ReducePass` sends complete packs. Peers sum in
+the wire dtype (DDP, ZeRO) or pre-divide in fp16. Here only the wire is in low precision, and the
+mean is rounded once.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from shardcast.step.reduce.bucket import Bucket, land_all
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.reduce_pass import Backward, ReducePass
 
-# Reducers of a process group that are open. Where there are several, one backward may go through
-# the models of two.
+# Open reducers by process group. If there are several, one backward may go through two models.
 _REDUCERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Reducer]] = weakref.WeakKeyDictionary()
 
 
 class Reducer:
-    """Reduces the gradients of the packs given to :meth:`add` to their owners.
+    """Reduces the gradients of the packs passed to :meth:`add` to their owners.
 
-    All ranks must run the same number of synchronized backwards; inside :meth:`no_sync` none.
-    Which collectives run depends on these calls alone, never on what lies in ``.grad``. What is
-    wrong in a backward of one rank is kept, and the next decision raises it on all ranks.
+    All ranks must run the same number of synchronized backwards; inside :meth:`no_sync` none. Only
+    these calls determine which collectives run, never the contents of ``.grad``. An error in a
+    backward of one rank is kept, and the next decision raises it on all ranks.
 
     Attributes:
-        grads: the gradients of the packs, in the order of :meth:`add`; it grows.
-        divisor: the number that divides sums over ranks.
-        at_step: whether :meth:`finish` sends, not backwards: a pipeline has many in a step.
-        last_backward: the engine's number of the last one that brought gradients; ``None``: none
-            came since the last step or ``zero_grad``.
-        due: whether gradients are here that were not reduced; a step needs a pass before it.
-        before_edit: is called before a script edits a mean, or sees it.
-        counting: the backward whose gradients of open packs are counted and no more, as long as no
-            further pack is complete.
-        history: the acts on means since the last step, which all ranks must do alike.
-        buckets: the bucket of each pack, in the order of :meth:`add`.
+        grads: gradients of the packs, in the order of :meth:`add`; it grows.
+        divisor: number that divides sums over ranks.
+        at_step: whether :meth:`finish` sends instead of backwards, because a pipeline has many in a
+            step.
+        last_backward: the engine's number of the last backward with gradients; ``None``: there was
+            none since the last step or ``zero_grad``.
+        due: whether there are gradients that were not reduced; a step needs a pass before it.
+        before_edit: called before a script edits or reads a mean.
+        counting: the backward whose gradients of open packs are only counted, while no further pack
+            is complete.
+        history: acts on means since the last step, which must be equal on all ranks.
+        buckets: bucket of each pack, in the order of :meth:`add`.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Reducer:
         self.history: dict[str, Any] = {**NOTHING}
         self.buckets: dict[Pack, Bucket] = {}
         self._syncs = True
-        self._mistake: Exception | None = None  # of the last finish()
-        self._gathered = False  # since the last backward: all edits are right
+        self._mistake: Exception | None = None  # error of the last finish()
+        self._gathered = False  # since the last backward; then all edits are allowed
         self._told: set[str] = set()
-        self._backward: Backward | None = None  # that runs
-        self._pass: ReducePass | None = None  # of the running backward, or one that failed
-        # A backward went through another model, too: packs are sent at its end. ``None``: no
-        # synchronized one has ended.
+        self._backward: Backward | None = None  # the running backward
+        self._pass: ReducePass | None = None  # pass of the running backward, or of one that failed
+        # A backward went through another model, too, so packs are sent at its end. ``None``: no
+        # synchronized backward has ended.
         self._meets: bool | None = None
         self._handles: list[Any] = []
         if (group := process_groups.shard.group) is not None:
@@ -92,12 +92,12 @@ class Reducer:
 
     @property
     def alone(self) -> bool:
-        """Return whether gradients are means as they come."""
+        """Return whether gradients are means without a reduction."""
         return self.process_groups.everyone.size == 1 and self.divisor.given is None
 
     @property
     def _peers(self) -> list[Reducer]:
-        """The other open ones of these ranks; alone nobody waits for them."""
+        """Other open reducers of these ranks; with one rank nobody waits for them."""
         group = self.process_groups.shard.group
         return (
             [it for it in _REDUCERS.get(group, ()) if it is not self] if group is not None else []
@@ -105,12 +105,12 @@ class Reducer:
 
     @property
     def synchronises(self) -> bool:
-        """Return whether a backward would be synchronized now, as DDP counts: not in no_sync."""
+        """Return whether a backward would be synchronized now, in DDP's sense: not in no_sync."""
         return self._syncs and not self.at_step
 
     @property
     def _local(self) -> bool:
-        """Return whether backwards send nothing at present."""
+        """Return whether backwards currently send nothing."""
         return not self._syncs or self.at_step or self.alone
 
     @property
@@ -119,9 +119,9 @@ class Reducer:
         return any(param.grad is not None for grads in self.grads for param in grads.pack.params)
 
     def add(self, pack: Pack) -> Gradients:
-        """Reduce the gradients of ``pack`` from now on; every rank must add the same packs.
+        """Reduce the gradients of ``pack`` from now on. Every rank must add the same packs.
 
-        Gradients that its parameters have already are reduced with this step's.
+        Existing gradients of its parameters are reduced with this step's.
         """
         low = pack.layout.dtype
         me = weakref.ref(self)
@@ -155,7 +155,7 @@ class Reducer:
 
     @torch.no_grad()
     def reduce_now(self, bucket: Bucket) -> None:
-        """Reduce one pack by itself. Collective."""
+        """Reduce one pack separately. Collective."""
         if self.alone:
             bucket.grads.adopt_all()
         else:
@@ -168,13 +168,13 @@ class Reducer:
 
     @contextmanager
     def no_sync(self, sends: bool = False) -> Iterator[None]:
-        """Accumulate gradients on this rank inside it, without a collective.
+        """Accumulate gradients on this rank inside the block, without a collective.
 
         Args:
-            sends: they are reduced all the same, where there is no room to accumulate locally.
+            sends: reduce them nevertheless, because there is no room to accumulate locally.
         """
         syncs, self._syncs = self._syncs, sends
-        self.due |= sends  # also without a backward in it, which other ranks may have
+        self.due |= sends  # even without a backward inside, because other ranks may have one
         try:
             yield
         finally:
@@ -182,14 +182,14 @@ class Reducer:
             self._syncs = syncs
 
     def close(self) -> None:
-        """Remove the hooks from the parameters, and wait for what a failed backward has sent."""
+        """Remove the hooks from the parameters, and wait for data that a failed backward sent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         shard = self.process_groups.shard
         if shard.is_alive and shard.group is not None:  # a destroyed group has no reducers
             _REDUCERS[shard.group].discard(self)
-        land_all(self.buckets.values())  # last: it raises where a rank was lost
+        land_all(self.buckets.values())  # last, because it raises if a rank was lost
         for grads in self.grads:
             grads.close()
 
@@ -197,8 +197,8 @@ class Reducer:
     def begin(self) -> None:
         """Called when a backward reaches the model's output.
 
-        So the *outermost* backward ends the pass, not one that a re-entrant checkpoint runs inside.
-        The first gradient hook does the same for models whose submodules are called directly. A
+        So the *outermost* backward ends the pass, not one inside it (re-entrant checkpoint). For
+        models whose submodules are called directly, the first gradient hook does the same. A
         backward that reaches no trained parameter (an adversarial example, Langevin sampling) makes
         no pass, as under DDP.
         """
@@ -206,28 +206,28 @@ class Reducer:
             self._begin()
 
     def finish(self) -> None:
-        """Bring the means of the own spans here; the last call of this stage before a step.
+        """Finish the means of the own spans; the last call of this stage before a step.
 
-        Collective: every rank. It makes the pass for gradients that no synchronized backward
-        brought (set by hand, or accumulated under :meth:`no_sync`). Afterwards :meth:`check` says
-        what went wrong, a call inside :meth:`no_sync` too: other ranks may be outside of it, and
-        wait for this rank's gradients.
+        Collective: every rank. It makes the pass for gradients without a synchronized backward (set
+        by hand, or accumulated in :meth:`no_sync`). Afterwards :meth:`check` returns errors,
+        including a call inside :meth:`no_sync`: other ranks may be outside of it, and wait for this
+        rank's gradients.
         """
         if not self._syncs:
-            self._syncs = True  # from here on, as on the ranks that are outside of it
+            self._syncs = True  # from here on, as on ranks outside of no_sync()
             self._mistake = RuntimeError(
                 "step() was called inside no_sync(): the gradients were not reduced; leave the "
                 "context before the last backward and the step"
             )
         self._complete()
-        if self.due or self.alone:  # alone no backward makes a pass due
+        if self.due or self.alone:  # with one rank no backward makes a pass due
             self._start(not self.alone)
             self._flush()
             return
         self.settle()
 
     def settle(self) -> None:
-        """Take what a script did to gradients since they were reduced. Local."""
+        """Adopt what a script did to gradients since they were reduced. Local."""
         are_dropped = not any(grads.adds for grads in self.grads)
         taken = [grads.settle() for grads in self.grads]
         if any(taken) and are_dropped and not self._gathered:
@@ -238,10 +238,10 @@ class Reducer:
             )
 
     def check(self) -> None:
-        """Raise what was wrong on this rank; local, for a call that tells all ranks.
+        """Raise this rank's errors. Local, for a call that shares them with all ranks.
 
         Raises:
-            RuntimeError, TypeError: what a backward brought, or a script did, cannot be right.
+            RuntimeError, TypeError: a backward produced, or a script made, invalid gradients.
         """
         mistake, self._mistake = self._mistake, None
         if mistake is not None:
@@ -252,9 +252,9 @@ class Reducer:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Show the mean in every ``.grad``, not in the own spans alone. Collective.
+        """Show the whole mean in every ``.grad``, not only in own spans. Collective.
 
-        To be called after :meth:`finish`; the next step and backwards go on from there.
+        Call it after :meth:`finish`; the next step and backwards continue from there.
         """
         if self.alone:
             return
@@ -269,7 +269,7 @@ class Reducer:
 
     @property
     def brings(self) -> bool:
-        """Return whether there are gradients that are not in the mean, or that no step has used."""
+        """Return whether there are gradients outside the mean, or that no step has used."""
         return any(
             not (grads.used and grads.holds(position, grad))
             for grads in self.grads
@@ -278,9 +278,9 @@ class Reducer:
         )
 
     def note_edits(self) -> None:
-        """Note that means were edited, here or on other ranks; show them where all are shown.
+        """Note that means were edited, here or on other ranks; show gathered ones again.
 
-        Every rank must call it.
+        Collective: every rank.
         """
         torch.autograd.graph.increment_version([grads.own for grads in self.grads])
         for grads in self.grads:
@@ -289,7 +289,7 @@ class Reducer:
     def _anywhere(self, call: str) -> dict[Pack, list[bool]]:
         """Return per pack and slot whether a rank has a gradient, and whether one has fp32 sums.
 
-        An all-reduce per kind of pack, for which the host waits.
+        It takes an all-reduce per kind of pack, for which the host waits.
         """
         kinds: dict[PackGroups, list[Pack]] = {}
         for pack in self.buckets:
@@ -314,9 +314,9 @@ class Reducer:
         return found
 
     def _flush(self) -> None:
-        """Send all that is left, have all means here, and note what a script did to earlier ones.
+        """Send everything left, land all means, and note what a script did to earlier ones.
 
-        All of them: whoever edits ``.grad`` in place after a backward edits the mean.
+        All means, because a script that edits ``.grad`` in place after a backward edits the mean.
         """
         assert self._pass is not None
         self._pass.flush()
@@ -328,7 +328,7 @@ class Reducer:
             for grads in self.grads
             for position, act in sorted(grads.acts.items())
         ]
-        # Summed over model-parallel ranks, too, x may be a part of the sum or all of it.
+        # If it is also summed over model-parallel ranks, x may be partial or whole.
         data = {self.process_groups.parallel_dims.replicas}
         names: dict[str, list[str]] = {ASSIGNED: [], CLEARED: [], SUMMED: []}
         for act, layout, position in acts:
@@ -338,11 +338,11 @@ class Reducer:
                 if fact == ASSIGNED and not data.issuperset(layout.pack_groups.reduce):
                     names[SUMMED].append(layout.slots[position].name)
         self.history.update({fact: listed(some) for fact, some in names.items() if some})
-        if names[SUMMED]:  # its number makes it a difference between ranks, wherever it happens
+        if names[SUMMED]:  # its number makes it differ between ranks, wherever it happens
             self.history[SUMMED] += f" by rank {self.process_groups.everyone.rank}"
 
     def used(self, is_edited: bool) -> None:
-        """Called when a step has used the gradients: the next one needs a pass of its own.
+        """Called when a step has used the gradients; the next step needs its own pass.
 
         Args:
             is_edited: they had been edited after the clip.
@@ -353,11 +353,11 @@ class Reducer:
             grads.use()
 
     def cleared(self, set_to_none: bool = True) -> None:
-        """Called when gradients are cleared. No pass is due for it: one rank may clear its own."""
+        """Called when gradients are cleared. Needs no pass, because one rank may clear its own."""
         if self._pass is not None and self._backward is None:
             for bucket in self._pass.left if set_to_none else ():
                 for param in bucket.grads.pack.params:
-                    param.grad = None  # zeros are sent: there may be no memory for more
+                    param.grad = None  # zeros are sent, because there may be no memory for more
             self._complete()
         landed = any(grads.adds and not grads.used for grads in self.grads)
         self.history[CLEARS] += landed and not self.due
@@ -368,7 +368,7 @@ class Reducer:
     def still_present(
         self, present: Mapping[Pack, tuple[bool, ...]]
     ) -> dict[Pack, tuple[bool, ...]]:
-        """Return it with what a script has assigned and cleared since, see :meth:`settle`."""
+        """Return ``present`` with a script's later assignments and clears, see :meth:`settle`."""
         return {
             pack: tuple(
                 (was or slot in grads.has) and slot not in grads.gone
@@ -378,7 +378,7 @@ class Reducer:
         }
 
     def show(self, present: Mapping[Pack, Sequence[bool]]) -> None:
-        """Show no mean after a step where no rank had a gradient.
+        """Hide means after a step for slots without a gradient on any rank.
 
         Args:
             present: per pack and slot, whether some rank has a gradient.
@@ -394,7 +394,7 @@ class Reducer:
         return any(grads.shows for grads in self.grads)
 
     def refuse_edits(self) -> None:
-        """Raise RuntimeError where a script has edited gradients that did not show a clip."""
+        """Raise RuntimeError if a script edited gradients that did not show a clip."""
         if any(grads.waits_for_clip for grads in self.grads):
             raise RuntimeError(
                 "step: gradients were edited, replaced or cleared after clip_grad_norm_, which in "
@@ -403,7 +403,7 @@ class Reducer:
             )
 
     def versions(self) -> list[int]:
-        """Return other numbers after a mean was edited in place."""
+        """Return numbers that change when a mean is edited in place."""
         return [grads.own._version for grads in self.grads]
 
     def replaced(self) -> bool:
@@ -411,7 +411,7 @@ class Reducer:
         return any(grads.replaced() for grads in self.grads)
 
     def state(self) -> Any:
-        """Return a value that differs after a gradient came, was edited, replaced or cleared."""
+        """Return a value that changes when a gradient comes, is edited, replaced or cleared."""
         grads = [param.grad for pack in self.buckets for param in pack.in_model]
         known = [None if grad is None else (id(grad), grad._version) for grad in grads]
         return self.last_backward, self.versions(), known
@@ -419,13 +419,13 @@ class Reducer:
     # -- the running backward -------------------------------------------------------------------
 
     def _begin(self) -> Backward:
-        """Note which backward runs, and end the pass with it.
+        """Note the running backward, and end the pass with it.
 
-        From here on it is one pass, whatever becomes of it: ranks on which it fails, before the
-        first gradient or later, send zeros for what did not come.
+        From here on it is one pass, whatever happens: ranks on which it fails, before the first
+        gradient or later, send zeros for absent gradients.
 
-        Two models in one backward launch at its end, in the order in which it reached them: which
-        of them has a pack complete first depends on the gradients of a rank.
+        Two models in one backward launch at its end, in the order in which it reached them, because
+        the first complete pack depends on a rank's gradients.
         """
         self._complete()
         sends, peers, me = not self._local, self._peers, weakref.ref(self)
@@ -444,8 +444,8 @@ class Reducer:
         return backward
 
     def _start(self, sends: bool) -> None:
-        """Begin to accumulate, and to send: the first gradient is about to come, or none."""
-        self.due = True  # and stays so where a backward fails
+        """Start to accumulate and send: the first gradient is about to come, or there is none."""
+        self.due = True  # stays true if a backward fails
         self._gathered = False
         for bucket in self.buckets.values():
             bucket.begin()
@@ -456,12 +456,13 @@ class Reducer:
     def arrive(self, bucket: Bucket, position: int, running: int) -> None:
         """Called for a gradient that the hook cannot simply count.
 
-        Packs that were complete before are sent now. Not when the last one comes: hooks of the
-        script on that very parameter, which may clip or replace ``.grad``, run later.
+        It sends packs that were already complete. It does not send a pack when its last gradient
+        comes, because the script's hooks on that parameter, which may clip or replace ``.grad``,
+        run later.
         """
         backward = self._backward
         if backward is None:
-            if not _compat.accumulates():  # what autograd.grad returns is no gradient of ours yet
+            if not _compat.accumulates():  # results of autograd.grad are not accumulated
                 return
             backward = self._begin()
         elif running != backward.number and not backward.accumulates(running):
@@ -484,16 +485,16 @@ class Reducer:
             raise
 
     def _open(self, backward: Backward) -> None:
-        """Begin to take the gradients of a backward; local."""
+        """Start to take the gradients of a backward. Local."""
         backward.started, self.last_backward = True, backward.number
         self._start(backward.sends)
         for grads in self.grads:
             grads.widen()
 
     def _failed(self, number: int) -> None:
-        """Called when a backward fails, maybe by one of our own errors, or after it has ended.
+        """Called when a backward fails, possibly by one of our own errors, or after it has ended.
 
-        Nobody hears an error that is raised here, where the engine drops a callback.
+        An error that is raised here is lost, because the engine drops a callback.
         """
         backward = self._backward
         if backward is None or backward.number != number:
@@ -507,11 +508,11 @@ class Reducer:
     @_compat.untraced
     def _end(self, backward: Backward) -> None:
         """Called when the engine ends a backward."""
-        self._backward = None  # an engine's thread may keep the callback for a moment longer
+        self._backward = None  # a thread of the engine may keep the callback a moment longer
         if not backward.started:
             return
         if backward.sends:
-            if self._pass is not None:  # unless step() was called in a hook
+            if self._pass is not None:  # false if step() was called in a hook
                 self._flush()
             self._meets = bool(self._meets)
             return
@@ -523,7 +524,7 @@ class Reducer:
             self.warn_of_part()
 
     def complete(self) -> None:
-        """End the pass of a backward that failed, before another call that all ranks make.
+        """End the pass of a failed backward, before another call that all ranks make.
 
         Collective: every rank.
         """
@@ -531,13 +532,13 @@ class Reducer:
             self._complete()
 
     def _complete(self) -> None:
-        """Send what a backward that failed has left: ranks may have sent other packs before."""
+        """Send what a failed backward left, because ranks may have sent different packs."""
         if self._pass is not None and not self._pass.alone:
             self.history[FAILED] += 1
             self._flush()
 
     def warn_of_graph(self) -> None:
-        """Warn of gradients that have a graph of their own, which the mean has not."""
+        """Warn about gradients with their own graph, which the mean does not have."""
         self._warn_once(
             "backward(create_graph=True): .grad becomes the mean over ranks, which has no graph, "
             "so a loss that is computed from .grad trains nothing; take the gradients for it from "
@@ -545,7 +546,7 @@ class Reducer:
         )
 
     def warn_of_part(self) -> None:
-        """Warn of gradients that are to be added to means that were not cleared."""
+        """Warn about gradients that will be added to means that were not cleared."""
         self._warn_once(
             "no_sync: gradients of the step before were not cleared; inside no_sync() .grad is "
             "what this rank adds to them, not their sum as under DDP: call optimizer.zero_grad() "
@@ -559,13 +560,13 @@ class Reducer:
 
 
 def is_reduced(param: Tensor) -> bool:
-    """Return whether the gradients of ``param`` are reduced, for whichever optimizer."""
+    """Return whether the gradients of ``param`` are reduced, by any optimizer."""
     hooks = _compat.gradient_hooks(param)
     return any(getattr(hook, "__module__", "") == __name__ for hook in hooks)
 
 
 def _hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """``param.register_hook``, also of a frozen one, which torch refuses: it may be unfrozen."""
+    """``param.register_hook``, also for a frozen one, which torch refuses; it may be unfrozen."""
     requires_grad = param.requires_grad
     try:
         return param.requires_grad_(True).register_hook(hook)
