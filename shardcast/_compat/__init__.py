@@ -147,6 +147,11 @@ def _memcmp() -> Callable[[int, int, int], int]:
     return function
 
 
+def is_alias(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors share a storage, on the meta device too."""
+    return bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]
+
+
 def constants_of(tensor: Tensor) -> Tensor:
     """Return the same 0-dim or 1-d memory with an :func:`own_storage`, of one length in each call.
 

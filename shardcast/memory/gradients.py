@@ -269,8 +269,9 @@ class Gradients:
     def holds(self, position: int, grad: Tensor) -> bool:
         """Return whether ``grad`` shows the mean, rather than a script's own tensor."""
         if type(grad) is StandIn:
-            return grad is self._stand_ins[position] or (
-                grad.position == position and grad.grads() is self
+            own = self._stand_ins[position]
+            return own is not None and (
+                grad is own or (grad.root is own and grad.shape == own.shape)
             )
         if grad is not self._views[position]():
             return False

@@ -37,9 +37,13 @@ METADATA = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
     "new_empty new_empty_strided new_zeros new_ones new_full new_tensor".split()
 )
-ALIASES = frozenset({"detach", "alias", "view_as"})  # functions that keep all elements in place
-# Attributes that are other tensors, except ``data``.
-VIEWING = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+VIEWS = frozenset(
+    "view view_as reshape reshape_as flatten unflatten unsqueeze squeeze t transpose swapaxes "
+    "swapdims permute movedim moveaxis narrow select unbind split chunk tensor_split expand "
+    "expand_as __getitem__ detach alias diagonal as_strided unsafe_chunk unsafe_split "
+    "split_with_sizes hsplit vsplit dsplit ravel adjoint".split()
+)
+VIEWING = frozenset({"data", "T", "mT", "H", "mH", "real"})  # attributes
 CONVERSIONS = frozenset("to cpu cuda type float half double bfloat16 pin_memory type_as".split())
 _UNARY = (
     "abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh "
@@ -73,15 +77,17 @@ PLACED = frozenset(
 )
 EDITS = ELEMENTWISE | PLACED
 
+Step = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any], int | None]
+
 
 class StandIn(Tensor):
     """The ``.grad`` of a parameter after the reduction: one NaN element, expanded.
 
     The mean of the parameter is at the owners of its elements. Functions called from Python reach
-    ``__torch_function__``. It answers questions about shape and dtype. It runs functions that
-    compute each element by itself, also at an index, on each owner's part of the mean. Everything
-    else raises a RuntimeError on every rank that names the parameter, and so does a view of a part.
-    Code in C++ sees a plain tensor of NaN.
+    ``__torch_function__``. It answers questions about shape and dtype, makes views, and runs
+    functions that compute each element by itself on each owner's part of the mean. Everything else
+    raises a RuntimeError on every rank that names the parameter. Code in C++ sees a plain tensor of
+    NaN.
 
     A plain tensor becomes a stand-in by assignment to ``__class__``, so autograd and
     ``torch.compile`` never meet a wrapper without storage.
@@ -90,11 +96,15 @@ class StandIn(Tensor):
         of: name of the parameter.
         position: position of the parameter in the pack.
         grads: returns the gradients of the pack, or ``None`` after it is no longer a ``.grad``.
+        root: the whole gradient that it is a view of, or ``None`` if it is the whole.
+        path: the views that lead from the whole gradient to this tensor.
     """
 
     of: str
     position: int
     grads: Callable[[], Gradients | None]
+    root: StandIn | None
+    path: tuple[Step, ...]
 
     @classmethod
     def __torch_function__(
@@ -149,15 +159,24 @@ def stand_in(grads: Gradients, position: int) -> StandIn:
     value = torch.full((1,), math.nan, dtype=grads.low, device=grads.own.device)
     # Detached, so that autograd does not treat it as a view and a script can call detach_() on it.
     grad = value.expand(1).view([1] * len(slot.shape)).expand(slot.shape).detach()
-    return _hidden(grad, slot.name, position, weakref.ref(grads))
+    grad.__class__ = StandIn
+    hidden: Any = grad
+    hidden.of, hidden.position, hidden.grads = slot.name, position, weakref.ref(grads)
+    hidden.root, hidden.path = None, ()
+    return hidden  # type: ignore[no-any-return]
 
 
-def _hidden(
-    tensor: Any, name: str, position: int, grads: Callable[[], Gradients | None]
-) -> StandIn:
+def _hidden(tensor: Tensor, base: StandIn, path: tuple[Step, ...], is_kept: bool = True) -> None:
+    """Make ``tensor`` a stand-in for what ``path`` leads to from the whole gradient."""
+    hidden: Any = tensor
     tensor.__class__ = StandIn
-    tensor.of, tensor.position, tensor.grads = name, position, grads
-    return tensor  # type: ignore[no-any-return]
+    hidden.of, hidden.position, hidden.path = base.of, base.position, path
+    hidden.root = (base if base.root is None else base.root) if is_kept else None
+    hidden.grads = _nothing  # that of the root is asked
+
+
+def _grads_of(hidden: StandIn) -> Gradients | None:
+    return (hidden if hidden.root is None else hidden.root).grads()
 
 
 def tensors(values: Any) -> Iterator[Any]:
@@ -199,8 +218,9 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
             return first
         if name in ("__eq__", "__ne__") and args[1] is None:
             return func(*args, **kwargs)
-        if name in ALIASES and all(it.shape == first.shape for it in given):
-            return _alias(func(*args, **kwargs), first)
+        # Of another one ``view_as`` asks for the shape alone.
+        if name in VIEWS and (name.endswith("_as") or _only(first, args, kwargs)):
+            return _views(func, first, args, kwargs)
         if name in CONVERSIONS and _only(first, args, kwargs):
             return _converted(func, first, args, kwargs)
         if name in EDITS:
@@ -232,7 +252,7 @@ def _run_distributed(
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     views = name == "detach" or (name == "__get__" and attribute == "data")
     sets_data = name == "__set__" and attribute == "data"
-    if name in METADATA or (name == "__get__" and attribute not in VIEWING | {"data"}):
+    if name in METADATA or (name == "__get__" and attribute not in VIEWING | {"imag"}):
         return func(*args, **kwargs)
     if not (name in ELEMENTWISE or views or sets_data or name in CONVERSIONS):
         raise _reads(name, local)
@@ -298,9 +318,9 @@ def _attribute(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
     if not isinstance(first, StandIn):  # ``param.grad = stand_in``
         return func(*args, **kwargs)
     if name == "__get__":
-        if attribute == "data":
-            return _alias(func(*args, **kwargs), first)
         if attribute in VIEWING:
+            return _views(func, first, args, kwargs)
+        if attribute == "imag":
             raise _reads(attribute, first)
     elif attribute == "data" and name == "__set__":
         other = args[1]
@@ -312,9 +332,20 @@ def _attribute(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
     return func(*args, **kwargs)
 
 
-def _alias(alias: Any, of: StandIn) -> StandIn:
-    """Make ``alias`` another stand-in, which can be edited as long as the first one."""
-    return _hidden(alias, of.of, of.position, lambda: of.grads())
+def _views(
+    func: Callable[..., Any], base: StandIn, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return a view, or several, each of which knows how it came about."""
+    result = func(*args, **kwargs)
+    several = isinstance(result, (tuple, list))
+    for number, view in enumerate(result if several else (result,)):
+        if not isinstance(view, Tensor) or not _compat.is_alias(view, base):
+            raise _reads(_name(func), base)  # indices that are tensors copy
+        if view is base:
+            return base
+        step: Step = func, args[1:], dict(kwargs), number if several else None
+        _hidden(view, base, (*base.path, step))
+    return result
 
 
 def _converted(
@@ -323,7 +354,7 @@ def _converted(
     """Return it in another dtype or on another device, as NaN, for conversions of a module."""
     result = func(*args, **kwargs)
     if isinstance(result, Tensor) and result is not first:
-        _hidden(result, first.of, first.position, _nothing)
+        _hidden(result, first, first.path, is_kept=False)
     return result
 
 
@@ -388,20 +419,21 @@ def _edit(
     for other in tensors(rest):
         if isinstance(other, StandIn) and not _same(other, target):
             raise _reads(name, other)
-    grads = target.grads()
+    grads = _grads_of(target)
     if grads is None:
         raise RuntimeError(
             f"{name} edits an old .grad of {target.of!r}, which a script kept; its mean no longer "
             f"exists. For the current param.grad: {DOORS}"
         )
-    if name == "zero_" or (name == "fill_" and _is_zero(args[1:])):
+    everywhere = target.numel() == grads.pack.layout.slots[target.position].numel
+    if everywhere and (name == "zero_" or (name == "fill_" and _is_zero(args[1:]))):
         grads.zero(target.position)
         return target
 
     def change(tensor: Tensor) -> None:
         func(tensor, *_in(args[1:], tensor), **_in(dict(kwargs), tensor))
 
-    if name in ELEMENTWISE and not any(t.dim() for t in tensors(rest)):
+    if not target.path and name in ELEMENTWISE and not any(t.dim() for t in tensors(rest)):
         change(grads.edited(target.position))
     else:
         _change(target, grads, change)
@@ -413,8 +445,11 @@ def _is_zero(values: tuple[Any, ...]) -> bool:
 
 
 def _same(one: StandIn, other: StandIn) -> bool:
-    """Return whether both show the same gradient."""
-    return one is other or (one.grads() is other.grads() and one.position == other.position)
+    """Return whether both show the same elements in the same places."""
+    if one is other:
+        return True
+    is_whole = not one.path and not other.path
+    return is_whole and _grads_of(one) is _grads_of(other) and one.position == other.position
 
 
 def _in(values: Any, tensor: Tensor) -> Any:
@@ -439,5 +474,9 @@ def _change(target: StandIn, grads: Gradients, change: Callable[[Tensor], Any]) 
     scratch = torch.zeros(shape, dtype=part.dtype, device=part.device)
     own = scratch.view(-1)[start:stop]
     own.copy_(part)
-    change(scratch)
+    view = scratch
+    for func, arguments, keywords, number in target.path:
+        made = func(view, *arguments, **keywords)
+        view = made if number is None else made[number]
+    change(view)
     part.copy_(own)

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import sgd as torch_sgd
-from models import sharded
 from oracle import BATCH, mlp, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
@@ -43,8 +41,7 @@ NAMES: dict[str, Any] = {
 # Of a gradient g of p; a is a plain tensor of its shape.
 EDITS = """
 g.mul_(.5) | operator.imul(g, 2) | operator.iadd(g, 1) | operator.itruediv(g, 2) | g.zero_()
-operator.setitem(g, 0, 1) | operator.setitem(g, slice(2, 5), 0) | g.data.mul_(.5)
-operator.setitem(g, [0, 2], 0) | operator.setitem(g.data, torch.tensor([1, 3]), 0.)
+operator.setitem(g, 0, 1) | g[:, 1].zero_() | g.view(-1)[3:5].fill_(1.) | g.data.mul_(.5)
 g.clamp_(-1e-3, 1e-3) | torch.nan_to_num(g, nan=0, out=g) | torch.nan_to_num_(g) | g.fill_(2.)
 torch.mul(g, 2, out=g) | torch.mul(a, 2, out=g) | torch.add(g, a, alpha=2, out=g) | g.pow_(2)
 g.add_(p.detach(), alpha=.1) | g.add_(torch.randn_like(g)) | g.mul_((p > 0).float()) | g.sign_()
@@ -55,11 +52,11 @@ torch._foreach_lerp_([g], [a], .5) | torch._foreach_addcmul_([g], [a], [p.data],
 g.detach_() | g.requires_grad_(False) | g.copy_(a) | g.data.copy_(a) | g.lerp_(a, .1) | g.abs_()
 clip_grad_value_([p], 1e-3) | clip_grad_value_([p], 1e-3, foreach=False) | g.mul_(torch.tensor(.5))
 setattr(g, 'data', a) | setattr(g, 'requires_grad', False) | torch.mul(input=g, other=2, out=g)
-torch.ops.aten.mul_.Tensor(g, 2) | g.mul_(g) | g.mul_(g.data) | g.div_(3)
-g.index_fill_(1, torch.tensor([0, 2]), 0.) | g.tril_() | g.addcdiv_(a, a + 3)
-g.index_add_(0, torch.tensor([1]), a[:1]) | operator.setitem(g, p > 0, 3.) | g.detach().add_(1)
-operator.setitem(g, (slice(None), slice(0, None, 2)), a[:, ::2]) | g.view_as(p).neg_()
-g.add_(g.view_as(g))
+torch.ops.aten.mul_.Tensor(g, 2) | g[0][1].neg_() | g.t()[2].zero_() | g.mul_(g) | g.div_(3)
+g.index_fill_(1, torch.tensor([0, 2]), 0.) | g.tril_() | g.addcdiv_(a, a + 3) | g[1:, ::2].mul_(4)
+g.index_add_(0, torch.tensor([1]), a[:1]) | operator.setitem(g, p > 0, 3.) | g.detach().T.add_(1)
+g.unbind()[1].mul_(2) | g.chunk(2)[1].zero_() | g.reshape(-1)[::3].fill_(5)
+g[0, 1:].data.copy_(a[0, 1:])
 g.scatter_(0, torch.zeros(1, g.shape[1], dtype=torch.int64), 7.) | g.sub_(a)
 torch.maximum(g, a, out=g) | torch.clamp(g, -1e-4, 1e-4, out=g) | g.data.zero_() | g.ge_(0)
 """
@@ -76,15 +73,10 @@ torch.zeros_like(g).sum() | g.new_ones(3).sum() | torch.ones_like(g).sum() | g.s
 hash(g) == id(g) | isinstance(g, torch.Tensor) | g.new_tensor([2.])
 """
 VIEWS = """
-g.data | g.detach() | g.contiguous() | g.to(g.device) | g.to(g.dtype) | g.float() | g.cpu()
-g.double() | g.to(torch.float64) | g.bfloat16() | g.view_as(p) | g.data.detach()
-"""
-PARTS = """
-g[0].zero_() | g[:, 1].zero_() | g[1:, ::2].mul_(4) | g[0][1].neg_() | g[0, 1:].data.copy_(a[0, 1:])
-operator.imul(g[2:], 2) | g.view(-1)[3:5].fill_(1.) | operator.setitem(g.view(-1), 3, 1.)
-g.flatten() | g.T | g.t()[2].zero_() | g.detach().T.add_(1) | g.mT | g.chunk(2)[1].zero_() | [*g]
-g.unbind()[1].mul_(2) | g.reshape(-1)[::3].fill_(5) | g.expand_as(p) | g.unsqueeze(0)
-g.transpose(0, 1) | torch.flatten(g) | g[0, 1] | g.real | g.view_as(a[None])
+g.data | g.detach() | g.view(-1) | g.flatten() | g.T | g[0] | g[1:] | g.chunk(2) | list(g) | [*g]
+g.unbind() | g.reshape(-1) | g.contiguous() | g.to(g.device) | g.to(g.dtype) | g.float() | g.cpu()
+g.double() | g.to(torch.float64) | g.bfloat16() | g.expand_as(p) | g.view_as(p)
+g.unsqueeze(0) | g.transpose(0, 1) | torch.flatten(g) | g[0, 1]
 """
 READS = """
 g.norm() | g.data.norm(2) | g.abs() | g + 1 | 1 + g | g * 2 | -g | g.sum() | g[0, 0].item() | g > 0
@@ -98,7 +90,7 @@ clip_grad_norm_([p], .1) | clip_grad_norm_([p], .1, foreach=False) | torch._fore
 a.copy_(g) | operator.iadd(a, g) | a.add_(g) | a.lerp_(g, .1) | p.sub_(g) | p.data.add_(g, alpha=.1)
 operator.setitem(a, 0, g[0]) | torch.add(a, g, out=a) | torch._foreach_add_([a], [g])
 torch._foreach_copy_([a], [g]) | g.cumsum_(0) | g.cumprod_(0) | g.renorm_(2, 0, 1) | g @ g.T
-torch.cumsum(g, 0, out=g) | g.add_(g.flip(0)) | g.copy_(g.flip(0)) | g.__dlpack__()
+torch.cumsum(g, 0, out=g) | g.add_(g.view_as(g)) | g.copy_(g.flip(0)) | g.__dlpack__()
 F.normalize(g) | F.normalize(g, out=g)
 g.max() | g.argmax() | torch.topk(g.view(-1), 2) | torch.linalg.norm(g)
 g.pow(2) | g.square() | p * g | torch.einsum('ij->i', g) | g[g > 0] | g[p > 0] | g[[0, 1]]
@@ -129,17 +121,16 @@ def run(code: str, names: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("partition", ["even", "whole"])
-def test_reads_and_parts_raise_by_name_on_every_rank_and_edits_and_questions_do_not(partition: str):
+def test_reads_raise_by_name_and_edits_questions_and_views_do_not(partition: str):
     def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
         read = []
-        for code in cases(READS) + cases(PARTS) + cases(RANDOM):
+        for code in cases(READS) + cases(RANDOM):
             try:
                 run(code, parameter(model, optimizer, batch))
                 read.append(code)
             except RuntimeError as error:
                 told = str(error)
-                assert "reads .grad of '2.weight'" in told, code
-                assert "gather_gradients()" in told and "owned()" in told and "hook" in told, code
+                assert "reads .grad of '2.weight'" in told and "gather_gradients" in told, code
         assert read == []
         for code in cases(VIEWS):
             names = parameter(model, optimizer, batch)
@@ -275,7 +266,7 @@ def test_what_was_kept_before_the_gather_is_told_of_and_not_read():
         assert [param.grad for param in model.parameters()] == [None] * 6
         model(batch).square().mean().backward()
         kept = [param.grad for param in model.parameters()]
-        views = [grad.data.detach() for grad in kept]
+        views = [grad.data.view(-1) for grad in kept]
         optimizer.gather_gradients()
         for param, grad, view in zip(model.parameters(), kept, views, strict=True):
             assert type(param.grad) is Tensor and param.grad.isfinite().all()
@@ -292,14 +283,18 @@ def test_what_was_kept_before_the_gather_is_told_of_and_not_read():
     on_ranks(script)
 
 
-def test_a_read_that_mixes_dtypes_is_a_read():
+def test_a_read_that_mixes_dtypes_is_a_read_and_a_view_of_a_wrong_shape_is_torchs_own_error():
     """Gradients are fp32 under DDP and bf16 here."""
 
     def script(model: Any, optimizer: Any, batch: Tensor) -> None:
         model(batch).float().square().mean().backward()
-        grad = model[0].bias.grad
-        with pytest.raises(RuntimeError, match=r"dot reads \.grad of '0\.bias'.*gather_gradients"):
+        grad = model[0].weight.grad.view(-1)
+        with pytest.raises(
+            RuntimeError, match=r"dot reads \.grad of '0\.weight'.*gather_gradients"
+        ):
             torch.dot(grad, torch.ones(grad.numel()))
+        with pytest.raises(RuntimeError, match=r"invalid for input of size"):
+            grad.view(7, 2)
 
     on_ranks(script, param_dtype="bf16")
 
@@ -311,7 +306,7 @@ def test_an_edit_between_two_backwards_of_a_step_counts_as_under_ddp():
         def after(*edits: str) -> Tensor:
             for code in edits:
                 model(batch).square().mean().backward()
-                run(code, {**NAMES, "g": weight.grad})
+                run(code, {"g": weight.grad})
             optimizer.gather_gradients()
             grad = weight.grad.clone()
             optimizer.zero_grad()
@@ -322,24 +317,21 @@ def test_an_edit_between_two_backwards_of_a_step_counts_as_under_ddp():
         torch.testing.assert_close(after("g.zero_()", "g.mul_(.5)"), mean * 0.5)
         half = mean.clone()
         half[0] = 0
-        torch.testing.assert_close(after("operator.setitem(g, 0, 0)", "None"), half + mean)
+        torch.testing.assert_close(after("g[0].zero_()", "None"), half + mean)
         torch.testing.assert_close(after("g.mul_(2)", "g.mul_(.5)"), (2 * mean + mean) * 0.5)
 
     on_ranks(script)
 
 
 def test_a_gradient_is_not_given_to_another_parameter():
-    def run(group: Any) -> None:
-        model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 5))
-        optimizer = sharded(model, group, torch_sgd)
-        model(torch.ones(2, 7)).square().mean().backward()
+    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
+        model(batch).square().mean().backward()
         model[0].bias.grad = model[0].bias.grad  # the same
-        model[0].bias.grad = model[0].bias.grad.data
-        model[0].bias.grad = model[1].bias.grad.data
-        with pytest.raises(RuntimeError, match=r"gradient of '0\.bias'.*'1\.bias'"):
+        model[0].weight.grad = model[2].weight.grad.view(-1)[:91].view(13, 7)
+        with pytest.raises(RuntimeError, match=r"gradient of '0\.weight'.*'2\.weight'"):
             optimizer.step()
 
-    ThreadedWorld(2).run(run)
+    on_ranks(script)
 
 
 def test_gradients_leave_nothing_behind_when_the_optimizer_goes():
