@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Build the documentation as a site, build/site, from docs/, README.md, examples/ and docstrings. A
-# broken link or anchor, a page that mkdocs.yml lacks and a public name without a docstring are errors.
-# Installs MkDocs into .venv-docs (50 MB, once) and needs no torch.
+# Build the documentation site, build/site, from docs/, README.md, examples/ and docstrings. A broken
+# link or anchor, a page missing in mkdocs.yml, and an option or public name missing on the API pages
+# are errors. Installs MkDocs into .venv-docs (50 MB, once) and needs no torch.
 #
-# Usage: bash launch/docs.sh [serve]   (serve: on http://127.0.0.1:8000, anew at each change)
+# Usage: bash launch/docs.sh [serve]   (serve: on http://127.0.0.1:8000, rebuilt at each change)
 # Environment: PYTHON (see environment.sh), DOCS_VENV (default: .venv-docs)
 set -euo pipefail
 cd "$(dirname "$0")/.."
