@@ -23,7 +23,7 @@ model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(devi
 plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 parallelize_module(model, mesh["tp"], plan)  # parameters become DTensors
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-optimizer = shardcast.shard(  # <- norm, clip and skip are those of the whole model
+optimizer = shardcast.shard(  # <- norm, clip and skip cover the whole model
     model, optimizer, mesh=mesh, dp="dp", param_dtype=torch.bfloat16, max_grad_norm=1.0
 )
 
