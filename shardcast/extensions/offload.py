@@ -39,6 +39,7 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import warn_first
+from shardcast.extensions.any_optimizer import probe
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.hashing import hasher_of
 from shardcast.memory.home import ALL, Home
@@ -307,7 +308,7 @@ class Offload(StepHook):
 def _fits(plan: Plan, _parallel_dims: ParallelDims) -> None:
     """Raise for classes that a host updates too slowly, and hosts with too little memory."""
     for optimizer in plan.originals.optimizers:
-        if not (plan.config.elementwise or type(optimizer) in ELEMENTWISE):
+        if not (plan.config.elementwise or probe.is_elementwise(optimizer)):
             raise ValueError(
                 f"offload: expected optimizers whose update of an element needs that element "
                 f"alone, got {type(optimizer).__name__}: the host updates masters where they are, "

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from shardcast._compat import observer
 from shardcast.extensions.any_optimizer.muon import update_cost
-from shardcast.extensions.any_optimizer.twins import Samples, Twins, unnoticed
-from shardcast.plan.originals import OptimizerTraits, ParamGroup, is_known
+from shardcast.extensions.any_optimizer.twins import Samples, TwinParam, Twins, unnoticed
+from shardcast.plan.originals import ELEMENTWISE, OptimizerTraits, ParamGroup, is_known
 
 # Scales of two parameters' gradients, step by step. A norm over both is about that of the larger
 # one, which exceeds any bound in one step and not in another. RAdam starts in its sixth step.
@@ -178,6 +178,43 @@ def _measured(optimizer: torch.optim.Optimizer) -> str:
     if not dependence:
         _refuse_subclasses(twins.stepped(twins.samples(LARGE, [(1.0, 30.0)])))
     return _entangled(optimizer, dependence, tolerance) if dependence else ""
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the update of an element needs only that element.
+
+    This is known for torch's classes. For others a twin tells: updates must keep their bits when
+    every second element of a parameter changes. A class that draws random numbers, or cannot run
+    here, is not elementwise. Local; the optimizer stays unchanged.
+    """
+    if is_known(optimizer):
+        return type(optimizer) in ELEMENTWISE
+    try:
+        with unnoticed() as draws:
+            twins = Twins(optimizer)
+            samples = twins.samples(SMALL, SCALES)
+            others = [[_with_others(sample) for sample in of_group] for of_group in samples]
+            one, other = twins.stepped(samples), twins.stepped(others)
+            is_random = draws()
+    except Exception:  # for example, the class needs a closure
+        return False
+    pairs = [
+        (param.detach().reshape(-1)[::2], same.detach().reshape(-1)[::2])
+        for group, again in zip(one.param_groups, other.param_groups, strict=True)
+        for param, same in zip(group["params"], again["params"], strict=True)
+    ]
+    return not is_random and all(torch.equal(a, b) for a, b in pairs)
+
+
+def _with_others(sample: TwinParam) -> TwinParam:
+    """Return a parameter with other values in every second element."""
+
+    def changed(values: Tensor) -> Tensor:
+        other = values.clone()
+        other.view(-1)[1::2].mul_(-3.0).add_(1.0)
+        return other
+
+    return TwinParam(changed(sample.value), tuple(map(changed, sample.grads)))
 
 
 def _dependence(

@@ -23,6 +23,7 @@ import shardcast
 from shardcast import _compat
 from shardcast.estimate import estimate
 from shardcast.extensions import offload
+from shardcast.extensions.any_optimizer import probe
 from shardcast.optimizer.sharded import packed_of
 from shardcast.step.sync.sync import Sync
 from shardcast.testing import threaded_world
@@ -47,6 +48,27 @@ class Lion(torch.optim.Optimizer):
                     update = torch.lerp(param.grad, moment, group["beta"]).sign_()
                     param.sub_(update, alpha=group["lr"])
                     moment.lerp_(param.grad, 0.01)
+
+
+class Lamb(Lion):
+    """Its step is as long as the parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * (group["lr"] * param.norm() / param.grad.norm()))
+
+
+class Noisy(Lion):
+    """Draws random numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(torch.randn_like(param) * group["lr"])
 
 
 Kind = Callable[[Any], torch.optim.Optimizer]
@@ -118,8 +140,6 @@ def built(group: Any, kind: Kind, several: bool = False, **fields: Any) -> tuple
     if several:
         given = [kind(params[:3]), torch.optim.AdamW(params[3:], lr=0.02)]
     fields = {"pack_params": 1, "fuse": "eager", "process_group": group, **fields}
-    if kind is KINDS["Lion"]:
-        fields["elementwise"] = True
     return model, shardcast.shard(model, given, **fields)
 
 
@@ -533,7 +553,7 @@ def test_a_step_mixes_no_values_of_host_and_device_but_in_copies(
 # -- what is refused ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, Lion])
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, Lamb, Noisy])
 def test_an_update_that_needs_more_than_its_element_is_refused_by_name_on_all_ranks(kind: Any):
     def run(group: Any) -> str:
         model = nn.Linear(8, 8, bias=False)
@@ -548,9 +568,13 @@ def test_an_update_that_needs_more_than_its_element_is_refused_by_name_on_all_ra
     assert len({*threaded_world(2, run)}) == 1
 
 
-def test_a_class_that_torch_does_not_have_is_declared_elementwise():
+def test_a_class_is_found_to_be_elementwise_by_a_twin_or_declared():
+    params = [nn.Parameter(torch.ones(4, 4))]
+    found = {kind: probe.is_elementwise(kind(params, lr=0.1)) for kind in (Lion, Lamb, Noisy)}
+    assert found == {Lion: True, Lamb: False, Noisy: False}
+    assert probe.is_elementwise(torch.optim.RMSprop(params))
     model = nn.Linear(8, 8)
-    shardcast.shard(model, Lion(model.parameters()), offload=True, elementwise=True)
+    shardcast.shard(model, Noisy(model.parameters()), offload=True, elementwise=True)
 
 
 def test_a_host_with_too_little_memory_is_named_with_both_figures(monkeypatch: pytest.MonkeyPatch):
