@@ -13,8 +13,8 @@
     python -m benchmarks matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
     python -m benchmarks replicas --ranks 2          # replica_check, amortized over 100 steps
     python -m benchmarks checkpoint --elements 100000000  # beside torch.save and dcp.save
-    python -m benchmarks forms                       # steps with quantized forms, beside bf16
-    python -m benchmarks fine-tuning --record        # quantized forms: what changes in a step
+    python -m benchmarks forms                       # steps with published forms, beside bf16
+    python -m benchmarks fine-tuning --record        # published forms: what changes in a step
     python -m benchmarks digests --against ../other-tree  # whether two trees have the same bits
     python -m benchmarks all --idle --minutes 15     # the tables of BENCHMARKS.md
 

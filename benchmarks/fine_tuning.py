@@ -1,4 +1,4 @@
-"""Fine-tuning on text by quantized forms: how many values change in a step, and what is learned.
+"""Fine-tuning on text by published forms: how many values change in a step, and what is learned.
 
 A byte-level GPT is trained on the standard library of Python in bf16, and then, from that
 checkpoint, on the pages of this documentation with several learning rates and with its matrices in
@@ -69,7 +69,7 @@ def tuned(
 ) -> Run:
     model = GPT(CONFIG)
     model.load_state_dict(state)
-    fields = {} if form == "bf16" else {"quantized": {form: MATRICES}}
+    fields = {} if form == "bf16" else {"published": {form: MATRICES}}
     optimizer = sharded(model, rate, **fields)
     began, shares = time.perf_counter(), []
     losses = {0: held_out_loss(model, text)}

@@ -1,4 +1,4 @@
-"""Steps with quantized forms beside steps in bf16: what the casts of blocks take.
+"""Steps with published forms beside steps in bf16: what the casts of blocks take.
 
 One rank, AdamW, no forward: gradients are there already. In processor time, for other processes
 may be running.
@@ -16,7 +16,7 @@ from torch import nn
 import shardcast
 
 FORMS = ("bf16", "mxfp8", "mxfp4", "fp8_block128")
-COLUMNS = ("quantized", "ns per element and step", "x")
+COLUMNS = ("published", "ns per element and step", "x")
 WIDTH, LAYERS = 1024, 8
 
 
@@ -37,7 +37,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
 def optimizer(form: str) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-    fields: dict[str, Any] = {} if form == "bf16" else {"quantized": {form: "*"}}
+    fields: dict[str, Any] = {} if form == "bf16" else {"published": {form: "*"}}
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
     found = shardcast.shard(model, inner, autocast=False, **fields)
     for param in model.parameters():

@@ -169,7 +169,7 @@ class ShardcastConfig(ValidatedOptions):
     replica_check: int = extension(0, "replica_check")
     offload: bool = extension(False, "offload")
     averages: Any = extension((), "averages")
-    quantized: Any = extension(None, "serving.quantized")
+    published: Any = extension(None, "serving.published")
     changes: bool = extension(False, "serving.changes")
     reduce: str = option(
         "auto",
@@ -340,7 +340,7 @@ class Keywords(TypedDict, total=False):
     replica_check: int
     offload: bool
     averages: Mapping[str, Any]
-    quantized: Mapping[str, str | Sequence[str]] | None
+    published: Mapping[str, str | Sequence[str]] | None
     changes: bool
     reduce: str
     sync: str

@@ -79,7 +79,7 @@ def option(default: object, help: str = "", within: Range = ANY) -> Any:
 CALLS = {
     "attempt": "on_error",
     "failures": "on_error",
-    "quantized": "quantized",
+    "published": "published",
     "check_copies": "replica_check",
     "digest": "digest",
     "changes": "changes",

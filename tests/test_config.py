@@ -266,7 +266,7 @@ def test_the_keywords_of_shard_are_the_options_of_the_config():
         for field in dataclasses.fields(ShardcastConfig)
     } | {
         "averages": "Mapping[str, Any]",
-        "quantized": "Mapping[str, str | Sequence[str]] | None",
+        "published": "Mapping[str, str | Sequence[str]] | None",
         "on_error": "str | Mapping[str, Any]",
         "guard": "Mapping[str, Any] | Callable[[Tensor, Tensor | None], Tensor] | None",
     }

@@ -82,7 +82,7 @@ def test_an_example_trains(gloo: SpawnedWorld, name: str):
     elif name == "lean_memory":
         default, lean = (figure("total", line) for line in text.splitlines())
         assert lean < 0.6 * default
-    elif name == "quantized_forms":
+    elif name == "published_forms":
         assert figure("loss", text.split(",")[0]) < 0.5 and "equal values: True" in text
     elif name == "following":
         assert "equal bits: True" in text and 0 < figure(" True,", text.replace("%", "")) < 100

@@ -303,7 +303,7 @@ def a_form(group: Any, key: Key) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     names = {"shardcast": shards(group), "model": model, "optimizer": optimizer}
     optimizer = run(key, names)["optimizer"]
-    assert optimizer.quantized("layers.0.experts.0.weight").form == "mxfp4"
+    assert optimizer.published("layers.0.experts.0.weight").form == "mxfp4"
 
 
 def sender(group: Any, key: Key) -> None:
@@ -330,7 +330,7 @@ HERE: dict[Key, Callable[[Any, Key], None]] = {
     ("testing", "Processes", 0): processes,
     ("serving", "Give the device away between steps", 0): asleep,
     ("serving", "Follow a training", 0): sender,
-    ("serving", "Quantized forms", 0): a_form,
+    ("serving", "Published forms", 0): a_form,
 }
 MESHES: dict[Key, dict[str, int]] = {
     ("hybrid", "Tensor parallelism", 0): {"dp": 2, "tp": 2},

@@ -31,7 +31,7 @@ GROUPS = {
     ),
     "Memory": ("accumulate", "master", "moments", "offload", "shard_ranks"),
     "Precision": (
-        "quantized",
+        "published",
         "grad_dtype",
         "reduce_dtype",
         "fp32_outputs",

@@ -226,7 +226,7 @@ class Snapshot:
             "places": list(self._packed.originals.places),
             "scaler": step_state(self._packed),
             "ties": dict(self.inventory.ties),
-            "quantized": as_yaml(self._packed.config.quantized),
+            "published": as_yaml(self._packed.config.published),
         }
 
     def digest(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ from shardcast.checkpoint.directory import EXPORTING, chosen, locked, new_name, 
 from shardcast.checkpoint.region import KeyPath
 from shardcast.messages import note_speed, safetensors
 from shardcast.optimizer.state import plain_dict
-from shardcast.serving.quantized import Exported
+from shardcast.serving.published import Exported
 from shardcast.step.update.epilogues import AVERAGE
 
 Paths = dict[str, KeyPath]  # of what is stored, by names
@@ -52,8 +52,8 @@ def export(
         out: new or empty directory. It gets all files or none.
         max_shard_mb: largest size of a file of weights, in MB.
         optimizer: ``False`` writes only the model.
-        weights: name of an average (``averages``) to write as the model. Or ``"quantized"``:
-            parameters with a quantized form become codes and scales (``..._scale_inv``).
+        weights: name of an average (``averages``) to write as the model. Or ``"published"``:
+            parameters with a published form become codes and scales (``..._scale_inv``).
             transformers reads them if the model's ``config.json`` includes the contents of
             ``quantization_config.json``, which is written, too.
         progress: called after each tensor with the bytes done and the total.
@@ -75,10 +75,10 @@ def export(
     convert: Convert = _as_it_is
     with fitting(reader.folder):
         head = reader.object(("shardcast",))
-        if weights == "quantized":
+        if weights == "published":
             trained = (name for group in _groups(reader) for name in group["params"])
-            convert = exported_forms = Exported(head.get("quantized"), trained)
-        paths = _model_paths(reader, None if weights == "quantized" else weights)
+            convert = exported_forms = Exported(head.get("published"), trained)
+        paths = _model_paths(reader, None if weights == "published" else weights)
         paths |= {name: paths[first] for name, first in head["ties"].items() if first in paths}
         paths = {_compat.state_key(name): path for name, path in paths.items()}
         reads = [*paths.values(), *(_state_paths(reader) if optimizer else ())]
@@ -105,7 +105,7 @@ def export(
     try:
         limit = int(max_shard_mb * 2**20)
         written = _export_model(files, reader, paths, writing, limit, read, convert)
-        if weights == "quantized":
+        if weights == "published":
             written.append("quantization_config.json")
             text = json.dumps(exported_forms.config(), indent=2)
             files.write(writing / written[-1], text.encode())

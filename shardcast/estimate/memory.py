@@ -46,7 +46,7 @@ class Estimate:
             and buffers of the model as built, the pack in progress, and the masters so far. It
             includes host memory of ``offload``.
         host: part of ``total`` in host memory (``offload``).
-        encoded: bytes of all ranks' codes and scales during a sync (``quantized``); not in
+        encoded: bytes of all ranks' codes and scales during a sync (``published``); not in
             ``total``.
         sent: bytes per step that ``sender``, the rank that sends most, sends.
         collectives: launches per step, including the small all-reduce.

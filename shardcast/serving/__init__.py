@@ -1,8 +1,8 @@
-"""Serving beside training: quantized forms, changes, folders and sleep.
+"""Serving beside training: published forms, changes, folders and sleep.
 
 ::
 
-    quantized    parameters in a quantized form: forms, kernels, blocks, encoding, shards
+    published    parameters in a quantized form: forms, kernels, blocks, encoding, shards
     changes      published values that have changed: records, changes, patches
     publish      changes sent through a folder and applied to a model: folder, applying
     sleep        memory freed between steps: sleep

@@ -23,7 +23,7 @@ from shardcast.plan.layout import Fragment
 from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.serving.forms import FORMS
 from shardcast.serving.patches import Changes, WeightPatch, in_32_bits
-from shardcast.serving.quantized import SCALE, as_exported
+from shardcast.serving.published import SCALE, as_exported
 from shardcast.serving.records import Followed
 from shardcast.serving.shards import FollowedShard, Serving
 from shardcast.step.step_hook import StepHook
@@ -59,7 +59,7 @@ class ChangesOfRank(StepHook):
 
         Args:
             since: ``version`` of the last answer; ``None`` asks for all elements.
-            weights: ``"quantized"`` returns, for parameters with a quantized form, codes and scales
+            weights: ``"published"`` returns, for parameters with a published form, codes and scales
                 (``..._scale_inv``) of the changed blocks instead of bf16 values, as
                 ``checkpoint.export`` writes them.
 
@@ -71,7 +71,7 @@ class ChangesOfRank(StepHook):
             RuntimeError: without the option ``changes``, inside ``averaged()``, or after
                 ``close()``.
             TypeError: ``since`` is not a version.
-            ValueError: ``weights`` has another value, or there are no quantized forms.
+            ValueError: ``weights`` has another value, or there are no published forms.
         """
         optimizer = self._optimizer
         if since is not None and not isinstance(since, str):
@@ -79,9 +79,9 @@ class ChangesOfRank(StepHook):
                 f"changes: since: expected the version of an answer, or None, got {since!r} "
                 f"({type(since).__name__})"
             )
-        if weights is not None and (weights != "quantized" or not optimizer.config.quantized):
+        if weights is not None and (weights != "published" or not optimizer.config.published):
             raise ValueError(
-                f"changes: weights: expected None, or 'quantized' beside quantized={{...}} of "
+                f"changes: weights: expected None, or 'published' beside published={{...}} of "
                 f"shard(), got {weights!r}"
             )
         if optimizer.is_closed:
@@ -143,7 +143,7 @@ def _coded(
     """Return codes and scales of the blocks with changes.
 
     A block is returned whole, because a new scale changes all of its codes. Names, dtypes and
-    shapes are those of ``checkpoint.export(..., weights="quantized")``.
+    shapes are those of ``checkpoint.export(..., weights="published")``.
 
     Args:
         values: published values of a part of the parameter, 1-d, whole blocks.

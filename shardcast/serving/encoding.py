@@ -1,4 +1,4 @@
-"""The encoding of a quantized form: codes and scales, sent instead of the values.
+"""The encoding of a published form: codes and scales, sent instead of the values.
 
 A pack's published values lie on the grid of its form. So the owner computes codes and scales from
 the values, and all other ranks get the same bits from them. An owner's part has the codes of all

@@ -173,7 +173,7 @@ class Serving(Publishing):
 
     def __init__(self, config: ShardcastConfig) -> None:
         self._config = config
-        self._patterns = {} if config.quantized is None else config.quantized.patterns()
+        self._patterns = {} if config.published is None else config.published.patterns()
 
     def cast(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, int]:
         names = [form for form, patterns in self._patterns.items() if _matches(patterns, name)]
@@ -181,25 +181,25 @@ class Serving(Publishing):
             return "", 1
         if len(names) > 1:
             raise ValueError(
-                f"quantized: {name!r} matches patterns of {' and '.join(names)}; give one"
+                f"published: {name!r} matches patterns of {' and '.join(names)}; give one"
             )
         form = FORMS[names[0]]
         if len(shape) not in (2, 3):  # three dimensions are a stack of experts
             if not any(fnmatchcase(name, pattern) for pattern in self._patterns[names[0]]):
                 return "", 1  # a vector in a module whose name matches
             raise ValueError(
-                f"quantized: {name!r} has the shape {shape}, expected a matrix, or a stack of "
+                f"published: {name!r} has the shape {shape}, expected a matrix, or a stack of "
                 f"them, for {form.name}; let patterns end with .weight"
             )
         if dtype != torch.bfloat16:
             raise ValueError(
-                f"quantized: {name!r} is kept in {dtype}, expected bf16 for {form.name}; leave it "
+                f"published: {name!r} is kept in {dtype}, expected bf16 for {form.name}; leave it "
                 "out of keep_fp32, or of the patterns"
             )
         *_, rows, columns = shape
         if rows % form.block_rows or columns % form.block_columns or not rows or not columns:
             raise ValueError(
-                f"quantized: {name!r} has {rows} x {columns} elements on a rank, expected "
+                f"published: {name!r} has {rows} x {columns} elements on a rank, expected "
                 f"multiples of {form.block_rows} x {form.block_columns} for {form.name}; choose "
                 "other dimensions, or leave it out of the patterns"
             )
@@ -215,14 +215,14 @@ class Serving(Publishing):
         return kinds[bool(pack.layout.cast), self._config.changes](pack, self._config)
 
     def encoding(self, layout: PackLayout) -> Encoding | None:
-        if not layout.cast or self._config.quantized.wire == "bf16":
+        if not layout.cast or self._config.published.wire == "bf16":
             return None
         return FormEncoding(FORMS[layout.cast], layout, self._config)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         params = [*names]
         return [
-            f"quantized: the pattern {pattern!r} of {form} matches no parameter of the optimizer; "
+            f"published: the pattern {pattern!r} of {form} matches no parameter of the optimizer; "
             "patterns are matched against names as in model.named_parameters()"
             for form, patterns in self._patterns.items()
             for pattern in patterns

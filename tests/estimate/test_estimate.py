@@ -284,7 +284,7 @@ def test_codes_and_scales_are_sent_in_as_many_bytes(form: str, sync: str):
 
     sent = {}
     for wire in ("codes", "bf16"):
-        fields = {"sync": sync, "quantized": {form: "?.weight", "wire": wire}, "autocast": False}
+        fields = {"sync": sync, "published": {form: "?.weight", "wire": wire}, "autocast": False}
         model = Blocks()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = estimate(model, optimizer, 3, fields, "strict")

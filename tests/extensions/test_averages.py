@@ -176,10 +176,10 @@ def test_a_loaded_average_counts_its_steps_on_ranks_that_own_nothing(ranks: int,
 
     def begun(group: Any) -> tuple[nn.Module, Any]:
         model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 3))
-        forms = {"fp8_block128": ["0"]}
+        published = {"fp8_block128": ["0"]}
         averages = {"ema": {"decay": 0.9, "warmup": True}}
         return model, shardcast.shard(
-            model, two(model), process_group=group, quantized=forms, averages=averages
+            model, two(model), process_group=group, published=published, averages=averages
         )
 
     def run(group: Any) -> list[str]:

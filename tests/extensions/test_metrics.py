@@ -173,7 +173,7 @@ def test_changes_that_a_form_swallows_are_counted_behind_its_cast(
         if step == 1:
             model.get_parameter("blocks.0.fc.weight")[7, 5:9] = 0.3
 
-    fields = {"autocast": False, "quantized": {form: "blocks.*[!12].weight"}, **fields}
+    fields = {"autocast": False, "published": {form: "blocks.*[!12].weight"}, **fields}
     absent = "blocks.1.fc.weight"
     ranks, _ = run_world(world, lambda it: four_steps(it, gpt, kind, absent, writes, **fields))
     assert_same_everywhere(ranks, absent)

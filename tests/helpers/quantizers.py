@@ -1,6 +1,6 @@
 """Quantized forms in another way than the library's: tables of all codes, the nearest one taken.
 
-And the training that quantized forms are compared with: plain torch, fp32 parameters, a fake
+And the training that published forms are compared with: plain torch, fp32 parameters, a fake
 quantizer in every forward of every micro-batch of every rank.
 """
 
@@ -102,10 +102,10 @@ def train_plain(
     return losses, {name: master.detach() for name, master in masters.items()}, quantized
 
 
-def train_quantized(
+def train_published(
     group: Any, form: str, patterns: str, micro_batches: int, steps: int, **options: Any
 ) -> tuple[list[float], dict[str, Tensor], Any, nn.Module]:
-    """The same on one rank of a sharded model with quantized forms."""
+    """The same on one rank of a sharded model with published forms."""
     import shardcast
 
     rank, model = (0 if group is None else group.rank()), gpt()
@@ -116,7 +116,7 @@ def train_quantized(
         autocast=False,
         cast_forward_inputs=False,
         grad_dtype=torch.float32,
-        quantized={form: patterns},
+        published={form: patterns},
         **options,
     )
     losses = []

@@ -37,7 +37,7 @@ STORAGE: dict[str, dict[str, Any]] = {
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlap_sync": {"overlap_sync": True},
-    "quantized": {"quantized": {"mxfp8": list(MATRICES)}},
+    "published": {"published": {"mxfp8": list(MATRICES)}},
     "asleep": {},
 }
 Use = frozenset[int]  # the parameters that a backward reaches

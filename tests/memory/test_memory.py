@@ -103,7 +103,7 @@ def test_bytes_of_codes_in_a_sync_are_those_of_the_estimate(
     form: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """All are there before the first one is unpacked; none is afterwards."""
-    fields = {"quantized": {form: "blocks.*[!12].weight"}, "param_dtype": BF16, **fields}
+    fields = {"published": {form: "blocks.*[!12].weight"}, "param_dtype": BF16, **fields}
     seen: list[int] = []
     unpack = EncodedWork.wait
 

@@ -40,7 +40,7 @@ FORMS: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlap_sync": {"overlap_sync": True},
-    "quantized": {"quantized": {"fp8_block128": ["first", "second"]}},
+    "published": {"published": {"fp8_block128": ["first", "second"]}},
     "changes": {"changes": True},
     "averages": {"averages": {"ema": 0.9}},
 }
@@ -89,7 +89,7 @@ def fits(_door: str, form: str, mesh: str, kind: str, option: str) -> bool:
         form in ("split16", *LOW) or mesh in ("even", "tensor-parallel")
     ):
         return False
-    return not (option == "quantized" and form in ("fp32", "split16"))
+    return not (option == "published" and form in ("fp32", "split16"))
 
 
 # -- the edits, on values of any shape with elements ``[start, stop)`` of the flat parameter ------

@@ -30,7 +30,7 @@ MATRICES = "first.weight", "second.weight"
 
 
 class Net(nn.Module):
-    """Matrices that each quantized form can have, and sizes that no alignment divides."""
+    """Matrices that each published form can have, and sizes that no alignment divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,8 +163,8 @@ KINDS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, A
     "offload": (adamw, {"offload": True}),
     "overlap": (adamw, {"overlap_sync": True, "pack_params": 2}),
     "whole": (adafactor, {}),
-    "mxfp8": (adamw, {"quantized": {"mxfp8": MATRICES}}),
-    "fp8_block128": (adamw, {"quantized": {"fp8_block128": MATRICES}}),
+    "mxfp8": (adamw, {"published": {"mxfp8": MATRICES}}),
+    "fp8_block128": (adamw, {"published": {"fp8_block128": MATRICES}}),
 }
 
 

@@ -21,7 +21,7 @@ from shardcast.estimate import estimate
 from shardcast.optimizer.sharded import packed_of
 from shardcast.publish import Changes
 from shardcast.serving.forms import FORMS
-from shardcast.serving.quantized import as_exported
+from shardcast.serving.published import as_exported
 from shardcast.testing import ThreadedWorld
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -209,8 +209,8 @@ TRAININGS = {
     "split16": ("AdamW", {"master": "split16", "moments": "int8"}),
     "any class": ("NAdam", {"averages": {"ema": 0.5}}),
     "Muon": ("Muon", {"averages": {"ema": 0.5}, "metrics": 2}),
-    "mxfp8": ("AdamW", {"quantized": {"mxfp8": ["first", "second"]}, "averages": {"ema": 0.5}}),
-    "mxfp4 with Muon": ("Muon", {"quantized": {"mxfp4": ["first", "second"]}}),
+    "mxfp8": ("AdamW", {"published": {"mxfp8": ["first", "second"]}, "averages": {"ema": 0.5}}),
+    "mxfp4 with Muon": ("Muon", {"published": {"mxfp4": ["first", "second"]}}),
     "overlap": ("AdamW", {"overlap_sync": True}),
 }
 
@@ -392,7 +392,7 @@ def test_a_reader_of_codes_has_the_codes_and_scales_of_an_export(
             model,
             torch.optim.AdamW(model.parameters(), lr=1e-5),
             process_group=group,
-            quantized={form: ["a", "b"]},
+            published={form: ["a", "b"]},
             changes=True,
             **BF16,
         )
@@ -406,11 +406,11 @@ def test_a_reader_of_codes_has_the_codes_and_scales_of_an_export(
                 param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
             sharded.step()
             sharded.zero_grad()
-            changes = sharded.changes(since=version, weights="quantized")
+            changes = sharded.changes(since=version, weights="published")
             version = changes.version
             state: Values = {"a.bias": model["a"].bias.detach().clone()}
             for name in ("a.weight", "b.weight"):
-                there = sharded.quantized(name)
+                there = sharded.published(name)
                 as_file = as_exported(FORMS[form], there.codes, there.scales.view(torch.uint8))
                 state[name], state[name + "_scale_inv"] = as_file
             told.append((changes, state))
@@ -425,7 +425,7 @@ def test_a_reader_of_codes_has_the_codes_and_scales_of_an_export(
         assert_same_bits(dict(sorted(reader.items())), dict(sorted(parts[0][1].items())))
     first, second = (sum(part[at][0].numel for part in results) for at in (0, 1))
     assert 0 < second < first or form == "fp8_block128"  # a block has 16,384 elements
-    checkpoint.export(tmp_path / "saved", tmp_path / "out", optimizer=False, weights="quantized")
+    checkpoint.export(tmp_path / "saved", tmp_path / "out", optimizer=False, weights="published")
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == reader.keys()
     for name in exported.keys() - {"a.bias"}:
@@ -433,7 +433,7 @@ def test_a_reader_of_codes_has_the_codes_and_scales_of_an_export(
 
 
 @pytest.mark.parametrize("ranks", [3, 6])
-@pytest.mark.parametrize("told", [None, "quantized"])
+@pytest.mark.parametrize("told", [None, "published"])
 def test_a_rank_that_owns_no_block_tells_nothing(ranks: int, told: str | None):
     """Two blocks have two owners, and lie within one pack of all ranks."""
 
@@ -443,7 +443,7 @@ def test_a_rank_that_owns_no_block_tells_nothing(ranks: int, told: str | None):
             model,
             torch.optim.AdamW(model.parameters(), lr=1e-3),
             process_group=group,
-            quantized={"fp8_block128": "*"},
+            published={"fp8_block128": "*"},
             changes=True,
             **BF16,
         )
@@ -481,10 +481,10 @@ def test_codes_of_tensor_parallel_parts_are_those_of_the_whole():
             torch.optim.AdamW(model.parameters()),
             mesh=mesh,
             changes=True,
-            quantized={"mxfp4": "*"},
+            published={"mxfp4": "*"},
             **BF16,
         )
-        return sharded.changes(weights="quantized"), weights(model)
+        return sharded.changes(weights="published"), weights(model)
 
     results = ThreadedWorld({"dp": 2, "tp": 2}).run(run)
     reader: Values = {}
@@ -498,4 +498,4 @@ def test_codes_are_refused_where_nothing_has_a_form():
     model, optimizer = build("AdamW")
     sharded: Any = shardcast.shard(model, optimizer, changes=True, **BF16)
     with pytest.raises(ValueError, match="weights"):
-        sharded.changes(weights="quantized")
+        sharded.changes(weights="published")

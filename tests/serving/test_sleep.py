@@ -66,7 +66,7 @@ AXES: dict[str, list[Any]] = {
     "replica_check": [0, 1],
     "overlap_sync": [False, True],
     "offload": [False, True],
-    "quantized": [None, {"mxfp8": ["*.weight"]}],
+    "published": [None, {"mxfp8": ["*.weight"]}],
     "partition": ["auto", "whole"],
     "changes": [False, True],
     "pack_params": [None, 1],

@@ -256,7 +256,7 @@ def fits(storage: str, layout: str, kind: str, way: str, size: int) -> bool:
         return False  # these keep whole masters, and state of their own
     if size == 1 and layout not in ("even", "whole"):
         return False
-    return way != "quantized" or storage not in ("fp32", "split16")
+    return way != "published" or storage not in ("fp32", "split16")
 
 
 LAYOUTS = "even", "whole", "shard_ranks", "shard_ranks: one", "copy along tp"

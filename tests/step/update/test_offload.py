@@ -95,7 +95,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"shard_ranks": 1},
     {"param_dtype": "fp16"},
     {"param_dtype": "fp32"},
-    {"quantized": {"mxfp8": "up.weight"}},
+    {"published": {"mxfp8": "up.weight"}},
     {"master": "split16"},
     {"moments": "bf16"},
     {"moments": "int8", "master": "split16"},
@@ -246,12 +246,12 @@ def drawn(seed: int) -> tuple[int, str, dict[str, Any], list[str], bool]:
     for key, value in chance.choice(OPTIONS).items():
         fields.setdefault(key, value)
     if fields.get("param_dtype", "bf16") != "bf16":
-        for key in ("master", "quantized"):
+        for key in ("master", "published"):
             fields.pop(key, None)
     if kind not in FUSED:
         for key in OF_RULES:
             fields.pop(key, None)
-    if "changes" in fields and "quantized" in fields:
+    if "changes" in fields and "published" in fields:
         fields.pop("changes")
     acts = [chance.choice(ACTS) for _ in range(8)]
     return chance.choice((1, 2, 3)), kind, fields, acts, chance.random() < 0.3
@@ -519,7 +519,7 @@ class Across(offload.Copies):
         ("AdamW", {"param_dtype": "fp32"}),
         ("AdamW", {"master": "split16", "moments": "int8"}),
         ("AdamW", {"averages": {"ema": 0.5}, "max_grad_norm": 0.1, "changes": True}),
-        ("AdamW", {"quantized": {"mxfp8": "up.weight"}}),
+        ("AdamW", {"published": {"mxfp8": "up.weight"}}),
         ("RMSprop", {"averages": {"ema": 0.5}}),
         ("Lion", {}),
     ],

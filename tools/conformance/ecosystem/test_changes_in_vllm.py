@@ -49,9 +49,9 @@ class Served(nn.Module):
         return names
 
 
-@pytest.mark.parametrize("quantized", [{}, {"quantized": {"mxfp4": "blocks.*[!12].weight"}}])
+@pytest.mark.parametrize("published", [{}, {"published": {"mxfp4": "blocks.*[!12].weight"}}])
 def test_its_loader_of_patches_gives_a_served_model_the_bits_of_the_training(
-    quantized: dict[str, Any],
+    published: dict[str, Any],
 ):
     """After each step; one is skipped, and once a script writes into a weight."""
     vllm = loader_of_vllm()
@@ -65,7 +65,7 @@ def test_its_loader_of_patches_gives_a_served_model_the_bits_of_the_training(
             changes=True,
             autocast=False,
             param_dtype="bf16",
-            **quantized,
+            **published,
         )
         told, version = [], None
         for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""Quantized forms beside the quantizers of torchao and transformers, which are called here."""
+"""Published forms beside the quantizers of torchao and transformers, which are called here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import run_world
-from quantizers import train_plain, train_quantized, vectors
+from quantizers import train_plain, train_published, vectors
 from torch import Tensor
 
 import shardcast
@@ -94,7 +94,7 @@ def test_a_hundred_losses_are_those_of_their_fake_quantizer(form: str, ranks: in
     losses, masters, _ = train_plain(form, MATRICES, ranks, 2, 100, fake)
 
     def run(group: Any) -> Any:
-        return train_quantized(group, form, MATRICES, 2, 100)[:2]
+        return train_published(group, form, MATRICES, 2, 100)[:2]
 
     results, _ = run_world(ranks, run)
     assert [own for own, _ in results] == losses
@@ -162,7 +162,7 @@ def test_transformers_loads_an_exported_folder_with_equal_values(form: str, tmp_
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-3),
         autocast=False,
-        quantized={form: ["*.mlp.*_proj", "*.self_attn.*_proj"]},
+        published={form: ["*.mlp.*_proj", "*.self_attn.*_proj"]},
     )
     for seed in range(2):
         tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
@@ -170,7 +170,7 @@ def test_transformers_loads_an_exported_folder_with_equal_values(form: str, tmp_
         optimizer.step()
         optimizer.zero_grad()
     checkpoint.save(tmp_path / "saved", model, optimizer, step=2)
-    checkpoint.export(tmp_path / "saved", tmp_path / "out", weights="quantized", optimizer=False)
+    checkpoint.export(tmp_path / "saved", tmp_path / "out", weights="published", optimizer=False)
     more = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
     written = {**small.to_dict(), "architectures": ["LlamaForCausalLM"], **more}
     (tmp_path / "out" / "config.json").write_text(json.dumps(written))

@@ -40,7 +40,7 @@ SUITE = Suite(
     claim=(
         "`train_shakespeare_char.py` with the settings that its README has for a CPU, on the "
         "tinyshakespeare of char-rnn: 2,000 steps of 12 sequences, and a validation loss of 1.88. "
-        f"Passed is a loss within {APART} ({OF_FORMS} with quantized forms) of the same script by "
+        f"Passed is a loss within {APART} ({OF_FORMS} with published forms) of the same script by "
         "DDP on as many processes, whose batches it has; on one that is the script as it is, and "
         f"its loss within {APART} of 1.88"
     ),

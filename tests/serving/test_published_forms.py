@@ -1,4 +1,4 @@
-"""Quantized forms: the owner decides which bits the weights are, once."""
+"""Published forms: the owner decides which bits the weights are, once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import run_world
 from pairwise import pairwise, thinned
-from quantizers import batch, by_table, gpt, loss_of, train_plain, train_quantized, vectors
+from quantizers import batch, by_table, gpt, loss_of, train_plain, train_published, vectors
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -85,7 +85,7 @@ def sharded(
     if make is torch.optim.Muon:
         rest = [param for param in model.parameters() if param.dim() != 2]
         optimizer = [optimizer, torch.optim.AdamW(rest, lr=1e-2)]
-    options: dict[str, Any] = {"autocast": False, "quantized": {form: MATRICES}, **more}
+    options: dict[str, Any] = {"autocast": False, "published": {form: MATRICES}, **more}
     return model, shardcast.shard(model, optimizer, process_group=group, **options)
 
 
@@ -237,7 +237,7 @@ def test_losses_are_those_of_a_fake_quantizer_in_every_forward(form: str, ranks:
     losses, masters, _ = train_plain(form, MATRICES, ranks, micro_batches, steps, by_table)
 
     def run(group: Any) -> Any:
-        own, gathered, _, _ = train_quantized(group, form, MATRICES, micro_batches, steps)
+        own, gathered, _, _ = train_published(group, form, MATRICES, micro_batches, steps)
         return own, gathered
 
     results, _ = run_world(ranks, run)
@@ -405,7 +405,7 @@ def test_an_added_group_is_on_the_grid_and_a_skipped_step_changes_nothing(form: 
             torch.optim.AdamW(first, lr=1e-2),
             process_group=group,
             autocast=False,
-            quantized={form: MATRICES.replace("*", "[01]*")},
+            published={form: MATRICES.replace("*", "[01]*")},
         )
         optimizer.add_param_group({"params": [*model.get_submodule("blocks.1").parameters()]})
         assert_on_grid_of(model, form)
@@ -472,8 +472,8 @@ def test_codes_on_the_wire_give_the_bits_of_bf16_on_it(form: str, way: str):
     """Also of what a script wrote, in a step that is skipped, and NaN."""
 
     def run(group: Any, wire: str) -> list[dict[str, Tensor]]:
-        quantized = {form: MATRICES, "wire": wire}
-        model, optimizer = sharded(group, form, quantized=quantized, **WAYS[way])
+        published = {form: MATRICES, "wire": wire}
+        model, optimizer = sharded(group, form, published=published, **WAYS[way])
         seen = []
         for step in range(4):
             optimizer.wait_sync()
@@ -583,7 +583,7 @@ def test_codes_on_the_wire_of_a_mesh_give_the_bits_of_bf16_on_it(form: str, wher
             model,
             torch.optim.AdamW(model.parameters(), lr=1e-2),
             autocast=False,
-            quantized={form: matrices, "wire": wire},
+            published={form: matrices, "wire": wire},
             **options,
             **({} if where == "shard_ranks" else {"mesh": mesh}),
         )
@@ -621,7 +621,7 @@ def test_ranks_that_differ_in_what_they_send_are_refused():
     def run(group: Any) -> None:
         wire = "codes" if group.rank() else "bf16"
         with pytest.raises(RuntimeError, match="wire"):
-            sharded(group, "mxfp8", quantized={"mxfp8": MATRICES, "wire": wire})
+            sharded(group, "mxfp8", published={"mxfp8": MATRICES, "wire": wire})
 
     run_world(2, run)
 
@@ -632,19 +632,19 @@ def test_codes_and_scales_are_read_of_every_parameter_on_every_rank(form: str):
         model, optimizer = sharded(group, form)
         train(model, optimizer, group.rank())
         for name, values in matrices(model).items():
-            read = optimizer.quantized(name)
+            read = optimizer.published(name)
             assert (read.form, read.shape) == (form, tuple(values.shape))
             assert read.scales.shape == FORMS[form].scale_shape(read.shape)
             assert same(read.dequantize(), values)
         with pytest.raises(ValueError, match=r"'wpe\.weight'"):
-            optimizer.quantized("wpe.weight")
+            optimizer.published("wpe.weight")
 
     run_world(2, run)
     layer = nn.Linear(3, 3)
     plain = shardcast.shard(layer, torch.optim.SGD(layer.parameters()))
     with pytest.raises(AttributeError, match="of shard"):
-        plain.quantized("0")
-    assert not hasattr(plain, "quantized")
+        plain.published("0")
+    assert not hasattr(plain, "published")
 
 
 @of_each_form
@@ -656,7 +656,7 @@ def test_an_exported_folder_has_codes_and_scales(form: str, max_shard_mb: float,
     train(model, optimizer)
     checkpoint.save(tmp_path / "saved", model, optimizer, step=2)
     written = checkpoint.export(
-        tmp_path / "saved", tmp_path / "out", weights="quantized", max_shard_mb=max_shard_mb
+        tmp_path / "saved", tmp_path / "out", weights="published", max_shard_mb=max_shard_mb
     )
     files = [path for path in written if path.suffix == ".safetensors"]
     assert (len(files) > 1) == (max_shard_mb < 1)
@@ -674,8 +674,8 @@ def test_an_exported_folder_has_codes_and_scales(form: str, max_shard_mb: float,
     bare = nn.Linear(4, 4)
     bare_optimizer = shardcast.shard(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
     checkpoint.save(plain, bare, bare_optimizer, step=0)
-    with pytest.raises(ValueError, match="quantized"):
-        checkpoint.export(plain, tmp_path / "none", weights="quantized")
+    with pytest.raises(ValueError, match="published"):
+        checkpoint.export(plain, tmp_path / "none", weights="published")
 
 
 # -- plans ----------------------------------------------------------------------------------
@@ -687,7 +687,7 @@ def test_an_exported_folder_has_codes_and_scales(form: str, max_shard_mb: float,
 def test_no_block_has_two_owners(form: str, ranks: int, alignment: int):
     model = nn.Sequential(nn.Linear(384, 128), nn.Linear(128, 640), nn.Linear(640, 256))
     optimizer = torch.optim.AdamW(model.parameters())
-    options = {"quantized": {form: "*.weight"}, "alignment": alignment, "autocast": False}
+    options = {"published": {form: "*.weight"}, "alignment": alignment, "autocast": False}
     layout = estimate(model, optimizer, ranks, options, "gloo").layout
     cut = [pack for pack in layout.packs if pack.cast]
     assert {pack.cast for pack in cut} == {form}
@@ -724,17 +724,17 @@ def refusal(**fields: Any) -> str:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"quantized": {"mxfp8": "2.weight"}}, "'2.weight'"),
-        ({"quantized": {"fp8_block128": "1.weight"}}, "'1.weight'"),
-        ({"quantized": {"mxfp8": "*"}}, "'0.bias'"),
-        ({"quantized": {"mxfp8": "3.weight"}}, "'3.weight'"),
-        ({"quantized": {"mxfp8": "nobody.*"}}, "'nobody.*'"),
-        ({"quantized": {"mxfp8": "0.weight", "mxfp4": "0.*"}}, "mxfp8 and mxfp4"),
-        ({"quantized": {"nvfp4": "0.weight"}}, "nvfp4"),
-        ({"quantized": {"mxfp8": "0.weight"}, "keep_fp32": ["0.*"]}, "'0.weight'"),
-        ({"quantized": {"mxfp8": "0.weight"}, "master": "split16"}, "master"),
-        ({"quantized": {"mxfp8": "0.weight"}, "param_dtype": "fp16"}, "param_dtype"),
-        ({"quantized": {"mxfp8": "0.weight"}, "param_dtype": "fp32"}, "param_dtype"),
+        ({"published": {"mxfp8": "2.weight"}}, "'2.weight'"),
+        ({"published": {"fp8_block128": "1.weight"}}, "'1.weight'"),
+        ({"published": {"mxfp8": "*"}}, "'0.bias'"),
+        ({"published": {"mxfp8": "3.weight"}}, "'3.weight'"),
+        ({"published": {"mxfp8": "nobody.*"}}, "'nobody.*'"),
+        ({"published": {"mxfp8": "0.weight", "mxfp4": "0.*"}}, "mxfp8 and mxfp4"),
+        ({"published": {"nvfp4": "0.weight"}}, "nvfp4"),
+        ({"published": {"mxfp8": "0.weight"}, "keep_fp32": ["0.*"]}, "'0.weight'"),
+        ({"published": {"mxfp8": "0.weight"}, "master": "split16"}, "master"),
+        ({"published": {"mxfp8": "0.weight"}, "param_dtype": "fp16"}, "param_dtype"),
+        ({"published": {"mxfp8": "0.weight"}, "param_dtype": "fp32"}, "param_dtype"),
     ],
 )
 def test_what_cannot_have_a_form_is_refused_by_name(fields: dict[str, Any], named: str):
@@ -744,7 +744,7 @@ def test_what_cannot_have_a_form_is_refused_by_name(fields: dict[str, Any], name
 def test_a_pattern_of_a_module_takes_its_matrix_and_leaves_its_bias():
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 48))
     optimizer = shardcast.shard(
-        model, torch.optim.AdamW(model.parameters()), autocast=False, quantized={"mxfp4": "0"}
+        model, torch.optim.AdamW(model.parameters()), autocast=False, published={"mxfp4": "0"}
     )
     formed = {slot.name for pack, slot in optimizer.layout.slots() if pack.cast}
     assert formed == {"0.weight"}
@@ -753,7 +753,7 @@ def test_a_pattern_of_a_module_takes_its_matrix_and_leaves_its_bias():
 @of_each_form
 def test_the_estimate_is_what_ranks_hold(form: str):
     model = gpt()
-    options = {"autocast": False, "quantized": {form: MATRICES}, "fuse": "eager"}
+    options = {"autocast": False, "published": {form: MATRICES}, "fuse": "eager"}
     found = estimate(model, torch.optim.AdamW(model.parameters()), 3, options, "gloo")
 
     def run(group: Any) -> int:

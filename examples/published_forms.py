@@ -1,6 +1,6 @@
 """Weights that are mxfp8 in every forward, and their codes for an inference engine.
 
-torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/quantized_forms.py
+torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/published_forms.py
 """
 
 import torch
@@ -17,7 +17,7 @@ torch.manual_seed(0)
 
 model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-optimizer = shardcast.shard(model, optimizer, quantized={"mxfp8": "*.weight"})  # <- patterns
+optimizer = shardcast.shard(model, optimizer, published={"mxfp8": "*.weight"})  # <- patterns
 
 data = torch.Generator().manual_seed(rank)
 for _ in range(150):
@@ -27,7 +27,7 @@ for _ in range(150):
     optimizer.step()  # <- owners round the new masters to the grid, once
     optimizer.zero_grad()
 
-weight = optimizer.quantized("2.weight")  # <- codes and scales
+weight = optimizer.published("2.weight")  # <- codes and scales
 served = weight.dequantize()  # as an inference engine has it
 if rank == 0:
     nbytes = weight.codes.nbytes + weight.scales.nbytes

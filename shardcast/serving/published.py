@@ -1,4 +1,4 @@
-"""``quantized``: parameters whose values lie on the grid of a quantized form.
+"""``published``: parameters whose values lie on the grid of a quantized form.
 
 The owner of a block rounds its new fp32 masters once per step. Every forward, recomputation and
 reader then sees the same bf16 numbers, which are codes times powers of two (:mod:`.forms`). The
@@ -26,7 +26,7 @@ BLOCK = (128, 128)
 
 
 @dataclass(frozen=True)
-class QuantizedForms(ValidatedOptions):
+class PublishedForms(ValidatedOptions):
     """Patterns of parameter names, by form.
 
     Attributes:
@@ -47,32 +47,32 @@ class QuantizedForms(ValidatedOptions):
         return {name: patterns for name in FORMS if (patterns := getattr(self, name))}
 
 
-def _read(name: str, value: object) -> QuantizedForms:
-    if isinstance(value, QuantizedForms):
+def _read(name: str, value: object) -> PublishedForms:
+    if isinstance(value, PublishedForms):
         return value
     if not isinstance(value, Mapping):
         raise TypeError(
             f"{name}: expected a mapping from forms to patterns, such as "
             f"{{'mxfp8': ['*.mlp.*.weight']}}, got {value!r} ({type(value).__name__})"
         )
-    return read_mapping(QuantizedForms, value, name)
+    return read_mapping(PublishedForms, value, name)
 
 
 def _check(config: ShardcastConfig) -> None:
     if config.master != "fp32":
         raise ValueError(
-            f"quantized: expected master 'fp32' beside it, got {config.master!r}: values of "
+            f"published: expected master 'fp32' beside it, got {config.master!r}: values of "
             "blocks are cast behind the update, which does not see them"
         )
     if config.param_dtype != torch.bfloat16:
         raise ValueError(
-            f"quantized: expected param_dtype bf16, which has every value of a form, got "
+            f"published: expected param_dtype bf16, which has every value of a form, got "
             f"{config.param_dtype}"
         )
 
 
-class Quantized(NamedTuple):
-    """The quantized form of one parameter.
+class Published(NamedTuple):
+    """The published form of one parameter.
 
     Attributes:
         codes: float8_e4m3fn; for ``mxfp4`` uint8 with two codes per byte.
@@ -91,20 +91,20 @@ class Quantized(NamedTuple):
         return FORMS[self.form].dequantize(self.codes, self.scales.view(torch.uint8))
 
 
-class QuantizedReader(StepHook):
+class PublishedReader(StepHook):
     """Reads codes and scales of the parameters of one optimizer."""
 
-    name = "quantized"
+    name = "published"
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
-        if optimizer.config.quantized is None:
+        if optimizer.config.published is None:
             raise AttributeError(
-                "quantized: no parameter has a form; quantized={'mxfp8': [...]} of shard() gives it"
+                "published: no parameter has a form; published={'mxfp8': [...]} of shard() gives it"
             )
         self._optimizer = optimizer
 
-    def quantized(self, name: str) -> Quantized:
-        """Return codes and scales of a parameter with a quantized form. Local.
+    def published(self, name: str) -> Published:
+        """Return codes and scales of a parameter with a published form. Local.
 
         It reads the parameter in this rank's model. Values that a script has written since the last
         step are rounded.
@@ -118,9 +118,9 @@ class QuantizedReader(StepHook):
 
         Raises:
             ValueError: the parameter has no form.
-            AttributeError: the option ``quantized`` was not given.
+            AttributeError: the option ``published`` was not given.
         """
-        self._optimizer.need_masters("quantized")
+        self._optimizer.need_masters("published")
         self._optimizer.sync.wait()
         formed = []
         for shard in self._optimizer.shards:
@@ -130,10 +130,10 @@ class QuantizedReader(StepHook):
                     values = shard.pack.data[slot.offset : slot.end].view(slot.shape)
                     codes, scales = FORMS[layout.cast].quantize(values)
                     scales = scales.view(torch.float8_e8m0fnu)
-                    return Quantized(codes, scales, layout.cast, slot.shape)
+                    return Published(codes, scales, layout.cast, slot.shape)
                 formed.append(slot.name)
         raise ValueError(
-            f"quantized: expected the name of a parameter that has a form, got {name!r}; such are "
+            f"published: expected the name of a parameter that has a form, got {name!r}; such are "
             f"{', '.join(map(repr, formed))}"
         )
 
@@ -153,16 +153,16 @@ class Exported:
         trained: names of the optimizer's parameters.
 
     Raises:
-        ValueError: there are no quantized forms.
+        ValueError: there are no published forms.
     """
 
     def __init__(self, options: Any, trained: Iterable[str]) -> None:
         if not options:
             raise ValueError(
-                "weights: expected the name of an average, got 'quantized', and the checkpoint is "
-                "of a training without quantized forms"
+                "weights: expected the name of an average, got 'published', and the checkpoint is "
+                "of a training without published forms"
             )
-        self._serving, self._trained = Serving(ShardcastConfig(quantized=options)), {*trained}
+        self._serving, self._trained = Serving(ShardcastConfig(published=options)), {*trained}
         self._bare: set[str] = set()  # modules whose matrices have no form
 
     def __call__(self, key: str, name: str, values: Tensor) -> Mapping[str, Tensor]:
@@ -202,6 +202,6 @@ OPTION = Option(
     within=("forms with patterns of names", lambda _: True),
     read=_read,
     publishing=Serving,
-    hook=QuantizedReader,
+    hook=PublishedReader,
     check=_check,
 )
