@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, adamw, assert_same_bits, everything, own_state, run_world, sharded, values
-from spoiled import received, spoil_after_sync
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -542,26 +541,6 @@ def test_close_wakes(restore: bool):
             optimizer.sleep()
 
     run_world(2, run)
-
-
-def test_a_step_that_is_refused_leaves_what_other_options_have_noted():
-    def run(group: Any) -> str:
-        model, optimizer = made(group, replica_check=1, overlap_sync=True)
-        if group.rank() == 1:
-            spoil_after_sync(optimizer, model, received, 2)
-        go_on(model, optimizer, 1, 2)
-        optimizer.sleep()
-        with pytest.raises(RuntimeError, match=r"wake\(\)"):
-            optimizer.digest()
-        with pytest.raises(RuntimeError, match=r"wake\(\)"):
-            optimizer.step()
-        optimizer.wake()
-        with pytest.raises(RuntimeError) as raised:
-            go_on(model, optimizer, 2, 3)
-        return str(raised.value)
-
-    for text in run_world(2, run)[0]:
-        assert "after step 2 parameters of rank 1 differ" in text
 
 
 def test_tensor_parallel_parameters_sleep_and_are_named():

@@ -431,6 +431,51 @@ def test_a_mean_that_another_reduction_adds_to_goes_down_again(bus: Late):
     assert down >= 4 * own, "in fp32, of this rank and perhaps of both"
 
 
+def test_each_part_is_cast_copied_up_and_synced_before_the_next_one_is_updated(
+    bus: Late, monkeypatch: pytest.MonkeyPatch
+):
+    events: dict[int, list[tuple[str, int]]] = {}
+    begin, up = Sync.begin, bus.up
+
+    def syncs(self: Sync, packs: Any) -> None:
+        packs = list(packs)
+        events[threading.get_ident()].extend(("sync", pack.own_data.data_ptr()) for pack in packs)
+        begin(self, packs)
+
+    def goes_up(values: Tensor, host: Tensor) -> Any:
+        if threading.get_ident() in events:
+            events[threading.get_ident()].append(("up", values.data_ptr()))
+        return up(values, host)
+
+    monkeypatch.setattr(Sync, "begin", syncs)
+    monkeypatch.setattr(bus, "up", goes_up)
+
+    def run(group: Any) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+        model, optimizer = built(group, KINDS["AdamW"], offload=True)
+        backward(model, optimizer, group.rank(), 0)
+        shards = packed_of(optimizer).shards
+        before = [shard.master.read(slice(None)).clone() for shard in shards]
+        events[threading.get_ident()] = []
+        optimizer.step()
+        after = [shard.master.read(slice(None)) for shard in shards]
+        assert any(not torch.equal(new, old) for new, old in zip(after, before, strict=True))
+        for shard, new in zip(shards, after, strict=True):
+            same(
+                [shard.pack.own_data], [new.to(shard.pack.own_data.dtype)], "of this step's masters"
+            )
+        found = events.pop(threading.get_ident())
+        expected = []
+        for shard in shards:
+            at = shard.pack.own_data.data_ptr()
+            # Padding alone is synced, and not updated.
+            expected += [("up", at)] * bool(shard.fragments) + [("sync", at)]
+        return found, expected
+
+    for found, expected in threaded_world(2, run):
+        assert len(expected) > 4
+        assert found == expected
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
 def test_a_rank_that_owns_nothing_syncs_as_the_others_do(
     kind: str, monkeypatch: pytest.MonkeyPatch
