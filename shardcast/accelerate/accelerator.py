@@ -383,7 +383,7 @@ class ShardcastAccelerator(Accelerator):
         """Save Accelerate's files and every rank's shard. Collective: every rank.
 
         The checkpoint is committed last, so a run that is killed while saving leaves the previous
-        one intact. The arguments are those of ``Accelerator.save_state``.
+        one intact. It takes the arguments of ``Accelerator.save_state``.
 
         Returns:
             The folder of the checkpoint.
@@ -401,7 +401,7 @@ class ShardcastAccelerator(Accelerator):
     ) -> None:
         """Load a checkpoint at any world size. Collective: every rank.
 
-        It also loads a checkpoint that stock Accelerate saved under DDP. The arguments are those of
+        It also loads a checkpoint that stock Accelerate saved under DDP. It takes the arguments of
         ``Accelerator.load_state``.
 
         Raises:

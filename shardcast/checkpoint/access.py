@@ -234,7 +234,7 @@ class Snapshot:
         return {"digest": self._sharded.digest(), "digest_of": self.forms()}
 
     def note_loaded(self, folder: Path) -> None:
-        """Remember that masters and state are now those of ``folder``. Collective."""
+        """Remember that masters and state now come from ``folder``. Collective."""
         _loaded[self._sharded] = str(folder), self._sharded.digest()
 
     def is_as_loaded(self, folder: Path) -> bool:

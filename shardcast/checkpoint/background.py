@@ -67,7 +67,7 @@ def save_async(
     """
     base = absolute(directory)
     snapshot = Snapshot(model, optimizer)
-    snapshot.together(lambda: None, "save_async")  # before those of an earlier one
+    snapshot.together(lambda: None, "save_async")  # before an earlier save's calls
     earlier = _running.get(optimizer)
     if earlier is not None:
         earlier.end("save_async")
@@ -77,7 +77,7 @@ def save_async(
     def copied() -> list[ShardView]:
         if job.is_there:
             return []
-        job.look()  # else rank 0 would wait for the others in vain
+        job.look()  # else rank 0 would wait for the others for ever
         job.reserve()
         return list(map(_copied, snapshot.views()))
 

@@ -37,7 +37,7 @@ class Codec:
     """All 32 bits, 4 bytes per element; the base of all others.
 
     Attributes:
-        signed: whether values may be negative; those of a second moment are not.
+        signed: whether values may be negative; second moments are not.
         plain: whether the values themselves are the only piece.
         has_published: whether the first piece is the published parameter.
         by_chance: whether :meth:`encode` rounds stochastically, with :meth:`random_bits`.
@@ -69,7 +69,7 @@ class Codec:
         return (values,)
 
     def merged(self, old: Pieces, new: Pieces, changed: Tensor) -> Pieces:
-        """Return the pieces of values of which only some have changed.
+        """Return the pieces of values that have changed in part.
 
         A row with a number of its own is encoded again if any of its values changed.
 

@@ -739,7 +739,7 @@ class Gradients:
 
     @property
     def all_shown(self) -> Tensor:
-        """The mean, and after a gather those of other owners, 1-d."""
+        """The mean, and after a gather the parts of other owners, 1-d."""
         return self.own if self._full is None else self._full
 
 

@@ -101,7 +101,7 @@ def _note_stale(packed: PackedOptimizer, added: Sequence[Shard]) -> None:
 
 
 def activate_packs(packed: PackedOptimizer, indices: Collection[int]) -> None:
-    """Activate those of these packs that are still frozen."""
+    """Activate the packs that are still frozen."""
     for shard in packed.shards:
         if shard.grads is None and shard.pack.layout.index in indices:
             packed.activate(shard)

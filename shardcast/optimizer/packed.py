@@ -66,7 +66,7 @@ class PackedOptimizer:
         device: device of the packs.
         given_dtypes: original dtypes of parameters and buffers by name, for each stage.
         aliases: views of parameters that modules hold.
-        step_hooks: those of the options in order, then those that calls asked for.
+        step_hooks: hooks of the options in order, then hooks that calls asked for.
         is_closed: ``close()`` was called.
         in_no_sync: the script accumulated in ``no_sync()`` since the last step or ``zero_grad()``.
         tree: the modules, to detect replaced ones.
@@ -400,7 +400,7 @@ def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
             "gathered, so that its weights stay in low precision: call optimizer.close() first"
         )
         return
-    # shard() already converted those of a group that was added later.
+    # shard() already converted the parameters of a group that was added later.
     dtypes = packed.given_dtype_of()
     for shard in packed.shards:
         params = zip(shard.pack.in_model, shard.given_dtypes, strict=True)

@@ -682,7 +682,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard: tensors and plain numbers.
 
-        For each parameter of which this rank owns a part, it has torch's state of that part and its
+        For each parameter that this rank owns a part of, it has torch's state of that part and its
         ``master`` (1-d, fp32). It loads only on the same rank of an equal layout; use
         :mod:`shardcast.checkpoint` for anything else. If a script saves it on several ranks, it
         warns once, because the file lacks the other ranks' parts.

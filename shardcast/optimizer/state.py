@@ -165,7 +165,7 @@ class StateDict:
     def _fragments(
         self, state: Mapping[Any, Mapping[str, Any]], is_local: bool
     ) -> list[FragmentState]:
-        """Return a state by fragments: those of :meth:`dump`, or parts of full tensors."""
+        """Return a state by fragments: fragments of :meth:`dump`, or parts of full tensors."""
         fragments = []
         for shard in self._packed.shards:
             elementwise = self._packed.update_of(shard).elementwise
@@ -424,7 +424,7 @@ class StateView(Mapping[Any, "StateOfParameter"]):
     All ranks know how many steps have updated a parameter, and how many each average has seen.
 
     Args:
-        place: index of the optimizer whose parameters it has; without it those of all.
+        place: index of the optimizer whose parameters it has; ``None``: it has all parameters.
     """
 
     __setitem__ = __delitem__ = __ior__ = refuse_write
@@ -462,7 +462,7 @@ class StateView(Mapping[Any, "StateOfParameter"]):
         return self._packed.update_of(shard).fragment_state(shard, number, decode=False).keys()
 
     def _others(self, shard: Shard) -> Collection[str]:
-        """Return the names of state for a parameter of which this rank owns nothing."""
+        """Return the names of state for a parameter that this rank owns nothing of."""
         update = self._packed.update_of(shard)
         for other in self._packed.shards:
             if other.grads is not None and self._packed.update_of(other) is update:

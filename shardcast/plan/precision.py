@@ -156,7 +156,7 @@ class Precision:
 
 
 def _params_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Return modules' own parameters, without those of submodules."""
+    """Return modules' own parameters, without submodules."""
     return {param for module in modules for param in module.parameters(recurse=False)}
 
 

@@ -143,7 +143,7 @@ def _coded(
     """Return codes and scales of the blocks with changes.
 
     A block is returned whole, because a new scale changes all of its codes. Names, dtypes and
-    shapes are those of ``checkpoint.export(..., weights="published")``.
+    shapes are as in ``checkpoint.export(..., weights="published")``.
 
     Args:
         values: published values of a part of the parameter, 1-d, whole blocks.

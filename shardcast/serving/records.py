@@ -131,7 +131,7 @@ class Changed(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes held; they are counted with those of masters."""
+        """Bytes held; they are counted with the masters."""
 
     @abstractmethod
     def memory(self) -> Iterator[Tensor]:

@@ -79,7 +79,7 @@ class Sleep(StepHook):
                 memory moves to the host, pinned for a GPU. On a CPU only a directory frees memory.
 
         Returns:
-            The bytes moved on this rank; with ``offload`` only those of the parameters.
+            The bytes moved on this rank; with ``offload`` only the parameters' bytes.
 
         Raises:
             RuntimeError: the optimizer sleeps already, an average is in the model, or a tensor of
@@ -279,7 +279,7 @@ class Sleep(StepHook):
     def _refuse_holders(self) -> None:
         names = self._holders()
         if names:
-            gc.collect()  # frees cycles, such as those of a traceback
+            gc.collect()  # frees cycles, such as a traceback's
             names = self._holders()
         for seconds in PATIENCE:
             if not names:

@@ -12,7 +12,7 @@ import torch
 class Collective:
     """One collective as one rank called it.
 
-    Its names are those of current ``torch.distributed`` functions for any torch version:
+    It uses the names of current ``torch.distributed`` functions for any torch version:
     ``all_gather_into_tensor`` is logged as ``all_gather_single``, ``reduce_scatter_tensor`` as
     ``reduce_scatter_single``.
     """

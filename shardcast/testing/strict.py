@@ -25,7 +25,7 @@ class StrictGroup(RecordedGroup):
     Only the rank's thread may call it, and only during :meth:`ThreadedWorld.run`.
 
     Args:
-        world_rank: this rank in the world, of which the group may be a part.
+        world_rank: this rank in the world, which may be larger than the group.
         ranks: ranks in the world, by rank in the group.
         key: equal on all ranks of the group.
         poison: fill buffers that a collective will write with NaN until then.

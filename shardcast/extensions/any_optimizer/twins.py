@@ -56,7 +56,7 @@ class TwinParam:
     def drawn(
         cls, shape: tuple[int, ...], scales: Sequence[float], generator: torch.Generator
     ) -> TwinParam:
-        """Return a random one; ``scales`` are those of its gradients."""
+        """Return a random one; ``scales`` scale its gradients."""
 
         def draw() -> Tensor:
             return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)

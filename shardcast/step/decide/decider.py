@@ -53,7 +53,7 @@ class Decider:
         loss_scale: ``None`` if the options have none.
         tokens: the tokens that a script counts.
         presence: which parameters a step updates, and how many steps have updated each.
-        signals: those of the core, then those of the options, in their order.
+        signals: first the core's, then the options', in their order.
         check: raises errors in this rank's gradients.
         complete: ends the pass of a backward that failed.
         left: trained parameters that are no longer in the model, by name.

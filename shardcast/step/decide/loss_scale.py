@@ -51,7 +51,7 @@ class LossScale(Signal):
 
         Args:
             backward: a backward ran since the last reduction.
-            more: check these gradients in addition to those of the last call.
+            more: check these gradients in addition to the last call's.
         """
         if not self._applied:
             backward = backward or self._needed

@@ -175,7 +175,7 @@ class Presence(Signal):
         return (self.made - self._missed[places]).float()
 
     def take_steps(self, grads: Gradients, steps: Sequence[float]) -> None:
-        """Continue from other counts, equal on all ranks, such as those of a loaded state."""
+        """Continue from other counts, equal on all ranks, such as a loaded state's."""
         places = self._slots(grads)
         self._missed[places] = self.made - self._missed.new_tensor(steps)
 

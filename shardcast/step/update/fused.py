@@ -286,7 +286,7 @@ class FusedUpdate(Update):
     ) -> Sequence[tuple[slice, range, bool]]:
         """Return maximal ranges of one group and history, with all gradients present or all absent.
 
-        Each comes with the numbers of its fragments among those of the shard. A run ends where the
+        Each comes with the numbers of its fragments within the shard. A run ends where the
         next fragment begins: padding in between is zero in gradient, master and state, and stays
         zero.
         """

@@ -31,7 +31,7 @@ from shardcast.step.update.epilogues import Epilogue, UpdateValues
 from shardcast.step.update.rules import Numbers, Rule
 
 CACHED = 1 << 18  # elements per thread and eager call on a CPU, so that all operands stay in cache
-RULE_STATES = 4  # random streams of the rule; those of epilogues come after them
+RULE_STATES = 4  # random streams of the rule; epilogues' streams come after them
 VECTOR = 16  # fp32 elements of a CPU's longest vector
 
 

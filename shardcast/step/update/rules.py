@@ -3,7 +3,7 @@
 A rule holds the flags of a parameter group; :func:`.fusion.update_` applies it. Numbers of the step
 (learning rate, bias corrections) come in two kinds:
 
-* Python floats, eagerly on a CPU. The operations are those of torch's ``_single_tensor_adam`` and
+* Python floats, eagerly on a CPU. The operations are as in torch's ``_single_tensor_adam`` and
   ``_single_tensor_sgd``, so fp32 results are bitwise equal. A group with ``fused=True`` uses
   torch's own fused kernel.
 * 0-dim tensors for ``torch.compile``, so that new numbers trigger no recompilation, and for

@@ -48,7 +48,7 @@ class ShardState:
     """The state of one shard, and the operands of its update.
 
     Attributes:
-        first: index of its first fragment among those of all shards of the update.
+        first: index of its first fragment among the fragments of all shards of the update.
         stored: torch's state and the epilogues' by name, parallel to the master; allocated as zeros
             at first use.
         sums: sums of the epilogues; empty before a measured update.
@@ -448,7 +448,7 @@ class Update(ABC):
             self._epilogue_steps = self._epilogue_steps.to(taken.device).add_(taken)
 
     def _numbers_of(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> UpdateNumbers:
-        """Return a rule's numbers in this step, with those of epilogues."""
+        """Return a rule's numbers in this step, with the epilogues' numbers."""
         return UpdateNumbers(step, rule, *self._behind_rules(on_host))
 
     def _behind_rules(self, on_host: bool) -> tuple[tuple[tuple[Any, ...], ...], Tensor | None]:
