@@ -255,6 +255,9 @@ class Attempts(StepHook):
                     self._signal.fail(error)
                     # As text, because a log may keep the error object and everything in its frames.
                     LOG.warning("attempt: this rank failed, and goes on:\n%s", format_exc())
+                    # From CPython 3.12 on, contextlib leaves a cycle that keeps the error: without
+                    # this, its frames would hold their tensors until the next garbage collection.
+                    error.__traceback__ = None
         finally:
             self._is_open, self._misuse = False, None
 

@@ -90,7 +90,12 @@ def test_forged_contents_with_right_checksums_end_in_an_error_that_names_the_che
         name = draw.choice([METADATA, METADATA, *(p.name for p in source.glob("*.distcp"))])
         data = (source / name).read_bytes()
         if name == METADATA:
-            data = pickle.dumps(forged(metadata, draw.choice(every), draw.choice(OTHERS)))
+            bad = forged(metadata, draw.choice(every), draw.choice(OTHERS))
+            try:
+                data = pickle.dumps(bad)
+            except RuntimeError:  # torch 2.15 pickles known memory formats only
+                shutil.rmtree(tmp_path / "run")
+                continue
         else:
             at = draw.randrange(len(data) - 8)
             data = data[:at] + draw.randbytes(8) + data[at + 8 :]
