@@ -435,6 +435,7 @@ def test_each_part_is_cast_copied_up_and_synced_before_the_next_one_is_updated(
     bus: Late, monkeypatch: pytest.MonkeyPatch
 ):
     events: dict[int, list[tuple[str, int]]] = {}
+    later: dict[int, Callable[[int], bool]] = {}  # whether parts after one have their old masters
     begin, up = Sync.begin, bus.up
 
     def syncs(self: Sync, packs: Any) -> None:
@@ -445,6 +446,7 @@ def test_each_part_is_cast_copied_up_and_synced_before_the_next_one_is_updated(
     def goes_up(values: Tensor, host: Tensor) -> Any:
         if threading.get_ident() in events:
             events[threading.get_ident()].append(("up", values.data_ptr()))
+            assert later[threading.get_ident()](values.data_ptr())
         return up(values, host)
 
     monkeypatch.setattr(Sync, "begin", syncs)
@@ -455,7 +457,14 @@ def test_each_part_is_cast_copied_up_and_synced_before_the_next_one_is_updated(
         backward(model, optimizer, group.rank(), 0)
         shards = packed_of(optimizer).shards
         before = [shard.master.read(slice(None)).clone() for shard in shards]
-        events[threading.get_ident()] = []
+        places = [shard.pack.own_data.data_ptr() for shard in shards]
+
+        def are_old(at: int) -> bool:
+            after = slice(places.index(at) + 1, None)
+            pairs = zip(shards[after], before[after], strict=True)
+            return all(torch.equal(shard.master.read(slice(None)), old) for shard, old in pairs)
+
+        later[threading.get_ident()], events[threading.get_ident()] = are_old, []
         optimizer.step()
         after = [shard.master.read(slice(None)) for shard in shards]
         assert any(not torch.equal(new, old) for new, old in zip(after, before, strict=True))
