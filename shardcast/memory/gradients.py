@@ -49,6 +49,7 @@ class Gradients:
         wire: dtype in which gradients are sent.
         widens: whether long sums of gradients should be exact.
         before_edit: called before a script edits or reads the mean.
+        norm_of: returns a norm of the mean of a slot of such gradients, over all ranks.
 
     Attributes:
         low: ``dtype``.
@@ -77,6 +78,7 @@ class Gradients:
         wire: torch.dtype,
         widens: bool = False,
         before_edit: Callable[[], None] = nothing,
+        norm_of: Callable[[Gradients, int, float], Tensor | None] = nothing,
     ) -> None:
         self.pack, self.low, self._wire, self._widens = pack, dtype, wire, widens
         _, start, stop = pack.own
@@ -101,7 +103,7 @@ class Gradients:
         self.used = self.in_flight = False
         self.holders: Tensor | None = None
         self.culprits: Collection[int] = ()
-        self._before_edit = before_edit
+        self._before_edit, self._norm_of = before_edit, norm_of
         self.has_come: Callable[[Gradients], None] = nothing
         self.mistake: Exception | None = None
 
@@ -177,6 +179,13 @@ class Gradients:
         self._before_edit()
         self.adds.add(position)
         return self.part(position)
+
+    def norm(self, position: int, p: float) -> Tensor | None:
+        """Return the norm of one slot's mean, 0-dim fp32; ``None`` during a backward.
+
+        Collective: every rank.
+        """
+        return self._norm_of(self, position, p)
 
     def zero(self, position: int) -> None:
         """Zero the mean of one slot: a gradient stays present, with nothing to add to."""

@@ -1,4 +1,7 @@
-"""The ``.grad`` of a parameter after the reduction: it can be edited but not read."""
+"""The ``.grad`` of a parameter after the reduction: it can be edited but not read.
+
+All ranks together can compute its norm.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,7 @@ VIEWS = frozenset(
     "expand_as __getitem__ detach alias diagonal as_strided unsafe_chunk unsafe_split "
     "split_with_sizes hsplit vsplit dsplit ravel adjoint".split()
 )
+REPEATING = frozenset({"as_strided", "expand", "expand_as"})  # an element may occur twice
 VIEWING = frozenset({"data", "T", "mT", "H", "mH", "real"})  # attributes
 CONVERSIONS = frozenset("to cpu cuda type float half double bfloat16 pin_memory type_as".split())
 _UNARY = (
@@ -76,6 +80,13 @@ PLACED = frozenset(
     "scatter_ scatter_add_ scatter_reduce_ fill_diagonal_ tril_ triu_ masked_scatter_ put_".split()
 )
 EDITS = ELEMENTWISE | PLACED
+# Functions that reduce a tensor to one norm, with the names of their arguments after it.
+NORMS = {
+    "norm": ("p", "dim", "keepdim", "out", "dtype"),
+    "linalg_norm": ("ord", "dim"),
+    "linalg_vector_norm": ("ord", "dim"),
+    "_foreach_norm": ("ord",),
+}
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any], int | None]
 
@@ -85,9 +96,9 @@ class StandIn(Tensor):
 
     The mean of the parameter is at the owners of its elements. Functions called from Python reach
     ``__torch_function__``. It answers questions about shape and dtype, makes views, and runs
-    functions that compute each element by itself on each owner's part of the mean. Everything else
-    raises a RuntimeError on every rank that names the parameter. Code in C++ sees a plain tensor of
-    NaN.
+    functions that compute each element by itself on each owner's part of the mean. All ranks
+    together compute a norm of the whole gradient. Everything else raises a RuntimeError on every
+    rank that names the parameter. Code in C++ sees a plain tensor of NaN.
 
     A plain tensor becomes a stand-in by assignment to ``__class__``, so autograd and
     ``torch.compile`` never meet a wrapper without storage.
@@ -114,7 +125,7 @@ class StandIn(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func`` if it reads no value."""
+        """Run ``func`` if it reads no value but a norm."""
         with _compat.without_torch_function():
             return _run(func, tuple(args), kwargs or {})
 
@@ -197,6 +208,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
         raise RuntimeError(GRAD_SCALER)
     if name.startswith("_foreach_") and name.endswith("_"):
         return _each(name, args, kwargs)
+    if name == "_foreach_norm":
+        return [_norm(name, g, args, kwargs) for g in args[0]]
     given = [*tensors((args, kwargs))]
     if any(isinstance(t, DistributedStandIn) for t in given):
         return _run_distributed(func, name, given, args, kwargs)
@@ -225,6 +238,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
             return _converted(func, first, args, kwargs)
         if name in EDITS:
             return _edit(func, name, first, args, kwargs)
+        if name in NORMS:
+            return _norm(name, first, args, kwargs)
     elif name in METADATA:
         return func(*args, **kwargs)
     raise _reads(name, hidden)
@@ -425,8 +440,7 @@ def _edit(
             f"{name} edits an old .grad of {target.of!r}, which a script kept; its mean no longer "
             f"exists. For the current param.grad: {DOORS}"
         )
-    everywhere = target.numel() == grads.pack.layout.slots[target.position].numel
-    if everywhere and (name == "zero_" or (name == "fill_" and _is_zero(args[1:]))):
+    if _is_all(target, grads) and (name == "zero_" or (name == "fill_" and _is_zero(args[1:]))):
         grads.zero(target.position)
         return target
 
@@ -438,6 +452,37 @@ def _edit(
     else:
         _change(target, grads, change)
     return None if name == "__setitem__" else target
+
+
+def _norm(name: str, of: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the norm of a whole gradient, which all ranks compute together.
+
+    It is 0-dim in fp32, or in the given dtype.
+    """
+    if isinstance(of, DistributedStandIn):
+        raise _reads(name, _compat.local_tensor(of))  # type: ignore[arg-type]
+    if not isinstance(of, StandIn):
+        return torch.linalg.vector_norm(of, *args[1:], **kwargs)  # type: ignore[no-any-return]
+    options = {**dict(zip(NORMS[name], args[1:], strict=False)), **kwargs}
+    dtype = options.pop("dtype", None)
+    p = next((options.pop(key) for key in ("p", "ord") if key in options), None)
+    # ``linalg.norm(matrix, 2)`` is its largest singular value
+    is_flat = name != "linalg_norm" or p is None or of.dim() < 2
+    p = 2.0 if p is None or p == "fro" else p
+    is_known = is_flat and isinstance(p, (int, float)) and p > 0
+    is_default = all(value is None or value is False for value in options.values())
+    grads, norm = _grads_of(of), None
+    if grads is not None and is_known and is_default and _is_all(of, grads):
+        norm = grads.norm(of.position, float(p))
+    if norm is None:
+        raise _reads(name, of)
+    return norm if dtype is None else norm.to(dtype)
+
+
+def _is_all(shown: StandIn, grads: Gradients) -> bool:
+    """Return whether it shows each element of its gradient once."""
+    repeats = any(_name(func) in REPEATING for func, *_ in shown.path)
+    return shown.numel() == grads.pack.layout.slots[shown.position].numel and not repeats
 
 
 def _is_zero(values: tuple[Any, ...]) -> bool:

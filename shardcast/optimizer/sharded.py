@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from shardcast import _compat
 from shardcast.comm import warn_first
 from shardcast.config import ShardcastConfig
+from shardcast.memory.gradients import nothing
 from shardcast.memory.shard import take_moved
 from shardcast.messages import GRAD_SCALER, page
 from shardcast.optimizer import doors
 from shardcast.optimizer.groups import activate_trained, add_group, assign_groups
 from shardcast.optimizer.model import name_unheld
+from shardcast.optimizer.norms import ParameterNorms
 from shardcast.optimizer.packed import MemoryReport, PackedOptimizer, close, report_of
 from shardcast.optimizer.state import (
     FullState,
@@ -79,6 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, packed: PackedOptimizer) -> None:
         self._packed, self._clip = packed, Clip(packed.reduce)
+        self._norms = ParameterNorms(packed, self._land)
         originals = packed.originals.optimizers
         defaults = originals[0].defaults if len(originals) == 1 else {}
         super().__init__(packed.originals.groups, defaults)
@@ -387,11 +390,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if clip is not None:
             self._clip.note(self._clip.decision)
 
-    def _land(self, call: str) -> None:
-        """Finish the reduction before a script reads the means. Collective: every rank."""
+    def _land(self, call: str, check: Callable[[], None] = nothing) -> None:
+        """Finish the reduction before a script reads the means. Collective: every rank.
+
+        Args:
+            check: raises if this rank must not read them; then all ranks raise.
+        """
+
+        def checks() -> None:
+            self._packed.reduce.check()
+            check()
+
         self._clip.pending()
         self._reduce(call)
-        self._packed.together(self._packed.reduce.check, call)
+        self._packed.together(checks, call)
 
     @_compat.uncompiled
     def owned(self) -> AbstractContextManager[list[doors.Part]]:

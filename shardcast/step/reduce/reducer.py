@@ -58,6 +58,7 @@ class Reducer:
             none since the last step or ``zero_grad``.
         due: whether there are gradients that were not reduced; a step needs a pass before it.
         before_edit: called before a script edits or reads a mean.
+        norm_of: returns a norm of the mean of one slot of gradients, for a script.
         counting: the backward whose gradients of open packs are only counted, while no further pack
             is complete.
         history: acts on means since the last step, which must be equal on all ranks.
@@ -74,6 +75,7 @@ class Reducer:
         self.last_backward: int | None = None
         self.due = True
         self.before_edit: Callable[[], None] = nothing
+        self.norm_of: Callable[[Gradients, int, float], Tensor | None] = nothing
         self.counting: int | None = None
         self.history: dict[str, Any] = {**NOTHING}
         self.buckets: dict[Pack, Bucket] = {}
@@ -131,6 +133,7 @@ class Reducer:
             wire_dtype(low, self._config),
             exact_sums(SHORT_SUM + 1, self._config),
             lambda: None if (reducer := me()) is None else reducer.before_edit(),
+            lambda *of: None if (reducer := me()) is None else reducer._norm(*of),
         )
         for param in pack.params:
             set_grad_dtype(param, grads.low)
@@ -276,6 +279,10 @@ class Reducer:
             for position, param in enumerate(grads.pack.params)
             if (grad := param.grad) is not None
         )
+
+    def _norm(self, grads: Gradients, position: int, p: float) -> Tensor | None:
+        """Return a norm for a script, but not in a hook, where not every mean is there."""
+        return None if self._backward is not None else self.norm_of(grads, position, p)
 
     def note_edits(self) -> None:
         """Note that means were edited, here or on other ranks; show gathered ones again.
