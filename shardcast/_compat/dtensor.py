@@ -79,6 +79,25 @@ def wrap_local(local: Tensor, like: Any, placements: Sequence[Placement]) -> DTe
     return DTensor(local, spec, requires_grad=False)
 
 
+def norm_over(whole: Any, norm: Tensor, p: float) -> Tensor:
+    """Return the ``p``-norm of the DTensor ``whole``, given that of its local tensor, 0-dim.
+
+    Its parts count once each, and copies not at all. Collective: every rank of its mesh.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    is_maximum = math.isinf(p)
+    places = [
+        Replicate()
+        if place.is_replicate() or place.is_partial()
+        else Partial("max" if is_maximum else "sum")
+        for place in whole.placements
+    ]
+    power = norm.double() if is_maximum else norm.double().pow(p)
+    total = DTensor.from_local(power, whole.device_mesh, places, run_check=False).full_tensor()
+    return (total if is_maximum else total.pow(1.0 / p)).to(norm.dtype)
+
+
 def arrived(local: Tensor) -> Tensor:
     """Return the result of a functional collective, after waiting for it."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor

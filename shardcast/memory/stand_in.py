@@ -269,6 +269,8 @@ def _run_distributed(
     sets_data = name == "__set__" and attribute == "data"
     if name in METADATA or (name == "__get__" and attribute not in VIEWING | {"imag"}):
         return func(*args, **kwargs)
+    if name in NORMS:
+        return _norm(name, hidden, args, kwargs)
     if not (name in ELEMENTWISE or views or sets_data or name in CONVERSIONS):
         raise _reads(name, local)
     here = [_local(it, hidden, local) for it in args]
@@ -454,28 +456,29 @@ def _edit(
     return None if name == "__setitem__" else target
 
 
-def _norm(name: str, of: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def _norm(name: str, of: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """Return the norm of a whole gradient, which all ranks compute together.
 
-    It is 0-dim in fp32, or in the given dtype.
+    It is a plain 0-dim tensor in fp32, or in the given dtype; for a DTensor the norm of all of it.
     """
-    if isinstance(of, DistributedStandIn):
-        raise _reads(name, _compat.local_tensor(of))  # type: ignore[arg-type]
-    if not isinstance(of, StandIn):
+    if not isinstance(of, (StandIn, DistributedStandIn)):
         return torch.linalg.vector_norm(of, *args[1:], **kwargs)  # type: ignore[no-any-return]
+    here: Any = _compat.local_tensor(of) if isinstance(of, DistributedStandIn) else of
     options = {**dict(zip(NORMS[name], args[1:], strict=False)), **kwargs}
     dtype = options.pop("dtype", None)
     p = next((options.pop(key) for key in ("p", "ord") if key in options), None)
     # ``linalg.norm(matrix, 2)`` is its largest singular value
-    is_flat = name != "linalg_norm" or p is None or of.dim() < 2
+    is_flat = name != "linalg_norm" or p is None or here.dim() < 2
     p = 2.0 if p is None or p == "fro" else p
     is_known = is_flat and isinstance(p, (int, float)) and p > 0
     is_default = all(value is None or value is False for value in options.values())
-    grads, norm = _grads_of(of), None
-    if grads is not None and is_known and is_default and _is_all(of, grads):
-        norm = grads.norm(of.position, float(p))
+    grads, norm = _grads_of(here), None
+    if grads is not None and is_known and is_default and _is_all(here, grads):
+        norm = grads.norm(here.position, float(p))
     if norm is None:
-        raise _reads(name, of)
+        raise _reads(name, here)
+    if here is not of:
+        norm = dtensor.norm_over(of, norm, float(p))
     return norm if dtype is None else norm.to(dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -104,10 +105,9 @@ def test_every_rank_edits_its_own_elements_of_a_dtensor(how: str) -> None:
 
 
 READS: dict[str, Callable[[Any], Any]] = {
-    "a norm": lambda param: param.grad.norm(),
+    "a norm of rows": lambda param: param.grad.norm(dim=1),
     "a product": lambda param: param.grad * 2,
     "a sum with another": lambda param: like(param, numbers(3)) + param.grad,
-    "a clip": lambda param: nn.utils.clip_grad_norm_([param], 1.0),
     "an item": lambda param: param.grad[0],
     "all of it": lambda param: param.grad.full_tensor() * 1,
     "what lies here": lambda param: param.grad.to_local().sum(),
@@ -122,6 +122,26 @@ READS: dict[str, Callable[[Any], Any]] = {
         )
     ),
 }
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+def test_a_norm_of_a_dtensor_is_that_of_all_of_it(p: float) -> None:
+    def script(mesh: DeviceMesh) -> None:
+        model, optimizer = backward(mesh)
+        for name in PLACES:
+            grad: Any = model.get_parameter(name).grad
+            torch.testing.assert_close(grad.norm(p), mean().norm(p))
+            here = distribute_tensor(mean(), mesh["tp"], grad.placements, src_data_rank=None)
+            torch.testing.assert_close(grad.to_local().norm(p), here.to_local().norm(p))
+        total = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=p)
+        every = torch.cat([*[mean().flatten()] * len(PLACES), torch.ones(3)])
+        torch.testing.assert_close(total, every.norm(p))
+        optimizer.gather_gradients()
+        for name in PLACES:
+            clipped: Any = model.get_parameter(name).grad
+            torch.testing.assert_close(clipped.full_tensor(), mean() * (0.5 / total))
+
+    threaded_world(GRID, script)
 
 
 @pytest.mark.parametrize("how", READS)
