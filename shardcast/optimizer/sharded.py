@@ -279,7 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._clip.note(None)
         self._drop_tokens()
-        self._packed.in_no_sync = False
+        self._packed.in_no_sync &= not self._packed.reduce.synchronises  # still inside it
         self._packed.decider.cleared()
         self._packed.reduce.cleared(set_to_none)
         super().zero_grad(set_to_none)  # zeroes the mean behind a stand-in, not its own element

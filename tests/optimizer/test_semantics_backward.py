@@ -164,8 +164,9 @@ def test_sgd_takes_a_plain_state_of_a_buffer_not_begun():
     check(lambda model: sgd(model, momentum=0.9, dampening=0.5), script)
 
 
+@pytest.mark.parametrize("clears", [False, True], ids=["", "zero_grad inside"])
 @pytest.mark.parametrize("last", ["outside", "inside", "in an attempt"])
-def test_a_step_of_which_no_backward_was_synchronized_warns_of_local_sgd(last: str):
+def test_a_step_of_which_no_backward_was_synchronized_warns_of_local_sgd(last: str, clears: bool):
     def run(group: Any) -> None:
         model = CASES["mlp"].build()
         fields = {"on_error": "skip"} if last == "in an attempt" else {}
@@ -175,6 +176,8 @@ def test_a_step_of_which_no_backward_was_synchronized_warns_of_local_sgd(last: s
             with optimizer.no_sync():
                 CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
             with contexts[last]() if last in contexts else optimizer.attempt():
+                if clears:
+                    optimizer.zero_grad()
                 CASES["mlp"].loss(model, CASES["mlp"].batch(1)).backward()
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
