@@ -149,7 +149,9 @@ class StateDict:
                 f"{comm.rank} of {comm.size}), got one of rank {head.get('rank')}"
                 + (", another layout" if head.get("layout") != expected["layout"] else "")
                 + (", another place in the mesh" if head["mesh"] != expected["mesh"] else "")
-                + "; load states of other layouts with shardcast.checkpoint.load"
+                + "; a rank's part fits no other rank or layout: save with "
+                "shardcast.checkpoint.save, or call full_state_dict() on every rank, which gives "
+                "rank 0 the state of all"
             )
 
     def plan_plain(self, state: Mapping[Any, Mapping[str, Any]]) -> LoadPlan:

@@ -415,7 +415,7 @@ AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
     "state of another layout": (
         load_another_layout,
         ValueError,
-        r"another layout; load .* shardcast\.checkpoint\.load",
+        r"another layout; .* shardcast\.checkpoint\.save.* full_state_dict",
     ),
     "pickled": (lambda _, optimizer: pickle.dumps(optimizer), TypeError, r"use state_dict\(\)"),
     "copied": (lambda _, optimizer: copy.copy(optimizer), TypeError, "cannot be pickled or copied"),
