@@ -82,7 +82,7 @@ def wrap_local(local: Tensor, like: Any, placements: Sequence[Placement]) -> DTe
 def norm_over(whole: Any, norm: Tensor, p: float) -> Tensor:
     """Return the ``p``-norm of the DTensor ``whole``, given that of its local tensor, 0-dim.
 
-    Its parts count once each, and copies not at all. Collective: every rank of its mesh.
+    Each part counts once, and copies of it do not count. Collective: every rank of its mesh.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
