@@ -28,6 +28,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,15 +81,14 @@ def own_storage(view: Tensor) -> Tensor:
     return view if view.is_meta else from_dlpack(to_dlpack(view))
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     """Return whether it is a ``DTensor``, without importing that slow module."""
     return hasattr(tensor, "device_mesh")
 
 
-def local_tensor(tensor: Any) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return a DTensor's local tensor itself; a plain tensor unchanged."""
-    local: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
-    return local
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def without_torch_function() -> AbstractContextManager[object]:

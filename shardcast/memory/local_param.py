@@ -43,7 +43,7 @@ class LocalParam:
         """
         grad = self.param.grad
         if grad is None or not _compat.is_dtensor(grad):
-            return grad  # type: ignore[no-any-return]
+            return grad
         wanted = tuple(
             placement if target.is_replicate() and placement.is_partial("sum") else target
             for placement, target in zip(grad.placements, self.param.placements, strict=True)

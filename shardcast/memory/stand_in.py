@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from shardcast import _compat
 from shardcast._compat import dtensor
 from shardcast.messages import GRAD_SCALER
 
-if TYPE_CHECKING:  # circular: it imports this module
+if TYPE_CHECKING:  # the second is circular: it imports this module
+    from shardcast._compat.dtensor import Placement
     from shardcast.memory.gradients import Gradients
 
 DOORS = (
@@ -88,7 +89,41 @@ NORMS = {
     "_foreach_norm": ("ord",),
 }
 
-Step = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any], int | None]
+Function = Callable[..., object]
+
+
+class TorchCall(NamedTuple):
+    """A call of a function of torch."""
+
+    func: Function
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+
+    @property
+    def name(self) -> str:
+        """The function's name; of an aten operator without its overload."""
+        return str(getattr(self.func, "__name__", self.func)).partition(".")[0]
+
+    @property
+    def attribute(self) -> str:
+        """The attribute that it gets or sets, such as ``data``; empty for other functions."""
+        return str(getattr(getattr(self.func, "__self__", None), "__name__", ""))
+
+    @property
+    def first(self) -> object:
+        """The first argument, or ``None``."""
+        return self.args[0] if self.args else None
+
+    def run(self) -> object:
+        """Call the function."""
+        return self.func(*self.args, **self.kwargs)
+
+
+class ViewStep(NamedTuple):
+    """A call without its first argument, and which of several results is the view."""
+
+    call: TorchCall
+    number: int | None
 
 
 class StandIn(Tensor):
@@ -115,43 +150,52 @@ class StandIn(Tensor):
     position: int
     grads: Callable[[], Gradients | None]
     root: StandIn | None
-    path: tuple[Step, ...]
+    path: tuple[ViewStep, ...]
 
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Function,
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Run ``func`` if it reads no value but a norm."""
         with _compat.without_torch_function():
-            return _run(func, tuple(args), kwargs or {})
+            return _run(TorchCall(func, tuple(args), kwargs or {}))
 
 
 class DistributedStandIn:
     """A mixin for DTensors whose local tensor is a :class:`StandIn`, see :func:`distributed`."""
 
     __slots__ = ()
+    placements: tuple[Placement, ...]
 
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Function,
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Run ``func`` on the local tensors if it reads no value."""
         with _compat.without_torch_function():
-            return _run(func, tuple(args), kwargs or {})
+            return _run(TorchCall(func, tuple(args), kwargs or {}))
 
     def __repr__(self) -> str:
-        return _described(_compat.local_tensor(self))
+        assert isinstance(self, Tensor)
+        return _described(_local_of(self))
 
 
-def distributed(grad: Any) -> Any:
+def _local_of(hidden: Tensor) -> StandIn:
+    """Return a stand-in itself, or that of a DTensor."""
+    local = _compat.local_tensor(hidden)
+    assert isinstance(local, StandIn)
+    return local
+
+
+def distributed(grad: Tensor) -> Tensor:
     """Return the DTensor ``grad``, which hides its values like its local tensor."""
     kind = type(grad)
     if kind not in _DISTRIBUTED:
@@ -171,26 +215,28 @@ def stand_in(grads: Gradients, position: int) -> StandIn:
     # Detached, so that autograd does not treat it as a view and a script can call detach_() on it.
     grad = value.expand(1).view([1] * len(slot.shape)).expand(slot.shape).detach()
     grad.__class__ = StandIn
-    hidden: Any = grad
-    hidden.of, hidden.position, hidden.grads = slot.name, position, weakref.ref(grads)
-    hidden.root, hidden.path = None, ()
-    return hidden  # type: ignore[no-any-return]
+    assert isinstance(grad, StandIn)
+    grad.of, grad.position, grad.grads = slot.name, position, weakref.ref(grads)
+    grad.root, grad.path = None, ()
+    return grad
 
 
-def _hidden(tensor: Tensor, base: StandIn, path: tuple[Step, ...], is_kept: bool = True) -> None:
+def _hidden(
+    tensor: Tensor, base: StandIn, path: tuple[ViewStep, ...], is_kept: bool = True
+) -> None:
     """Make ``tensor`` a stand-in for what ``path`` leads to from the whole gradient."""
-    hidden: Any = tensor
     tensor.__class__ = StandIn
-    hidden.of, hidden.position, hidden.path = base.of, base.position, path
-    hidden.root = (base if base.root is None else base.root) if is_kept else None
-    hidden.grads = _nothing  # that of the root is asked
+    assert isinstance(tensor, StandIn)
+    tensor.of, tensor.position, tensor.path = base.of, base.position, path
+    tensor.root = (base if base.root is None else base.root) if is_kept else None
+    tensor.grads = _nothing  # that of the root is asked
 
 
 def _grads_of(hidden: StandIn) -> Gradients | None:
     return (hidden if hidden.root is None else hidden.root).grads()
 
 
-def tensors(values: Any) -> Iterator[Any]:
+def tensors(values: object) -> Iterator[Tensor]:
     """Yield all tensors in nested tuples, lists and mappings."""
     if isinstance(values, Tensor):
         yield values
@@ -202,93 +248,90 @@ def tensors(values: Any) -> Iterator[Any]:
             yield from tensors(value)
 
 
-def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    name = _name(func)
+def _run(call: TorchCall) -> object:
+    name, first = call.name, call.first
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         raise RuntimeError(GRAD_SCALER)
     if name.startswith("_foreach_") and name.endswith("_"):
-        return _each(name, args, kwargs)
+        _each(call)
+        return None
     if name == "_foreach_norm":
-        return [_norm(name, g, args, kwargs) for g in args[0]]
-    given = [*tensors((args, kwargs))]
-    if any(isinstance(t, DistributedStandIn) for t in given):
-        return _run_distributed(func, name, given, args, kwargs)
+        assert isinstance(first, (tuple, list))
+        return [_norm(call, grad) for grad in first]
+    given = [*tensors((call.args, call.kwargs))]
+    over_mesh = next((t for t in given if isinstance(t, DistributedStandIn)), None)
+    if over_mesh is not None:
+        return _run_distributed(call, over_mesh)
     hidden = next(t for t in given if isinstance(t, StandIn))
-    first = args[0] if args else None
     if name in ("__get__", "__set__", "__delete__"):
-        return _attribute(func, name, args, kwargs)
-    if name in ("__repr__", "__str__") or (name == "__format__" and not args[1]):
+        return _attribute(call)
+    if name in ("__repr__", "__str__") or (name == "__format__" and not call.args[1]):
         return _described(hidden)
-    if (out := kwargs.get("out")) is not None:
-        return _out(func, name, out, args, kwargs)
+    if (out := call.kwargs.get("out")) is not None:
+        return _out(call, out)
     if isinstance(first, StandIn):
-        if name == "is_contiguous" and _only(first, args, kwargs):
+        if name == "is_contiguous" and _only(call):
             return True  # as `contiguous()` says below: DTensor of torch 2.11 gathers nothing else
         makes_new = name.endswith("_like") or name.startswith("new_")
-        if name in METADATA and (not makes_new or _only(first, args, kwargs)):
-            return func(*args, **kwargs)
+        if name in METADATA and (not makes_new or _only(call)):
+            return call.run()
         if name == "contiguous":
             return first
-        if name in ("__eq__", "__ne__") and args[1] is None:
-            return func(*args, **kwargs)
+        if name in ("__eq__", "__ne__") and call.args[1] is None:
+            return call.run()
         # Of another one ``view_as`` asks for the shape alone.
-        if name in VIEWS and (name.endswith("_as") or _only(first, args, kwargs)):
-            return _views(func, first, args, kwargs)
-        if name in CONVERSIONS and _only(first, args, kwargs):
-            return _converted(func, first, args, kwargs)
+        if name in VIEWS and (name.endswith("_as") or _only(call)):
+            return _views(call, first)
+        if name in CONVERSIONS and _only(call):
+            return _converted(call, first)
         if name in EDITS:
-            return _edit(func, name, first, args, kwargs)
+            return _edit(call, name, first)
         if name in NORMS:
-            return _norm(name, first, args, kwargs)
+            return _norm(call, first)
     elif name in METADATA:
-        return func(*args, **kwargs)
+        return call.run()
     raise _reads(name, hidden)
 
 
-def _run_distributed(
-    func: Callable[..., Any],
-    name: str,
-    given: Sequence[Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
+def _run_distributed(call: TorchCall, hidden: DistributedStandIn) -> object:
     """Run ``func`` for DTensors: their own metadata, but edits and conversions of the local tensor.
 
     Every rank edits its own elements, so other operands must have the parameter's placements.
     """
-    first = args[0] if args else None
+    name, first, attribute = call.name, call.first, call.attribute
     if not isinstance(first, DistributedStandIn) and name in ("__get__", "__set__", "__delete__"):
-        return func(*args, **kwargs)  # ``param.grad = stand_in``
-    hidden = next(t for t in given if isinstance(t, DistributedStandIn))
-    local = _compat.local_tensor(hidden)
-    assert isinstance(local, StandIn)
-    if name == "__format__" and not args[1]:
+        return call.run()  # ``param.grad = stand_in``
+    assert isinstance(hidden, Tensor)
+    local = _local_of(hidden)
+    if name == "__format__" and not call.args[1]:
         return repr(hidden)
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     views = name == "detach" or (name == "__get__" and attribute == "data")
     sets_data = name == "__set__" and attribute == "data"
     if name in METADATA or (name == "__get__" and attribute not in VIEWING | {"imag"}):
-        return func(*args, **kwargs)
+        return call.run()
     if name in NORMS:
-        return _norm(name, hidden, args, kwargs)
+        return _norm(call, hidden)
     if not (name in ELEMENTWISE or views or sets_data or name in CONVERSIONS):
         raise _reads(name, local)
-    here = [_local(it, hidden, local) for it in args]
-    result = _run(func, tuple(here), {k: _local(v, hidden, local) for k, v in kwargs.items()})
+    here = tuple(_local(it, hidden, local) for it in call.args)
+    named = {key: _local(value, hidden, local) for key, value in call.kwargs.items()}
+    result = _run(TorchCall(call.func, here, named))
     if result is here[0]:
         return first
     if isinstance(result, StandIn):
-        made = distributed(dtensor.wrap_local(result, first, first.placements))  # type: ignore[union-attr]
-        return made
+        assert isinstance(first, DistributedStandIn)
+        return distributed(dtensor.wrap_local(result, first, first.placements))
     return result
 
 
-def _local(value: Any, hidden: Any, local: StandIn) -> Any:
+def _local(value: object, hidden: DistributedStandIn, local: StandIn) -> object:
     """Return the local tensors of DTensors in ``value``."""
     if isinstance(value, (tuple, list)):
         return type(value)(_local(it, hidden, local) for it in value)
-    if isinstance(value, DistributedStandIn) or not isinstance(value, Tensor):
-        return _compat.local_tensor(value) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, DistributedStandIn):
+        return _compat.local_tensor(value)
     if not _compat.is_dtensor(value):
         if value.dim() and not isinstance(value, StandIn):
             raise RuntimeError(
@@ -296,13 +339,12 @@ def _local(value: Any, hidden: Any, local: StandIn) -> Any:
                 "does as another operand, got a plain tensor; make it one by distribute_tensor()"
             )
         return value
-    placements: Any = value.placements  # type: ignore[attr-defined]
-    places = zip(hidden.placements, placements, strict=True)
+    places = zip(hidden.placements, value.placements, strict=True)
     # A partial gradient is whole after the reduction.
     if not all(a == b or (a.is_partial() and b.is_replicate()) for a, b in places):
         raise RuntimeError(
             f".grad of {local.of!r}: expected another operand that lies as {hidden.placements}, "
-            f"got {placements}; redistribute() it"
+            f"got {value.placements}; redistribute() it"
         )
     return _compat.local_tensor(value)
 
@@ -314,62 +356,53 @@ def _reads(name: str, hidden: StandIn) -> RuntimeError:
     )
 
 
-def _described(hidden: Any) -> str:
+def _described(hidden: StandIn) -> str:
     shape = f"{hidden.dtype} of {tuple(hidden.shape)}"
     return f"<.grad of {hidden.of!r}, {shape}, whose values are at their owners>"
 
 
-def _name(func: Any) -> str:
-    """Return torch's name of a function; of an aten operator without its overload."""
-    return str(getattr(func, "__name__", func)).partition(".")[0]
-
-
-def _only(first: StandIn, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _only(call: TorchCall) -> bool:
     """Return whether no other stand-in takes part."""
-    return not any(isinstance(t, StandIn) for t in tensors((args[1:], kwargs)))
+    return not any(isinstance(t, StandIn) for t in tensors((call.args[1:], call.kwargs)))
 
 
-def _attribute(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    first = args[0]
+def _attribute(call: TorchCall) -> object:
+    first, attribute = call.first, call.attribute
     if not isinstance(first, StandIn):  # ``param.grad = stand_in``
-        return func(*args, **kwargs)
-    if name == "__get__":
+        return call.run()
+    if call.name == "__get__":
         if attribute in VIEWING:
-            return _views(func, first, args, kwargs)
+            return _views(call, first)
         if attribute == "imag":
             raise _reads(attribute, first)
-    elif attribute == "data" and name == "__set__":
-        other = args[1]
+    elif attribute == "data" and call.name == "__set__":
+        other = call.args[1]
         if isinstance(other, StandIn) and other.of == first.of:  # from model.to() or model.float()
-            func(*args, **kwargs)
+            call.run()
         else:
-            _edit(Tensor.copy_, "copy_", first, args, kwargs)
+            _edit(call._replace(func=Tensor.copy_), "copy_", first)
         return None
-    return func(*args, **kwargs)
+    return call.run()
 
 
-def _views(
-    func: Callable[..., Any], base: StandIn, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def _views(call: TorchCall, base: StandIn) -> object:
     """Return a view, or several, each of which knows how it came about."""
-    result = func(*args, **kwargs)
+    result = call.run()
     several = isinstance(result, (tuple, list))
-    for number, view in enumerate(result if several else (result,)):
+    rest = TorchCall(call.func, call.args[1:], dict(call.kwargs))
+    for number, view in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
         if not isinstance(view, Tensor) or not _compat.is_alias(view, base):
-            raise _reads(_name(func), base)  # indices that are tensors copy
+            raise _reads(call.name, base)  # indices that are tensors copy
         if view is base:
             return base
-        step: Step = func, args[1:], dict(kwargs), number if several else None
+        step = ViewStep(rest, number if several else None)
         _hidden(view, base, (*base.path, step))
     return result
 
 
-def _converted(
-    func: Callable[..., Any], first: StandIn, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def _converted(call: TorchCall, first: StandIn) -> object:
     """Return it in another dtype or on another device, as NaN, for conversions of a module."""
-    result = func(*args, **kwargs)
+    result = call.run()
     if isinstance(result, Tensor) and result is not first:
         _hidden(result, first, first.path, is_kept=False)
     return result
@@ -379,60 +412,53 @@ def _nothing() -> None:
     """Return None, like a dead weak reference."""
 
 
-def _each(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _each(call: TorchCall) -> None:
     """Run functions like ``torch._foreach_mul_`` for one tensor after another."""
-    single = name.removeprefix("_foreach_")
-    targets = args[0]
+    single, targets = call.name.removeprefix("_foreach_"), call.first
+    assert isinstance(targets, (tuple, list))
     count = len(targets)
     for number, target in enumerate(targets):
         rest, named = (
             [v[number] if isinstance(v, (tuple, list)) and len(v) == count else v for v in values]
-            for values in (args[1:], kwargs.values())
+            for values in (call.args[1:], call.kwargs.values())
         )
-        keywords = dict(zip(kwargs, named, strict=True))
+        keywords = dict(zip(call.kwargs, named, strict=True))
         if single in ("addcmul_", "addcdiv_") and len(rest) == 3:
             keywords["value"] = rest.pop()
         method = getattr(Tensor, single, None)
         if isinstance(target, (StandIn, DistributedStandIn)) and method is not None:
-            _run(method, (target, *rest), keywords)
+            _run(TorchCall(method, (target, *rest), keywords))
             continue
         for value in tensors((rest, keywords)):
             if isinstance(value, (StandIn, DistributedStandIn)):
-                raise _reads(name, _compat.local_tensor(value))  # type: ignore[arg-type]
+                raise _reads(call.name, _local_of(value))
         if method is None:
-            raise _reads(name, next(t for t in tensors(args) if isinstance(t, StandIn)))
+            raise _reads(call.name, next(t for t in tensors(call.args) if isinstance(t, StandIn)))
         method(target, *rest, **keywords)
 
 
-def _out(
-    func: Callable[..., Any], name: str, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def _out(call: TorchCall, out: object) -> object:
     """Run ``torch.mul(grad, 0.5, out=grad)`` as the in-place method, or write another result."""
-    named = {key: value for key, value in kwargs.items() if key != "out"}
+    func, args = call.func, call.args
+    named = {key: value for key, value in call.kwargs.items() if key != "out"}
     if not args and "input" in named:
         args = (named.pop("input"),)
     hidden = [t for t in tensors((args, named)) if isinstance(t, StandIn)]
-    in_place = f"{name}_"
+    in_place = f"{call.name}_"
     if not isinstance(out, StandIn):
-        raise _reads(name, hidden[0])
+        raise _reads(call.name, hidden[0])
     if not hidden:
-        _edit(Tensor.copy_, "copy_", out, (out, func(*args, **named)), {})
+        _edit(TorchCall(Tensor.copy_, (out, func(*args, **named)), {}), "copy_", out)
         return out
     if args and args[0] is out and in_place in ELEMENTWISE:
         method = getattr(Tensor, in_place, lambda own, *rest, **k: own.copy_(func(own, *rest, **k)))
-        return _edit(method, in_place, out, args, named)
-    raise _reads(name, hidden[0])
+        return _edit(TorchCall(method, args, named), in_place, out)
+    raise _reads(call.name, hidden[0])
 
 
-def _edit(
-    func: Callable[..., Any],
-    name: str,
-    target: StandIn,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Edit this rank's part of the mean as ``func`` edits the whole."""
-    rest = args[1:], kwargs
+def _edit(call: TorchCall, name: str, target: StandIn) -> object:
+    """Edit this rank's part of the mean as the function edits the whole."""
+    rest = call.args[1:], call.kwargs
     for other in tensors(rest):
         if isinstance(other, StandIn) and not _same(other, target):
             raise _reads(name, other)
@@ -442,12 +468,14 @@ def _edit(
             f"{name} edits an old .grad of {target.of!r}, which a script kept; its mean no longer "
             f"exists. For the current param.grad: {DOORS}"
         )
-    if _is_all(target, grads) and (name == "zero_" or (name == "fill_" and _is_zero(args[1:]))):
+    is_zero = name == "zero_" or (name == "fill_" and _is_zero(call.args[1:]))
+    if is_zero and _is_all(target, grads):
         grads.zero(target.position)
         return target
 
     def change(tensor: Tensor) -> None:
-        func(tensor, *_in(args[1:], tensor), **_in(dict(kwargs), tensor))
+        named = {key: _in(value, tensor) for key, value in call.kwargs.items()}
+        call.func(tensor, *(_in(value, tensor) for value in call.args[1:]), **named)
 
     if not target.path and name in ELEMENTWISE and not any(t.dim() for t in tensors(rest)):
         change(grads.edited(target.position))
@@ -456,39 +484,40 @@ def _edit(
     return None if name == "__setitem__" else target
 
 
-def _norm(name: str, of: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def _norm(call: TorchCall, of: Tensor) -> Tensor:
     """Return the norm of a whole gradient, which all ranks compute together.
 
     It is a plain 0-dim tensor in fp32, or in the given dtype; for a DTensor the norm of all of it.
     """
     if not isinstance(of, (StandIn, DistributedStandIn)):
-        return torch.linalg.vector_norm(of, *args[1:], **kwargs)  # type: ignore[no-any-return]
-    here: Any = _compat.local_tensor(of) if isinstance(of, DistributedStandIn) else of
-    options = {**dict(zip(NORMS[name], args[1:], strict=False)), **kwargs}
+        norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
+        return norm_of(of, *call.args[1:], **call.kwargs)
+    here = _local_of(of)
+    options = {**dict(zip(NORMS[call.name], call.args[1:], strict=False)), **call.kwargs}
     dtype = options.pop("dtype", None)
     p = next((options.pop(key) for key in ("p", "ord") if key in options), None)
     # ``linalg.norm(matrix, 2)`` is its largest singular value
-    is_flat = name != "linalg_norm" or p is None or here.dim() < 2
+    is_flat = call.name != "linalg_norm" or p is None or here.dim() < 2
     p = 2.0 if p is None or p == "fro" else p
-    is_known = is_flat and isinstance(p, (int, float)) and p > 0
     is_default = all(value is None or value is False for value in options.values())
     grads, norm = _grads_of(here), None
-    if grads is not None and is_known and is_default and _is_all(here, grads):
-        norm = grads.norm(here.position, float(p))
+    if isinstance(p, (int, float)) and p > 0 and grads is not None:
+        if is_flat and is_default and _is_all(here, grads):
+            norm = grads.norm(here.position, float(p))
+        if norm is not None and here is not of:
+            norm = dtensor.norm_over(of, norm, float(p))
     if norm is None:
-        raise _reads(name, here)
-    if here is not of:
-        norm = dtensor.norm_over(of, norm, float(p))
-    return norm if dtype is None else norm.to(dtype)
+        raise _reads(call.name, here)
+    return norm.to(dtype) if isinstance(dtype, torch.dtype) else norm
 
 
 def _is_all(shown: StandIn, grads: Gradients) -> bool:
     """Return whether it shows each element of its gradient once."""
-    repeats = any(_name(func) in REPEATING for func, *_ in shown.path)
+    repeats = any(step.call.name in REPEATING for step in shown.path)
     return shown.numel() == grads.pack.layout.slots[shown.position].numel and not repeats
 
 
-def _is_zero(values: tuple[Any, ...]) -> bool:
+def _is_zero(values: tuple[object, ...]) -> bool:
     return len(values) == 1 and isinstance(values[0], (int, float)) and values[0] == 0
 
 
@@ -500,7 +529,7 @@ def _same(one: StandIn, other: StandIn) -> bool:
     return is_whole and _grads_of(one) is _grads_of(other) and one.position == other.position
 
 
-def _in(values: Any, tensor: Tensor) -> Any:
+def _in(values: object, tensor: Tensor) -> object:
     """Return the values, with ``tensor`` instead of the gradient."""
     if isinstance(values, StandIn):
         return tensor
@@ -512,7 +541,7 @@ def _in(values: Any, tensor: Tensor) -> Any:
     return values
 
 
-def _change(target: StandIn, grads: Gradients, change: Callable[[Tensor], Any]) -> None:
+def _change(target: StandIn, grads: Gradients, change: Callable[[Tensor], object]) -> None:
     """Run ``change`` on a tensor of the whole parameter that has this rank's part of the mean.
 
     All other elements are zeros, and are not used.
@@ -523,8 +552,11 @@ def _change(target: StandIn, grads: Gradients, change: Callable[[Tensor], Any]) 
     own = scratch.view(-1)[start:stop]
     own.copy_(part)
     view = scratch
-    for func, arguments, keywords, number in target.path:
+    for (func, arguments, keywords), number in target.path:
         made = func(view, *arguments, **keywords)
-        view = made if number is None else made[number]
+        if isinstance(made, (tuple, list)) and number is not None:
+            made = made[number]
+        assert isinstance(made, Tensor)
+        view = made
     change(view)
     part.copy_(own)
