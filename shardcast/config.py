@@ -195,7 +195,7 @@ class ShardcastConfig(ValidatedOptions):
     named: ClassVar[frozenset[str]] = frozenset()
     """Names of the options that were given explicitly; each object has its own set."""
 
-    def __new__(cls, *args: Any, **named: Any) -> ShardcastConfig:
+    def __new__(cls, *args: object, **named: object) -> ShardcastConfig:
         self = super().__new__(cls)
         first = (each.name for each in fields(cls)[: len(args)])
         object.__setattr__(self, "named", frozenset((*first, *named)))
@@ -348,5 +348,5 @@ class Keywords(TypedDict, total=False):
     fuse: str
 
 
-ConfigSource = ShardcastConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+ConfigSource = ShardcastConfig | Mapping[str, object] | str | os.PathLike[str] | None
 """Source of a configuration: an object, a mapping, a YAML file, or ``None`` (environment)."""

@@ -13,11 +13,13 @@ class Hook:
     """
 
     def __init__(
-        self, call: Callable[..., Any] | None = None, before_copy: Callable[[], Any] | None = None
+        self,
+        call: Callable[..., object] | None = None,
+        before_copy: Callable[[], object] | None = None,
     ) -> None:
         self._call, self._before_copy = call, before_copy
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> object:
         return None if self._call is None else self._call(*args)
 
     def __getattr__(self, name: str) -> Any:

@@ -166,7 +166,7 @@ class ShardcastPrecision(Precision):
         optimizer: AnyOptimizer,
         model: LightningModule,
         closure: Callable[[], object],
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """Step ``optimizer``; one of several steps without a closure. Collective: every rank."""
         if isinstance(optimizer, OptimizerHandle) and closure is do_nothing_closure:
@@ -174,7 +174,7 @@ class ShardcastPrecision(Precision):
             return optimizer.step()
         return super().optimizer_step(optimizer, model, closure, **kwargs)
 
-    def clip_gradients(self, optimizer: AnyOptimizer, *args: Any, **kwargs: Any) -> None:
+    def clip_gradients(self, optimizer: AnyOptimizer, *args: object, **kwargs: object) -> None:
         """Clip like Lightning.
 
         Raises:
@@ -270,7 +270,7 @@ class ShardcastStrategy(DDPStrategy):
     optimizers: list[torch.optim.Optimizer]
     _sharded_module: nn.Module | None = None
 
-    def __init__(self, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
+    def __init__(self, shardcast_config: ConfigSource = None, **kwargs: object) -> None:
         for name in ("ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"):
             if kwargs.get(name) is not None:
                 raise ValueError(

@@ -43,7 +43,7 @@ def read_config(kind: type[ValidatedOptions], name: str | os.PathLike[str]) -> d
 
 
 def check_file(
-    kind: type[ValidatedOptions], values: Mapping[str, Any], file: Path, section: str = ""
+    kind: type[ValidatedOptions], values: Mapping[str, object], file: Path, section: str = ""
 ) -> None:
     """Raise for a key in a YAML file that is not an option of ``kind``, or has an invalid value.
 
@@ -107,7 +107,7 @@ def read_environment(kind: type[ValidatedOptions], variables: Mapping[str, str])
         TypeError, ValueError: the option cannot have this value.
     """
     declared = {ENV_PREFIX + each.name.upper(): each for each in fields(kind)}
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for variable, text in variables.items():
         if variable not in declared:
             gone = GONE.get(variable.removeprefix(ENV_PREFIX).lower())

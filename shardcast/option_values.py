@@ -136,7 +136,7 @@ def load_extension(name: str) -> Any:
     return import_module(f"shardcast.{name}" if "." in name else f"shardcast.extensions.{name}")
 
 
-class Declared(Mapping[str, Any]):
+class Declared(Mapping[str, object]):
     """Metadata of a field that an extension declares; reading it imports the extension."""
 
     KEYS = ("off", "needs", "option", "help", "range")
@@ -210,7 +210,7 @@ def read_option(declared: Field[Any], given: Any) -> Any:
     return value
 
 
-def read_plain(name: str, annotation: str, value: Any) -> Any:
+def read_plain(name: str, annotation: str, value: object) -> Any:
     kinds = PLAIN[annotation.removesuffix(" | None")]
     if isinstance(value, str) and float in kinds:  # YAML reads inf and 1e3 as text
         with suppress(ValueError):  # 'dynamic', or text that is refused below
@@ -273,7 +273,7 @@ READERS: dict[str, Callable[[str, object], object]] = {
 Options = TypeVar("Options", bound=ValidatedOptions)
 
 
-def read_mapping(kind: type[Options], values: Mapping[str, Any], where: str) -> Options:
+def read_mapping(kind: type[Options], values: Mapping[str, object], where: str) -> Options:
     """Read options of a ``kind`` from a mapping; errors begin with ``where``."""
     check_names(kind, values, where)
     try:
@@ -308,7 +308,7 @@ def nearest(key: str, names: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known options: {', '.join(names)}"
 
 
-def as_yaml(value: Any) -> Any:
+def as_yaml(value: object) -> Any:
     """Return a value as YAML would show it; callables and classes by qualified name."""
     if isinstance(value, torch.dtype):
         return next(name for name, dtype in DTYPES.items() if dtype == value)
@@ -325,5 +325,5 @@ def as_yaml(value: Any) -> Any:
     return value
 
 
-def _without_name(options: dict[str, Any]) -> dict[str, Any]:
+def _without_name(options: dict[str, Any]) -> dict[str, object]:
     return {key: value for key, value in options.items() if key != "name"}

@@ -300,9 +300,9 @@ def is_capturing(device: torch.device) -> bool:
 
 
 # torch's fused kernels over lists of tensors; ``torch.optim`` passes them only whole parameters.
-fused_adam_: Any = torch._fused_adam_
-fused_adamw_: Any = torch._fused_adamw_
-fused_sgd_: Any = torch._fused_sgd_
+fused_adam_: Callable[..., None] = torch._fused_adam_
+fused_adamw_: Callable[..., None] = torch._fused_adamw_
+fused_sgd_: Callable[..., None] = torch._fused_sgd_
 
 
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:
@@ -389,7 +389,7 @@ class WeakStorage:
         torch.UntypedStorage._free_weak_ref(self._pointer)
 
 
-def plain_tensors(values: Any) -> Iterator[Tensor]:
+def plain_tensors(values: object) -> Iterator[Tensor]:
     """Yield tensors with their own memory in nested containers and wrapper tensors."""
     if isinstance(values, Tensor):
         flatten = getattr(values, "__tensor_flatten__", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,10 @@ from torch import Tensor
 
 from shardcast._compat import weak_group
 
-_groups: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as Store
+
+_groups = weakref.WeakKeyDictionary[object, dict[object, Any]]()
 
 
 def group_of(ranks: Sequence[int], name: str, backend: str | None = None) -> dist.ProcessGroup:
@@ -33,7 +36,7 @@ def group_of(ranks: Sequence[int], name: str, backend: str | None = None) -> dis
     return group
 
 
-def default_store() -> Any:
+def default_store() -> Store:
     """Return the store through which the default group's processes met."""
     return dist.distributed_c10d._get_default_store()
 
@@ -66,10 +69,11 @@ def coalesced(group: Any, device: torch.device, async_op: bool = False) -> Any:
     return dist.distributed_c10d._coalescing_manager(group, device, async_op)
 
 
-def store_of(group: dist.ProcessGroup) -> Any:
+def store_of(group: dist.ProcessGroup) -> Store | None:
     """Return the store through which ``group``'s processes met; None for a mock without one."""
     # a mock whose ranks are threads has one
-    if (store := getattr(group, "store", None)) is not None:
+    store: Store | None = getattr(group, "store", None)
+    if store is not None:
         return store
     _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     return store

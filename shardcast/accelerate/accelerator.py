@@ -67,12 +67,14 @@ class ShardcastAccelerator(Accelerator):
             the processes are not connected.
     """
 
-    def __init__(self, *args: Any, shardcast_config: ConfigSource = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: object, shardcast_config: ConfigSource = None, **kwargs: object
+    ) -> None:
         guards.refuse_options(kwargs)
         super().__init__(*args, **kwargs)
         self._take_over(shardcast_config, {})
 
-    def _take_over(self, source: ConfigSource, fields: Mapping[str, Any]) -> None:
+    def _take_over(self, source: ConfigSource, fields: Mapping[str, object]) -> None:
         guards.refuse_unsupported(self)
         config = guards.resolve_config(self.mixed_precision, source, **fields)
         broadcasts = getattr(self.ddp_handler, "broadcast_buffers", True)
@@ -246,10 +248,12 @@ class ShardcastAccelerator(Accelerator):
         self._owners |= dict.fromkeys(models, prepared)
         return prepared
 
-    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:  # Accelerate's own
+    def _prepare_tp(self, *args: object) -> tuple[object, ...]:  # Accelerate's own
         return args  # it would find the optimizer's parameters by address, which empty parts share
 
-    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(
+        self, data_loader: DataLoader[object], *args: object, **kwargs: object
+    ) -> Any:
         """Prepare a data loader; the tp and cp ranks of a group get the same batches.
 
         Raises:
@@ -378,7 +382,7 @@ class ShardcastAccelerator(Accelerator):
     # -- state --------------------------------------------------------------------------------
 
     def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: object
     ) -> Any:
         """Save Accelerate's files and every rank's shard. Collective: every rank.
 
@@ -396,8 +400,8 @@ class ShardcastAccelerator(Accelerator):
     def load_state(
         self,
         input_dir: str | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        load_kwargs: Mapping[str, object] | None = None,
+        **kwargs: object,
     ) -> None:
         """Load a checkpoint at any world size. Collective: every rank.
 
@@ -491,7 +495,7 @@ def _is_list(item: object) -> bool:
     return isinstance(item, (list, tuple)) and len(item) > 0 and all(map(_is_plain, item))
 
 
-def enable(accelerator: Any, config: ConfigSource = None, **fields: Any) -> ShardcastAccelerator:
+def enable(accelerator: Any, config: ConfigSource = None, **fields: object) -> ShardcastAccelerator:
     """Turn an existing accelerator into a :class:`ShardcastAccelerator`, in place. Local.
 
     Args:

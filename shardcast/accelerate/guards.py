@@ -22,7 +22,7 @@ PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 HEADS = ("lm_head", "classifier", "score", "qa_outputs", "proj_out")  # in transformers
 
 
-def resolve_config(mixed_precision: str, source: ConfigSource, **fields: Any) -> ShardcastConfig:
+def resolve_config(mixed_precision: str, source: ConfigSource, **fields: object) -> ShardcastConfig:
     """Return the configuration; ``mixed_precision`` sets ``param_dtype`` unless it is given.
 
     Raises:
@@ -48,7 +48,7 @@ def with_fp32_heads(config: ShardcastConfig, models: Sequence[nn.Module]) -> Sha
     return config.replace(fp32_outputs=tuple(heads)) if heads else config
 
 
-def refuse_options(keywords: Mapping[str, Any]) -> None:
+def refuse_options(keywords: Mapping[str, object]) -> None:
     """Raise TypeError if a keyword of the Accelerator is an option of shardcast."""
     options = [field.name for field in fields(ShardcastConfig) if field.name in keywords]
     if options:

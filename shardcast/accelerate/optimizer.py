@@ -121,7 +121,7 @@ class ShardcastHandle(PreparedOptimizer):
         self.close = prepared.close
 
 
-def _outputs_to_fp32(_module: nn.Module, _args: object, output: Any) -> Any:
+def _outputs_to_fp32(_module: nn.Module, _args: object, output: object) -> object:
     return convert_to_fp32(output)
 
 

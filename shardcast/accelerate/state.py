@@ -21,6 +21,7 @@ from shardcast.checkpoint.directory import newest_sound, steps
 
 if TYPE_CHECKING:
     from shardcast.accelerate.accelerator import ShardcastAccelerator
+    from shardcast.accelerate.optimizer import ShardcastOptimizer
 
 T = TypeVar("T")
 SHARDS = "shardcast"  # next to Accelerate's own files: the checkpoint of shardcast.checkpoint
@@ -113,7 +114,9 @@ def load(
         stock.func(os.fspath(input_dir), **options)
 
 
-def _shards_of(accelerator: ShardcastAccelerator, folder: Path) -> list[tuple[Path, Any]]:
+def _shards_of(
+    accelerator: ShardcastAccelerator, folder: Path
+) -> list[tuple[Path, ShardcastOptimizer]]:
     """Pair each sharded optimizer with the folder of its checkpoint."""
     names = [SHARDS, *(FURTHER.format(number) for number in range(1, len(accelerator.sharded)))]
     return [(folder / name, own) for name, own in zip(names, accelerator.sharded, strict=True)]
@@ -121,7 +124,7 @@ def _shards_of(accelerator: ShardcastAccelerator, folder: Path) -> list[tuple[Pa
 
 def _agreed(accelerator: ShardcastAccelerator, find: Callable[[], T]) -> T:
     """Return, or raise, on every rank the outcome of ``find()`` on rank 0. Collective."""
-    outcome: list[Any] = [None]
+    outcome: list[object] = [None]
     if accelerator.process_index == 0:
         try:
             outcome = [find()]
@@ -166,7 +169,7 @@ def _damage(folder: Path) -> checkpoint.DamagedCheckpointError | None:
     return None
 
 
-def _without_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _without_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Accept the names that parameters have inside a DDP wrapper; a ``load_state_dict`` hook.
 
     It does nothing if the model is loaded as part of another one, which may name it ``module``.

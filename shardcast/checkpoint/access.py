@@ -81,7 +81,7 @@ class Snapshot:
         self._buffers = saved_buffers(packed.stages)
         tensors = {**self._trained, **self._outside, **self._buffers}
         self._regions = {name: Region.of(tensor) for name, tensor in tensors.items()}
-        self._extra: dict[str, tuple[nn.Module, Any]] = {
+        self._extra: dict[str, tuple[nn.Module, object]] = {
             name: (stage, value)
             for stage in packed.stages
             for name, value in stage.state_dict(keep_vars=True).items()

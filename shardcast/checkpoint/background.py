@@ -29,7 +29,7 @@ from shardcast.comm import Comm
 from shardcast.optimizer.sharded import packed_of
 
 LOG = logging.getLogger("shardcast.checkpoint")
-_running: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()  # by optimizer
+_running: weakref.WeakKeyDictionary[object, Saving] = weakref.WeakKeyDictionary()  # by optimizer
 
 
 def save_async(

@@ -48,7 +48,7 @@ from shardcast.plan.precision import MASTER_DTYPE
 METADATA = ".metadata"  # the name that DCP gives it
 ONCE = "once"  # takes the place of a rank in the name of the file with what is stored once
 PLAN = 1 << 20  # bytes of small tensors that are planned and written together
-Value = ShardView | tuple[KeyPath, Any]  # an object has its path with it
+Value = ShardView | tuple[KeyPath, object]  # an object has its path with it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +132,15 @@ class _SavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
         self.items, self.nbytes = list[WriteItem](), 0
-        self._values: dict[MetadataIndex, Any] = {}
+        self._values: dict[MetadataIndex, object] = {}
 
     def add(self, value: Value) -> dict[str, KeyPath]:
         """Plan a shard or an object; return its path by its key in the files."""
         path = value.path if isinstance(value, ShardView) else value[0]
         key = ".".join(path)
+        planned: list[tuple[WriteItem, object]]
         if isinstance(value, ShardView):
-            planned = list(value.write_items(key))
+            planned = [*value.write_items(key)]
             self.nbytes += value.flat.nbytes
         else:
             planned = [(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), value[1])]
@@ -152,10 +153,11 @@ class _SavePlanner(DefaultSavePlanner):
         return self._values[index]
 
 
-def _as_written(data: Any) -> Any:
+def _as_written(data: object) -> object:
     """Give a view its own storage; otherwise DCP would copy it."""
-    plain = isinstance(data, Tensor) and data.dtype == MASTER_DTYPE and data.device.type == "cpu"
-    return _compat.own_storage(data.detach()) if plain and data.is_contiguous() else data
+    if isinstance(data, Tensor) and data.dtype == MASTER_DTYPE and data.device.type == "cpu":
+        return _compat.own_storage(data.detach()) if data.is_contiguous() else data
+    return data
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -312,7 +314,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__()
         self.targets: dict[MetadataIndex, Tensor] = {}
-        self.value: Any = None
+        self.value: object = None
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.targets[index]

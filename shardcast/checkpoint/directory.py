@@ -435,7 +435,7 @@ def clear_the_way(target: Path, facts: Mapping[str, Any]) -> None:
     storage.Files().rename(target, aside)
 
 
-def _data(files: Mapping[str, Any]) -> dict[str, Any]:
+def _data(files: Mapping[str, Any]) -> dict[str, object]:
     return {name: listed for name, listed in files.items() if name != METADATA}
 
 

@@ -44,7 +44,7 @@ class StateSource:
         """Return whether a parameter or buffer is to be loaded."""
         return self.chosen is None or name in self.chosen
 
-    scaler: Mapping[str, Any] | None = None
+    scaler: Mapping[str, object] | None = None
     extra_state: Mapping[str, Any] | None = None
 
 

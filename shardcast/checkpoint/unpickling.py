@@ -49,7 +49,7 @@ def _member(kind: object, name: str) -> enum.Enum:
     return kind[name]
 
 
-INSTEAD: dict[tuple[str, str], Any] = {
+INSTEAD: dict[tuple[str, str], object] = {
     ("builtins", "getattr"): _member,
     ("torch.distributed.checkpoint.metadata", "TensorProperties"): _Properties,
     # Paths of any system, because names of their classes and modules differ between versions.

@@ -108,7 +108,7 @@ def function_of(parameter: str, name: str) -> Callable[[], object]:
     module, _, function = name.partition(":")
     sys.path.insert(0, "")  # as python -m does
     try:
-        named: Callable[[], Any] = getattr(importlib.import_module(module), function)
+        named: Callable[[], object] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{parameter}: expected MODULE:FUNCTION that can be imported from here, got {name!r} "

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from shardcast.comm.watch import Watch
 from shardcast.messages import page
 from shardcast.plan.algorithms import GROUPED
 from shardcast.plan.precision import MASTER_DTYPE
+
+if TYPE_CHECKING:
+    from shardcast._compat.groups import Store
 
 BROADCAST = {  # for gloo, which lacks 16-bit integers and fp8; these are sent as bytes
     torch.float32,
@@ -73,7 +76,7 @@ class TensorCollectives:
         return self._group is None or self._group() is not None
 
     @property
-    def store(self) -> Any:
+    def store(self) -> Store | None:
         """Store of the process group; ``None`` without a group, or after it was destroyed."""
         group = None if self._group is None else self._group()
         return None if group is None else groups.store_of(group)

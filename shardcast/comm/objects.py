@@ -77,7 +77,7 @@ class Comm(TensorCollectives):
         apart &= machines == [first for first in firsts for _ in range(node)]
         return Topology(backend, node if apart else 1, on_host)
 
-    def exchange(self, value: object, device: torch.device) -> list[Any]:
+    def exchange(self, value: T, device: torch.device) -> list[T]:
         """Return all ranks' values in rank order. Keep them small: every rank gets all of them."""
         if self.size == 1:
             return [value]
@@ -90,7 +90,7 @@ class Comm(TensorCollectives):
         rows = self._on_host(gathered).view(self.size, -1)
         return _unpickled(row[:length] for row, length in zip(rows, lengths, strict=True))
 
-    def gather(self, value: object, device: torch.device) -> list[Any]:
+    def gather(self, value: T, device: torch.device) -> list[T]:
         """Return all ranks' values in rank order on rank 0; other ranks get nothing."""
         if self.size == 1:
             return [value]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +115,7 @@ class Reduction(ABC):
 
     received: Buffer
     by_rank = False
-    mean_: Callable[[Sequence[Tensor], Any, Tensor | None, Tensor], None] | None = None
+    mean_: Callable[[Sequence[Tensor], float | Tensor, Tensor | None, Tensor], None] | None = None
     _work: Work
 
     def __init__(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -289,7 +289,7 @@ def _sync_launches(
     During the next forward, which waits for each pack separately, each pack has its own launch, and
     messages become broadcasts. See ``Comm.all_gather_all`` and ``Sync.begin``.
     """
-    launches: dict[Any, tuple[str, list[PackLayout]]] = {}
+    launches: dict[object, tuple[str, list[PackLayout]]] = {}
     alone = config.overlap_sync or config.offload  # each during the update of the next one
     for pack in packs:
         sync = pack.algorithms.sync

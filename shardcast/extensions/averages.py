@@ -119,7 +119,7 @@ class Averages(StepHook):
         """Return the bytes of all averages."""
         return sum(update.averages_nbytes() for update in self._optimizer.updates)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the steps of each average, including averages without a trained parameter yet."""
         steps: dict[str, float] = {}
         for update in self._optimizer.updates:

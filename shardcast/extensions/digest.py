@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +68,7 @@ def _digest(optimizer: PackedOptimizer) -> str:
 
 def values_of(
     optimizer: PackedOptimizer, shard: Shard
-) -> Iterator[tuple[Fragment, nn.Parameter, str, Any]]:
+) -> Iterator[tuple[Fragment, nn.Parameter, str, object]]:
     """Return this rank's master and state of each parameter in ``shard``, by kind."""
     update = optimizer.update_of(shard)
     for number, fragment, param in shard.owned():

@@ -144,7 +144,7 @@ class Guard(Signal):
         """
         loss = None if self.loss is None else reading[0]
         if not isinstance(self._rule, GuardRule):
-            answer: Any = self._rule(norm.float(), None if loss is None else loss.float())
+            answer: object = self._rule(norm.float(), None if loss is None else loss.float())
             if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.dim():
                 raise TypeError(
                     "guard: expected the function to return a 0-dim tensor of bool (True skips the "
@@ -210,7 +210,7 @@ class Guard(Signal):
             # In place, so that a captured step continues where the last one ended.
             self._history.copy_(torch.where(is_taken, shifted, self._history))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the number of spikes, and the accepted values of each checked number."""
         rows = zip(self.judged, self._history.tolist(), strict=False)
         window = {name: [value for value in row if not math.isnan(value)] for name, row in rows}

@@ -230,16 +230,17 @@ class Silence:
 
     def _report(self, comm: TensorCollectives, own: dict[str, Any]) -> str:
         """Return where each rank is, with ranks in the same call grouped."""
-        facts, store = [], comm.store
-        for rank in range(comm.size) if store is not None else ():
-            key = PLACE.format(rank)
-            place = own if rank == comm.rank else None
-            if place is None and store.check([key]):
-                place = json.loads(store.get(key) or "null")
-            facts.append((rank, _told(place)))
+        facts = []
+        if (store := comm.store) is not None:
+            for rank in range(comm.size):
+                key = PLACE.format(rank)
+                place = own if rank == comm.rank else None
+                if place is None and store.check([key]):
+                    place = json.loads(store.get(key) or "null")
+                facts.append((rank, _told(place)))
         return by_rank(facts) or _told(own)
 
-    def _place(self, work: Work | None) -> dict[str, Any]:
+    def _place(self, work: Work | None) -> dict[str, object]:
         """Return where this rank is, as JSON values."""
         watch = self._watch
         frame = _compat.frame_of_thread(watch.thread)

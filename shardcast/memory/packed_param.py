@@ -37,7 +37,7 @@ class PackedParam:
     def __init__(
         self, param: nn.Parameter, dtype: torch.dtype, wait: Callable[[], None], is_held: bool
     ) -> None:
-        self._param: Any = param
+        self._param = param
         self._dtype, self._wait = dtype, wait
         self.is_held = is_held
 
@@ -81,7 +81,7 @@ def forget(param: nn.Parameter) -> None:
 
 
 @contextmanager
-def _without_note(param: Any) -> Iterator[Any]:
+def _without_note(param: nn.Parameter) -> Iterator[nn.Parameter]:
     """Copy or pickle ``param`` as usual; torch would include its attributes, and so the note."""
     notes = {name: vars(param).pop(name) for name in (COPY, PICKLE)}
     try:

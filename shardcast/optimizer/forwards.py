@@ -84,10 +84,10 @@ class LowForward:
         module.forward = self
 
     @property
-    def __code__(self) -> Any:
+    def __code__(self) -> object:
         return self.__wrapped__.__code__  # torch.export names places by a forward's code
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         # in this order, so that Dynamo makes no guard
         if not torch.compiler.is_compiling() and self._looks:
             self._looks -= 1
@@ -104,7 +104,7 @@ class LowForward:
             output = self.__wrapped__(*args, **kwargs)
         return output if self._outputs is None else _cast(output, self._outputs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: object, **kwargs: object) -> object:
         """Run the module's own forward, with autocast off if required."""
         is_on = self._turns_off is not None and torch.is_autocast_enabled(self._device_type)
         any_autocast = self._turns_off is ComputeMode.FP32
@@ -176,7 +176,7 @@ class AutocastForward(LowForward):
         self._forced = within in (ComputeMode.FP32, ComputeMode.LOW)
         self._is_product = isinstance(module, MATMULS) and is_layer(module)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: object, **kwargs: object) -> object:
         """Run the module's own forward under autocast, or as the script decides."""
         if self._enters():
             # Without the cache, which would be empty; this distinguishes it from the user's
@@ -203,7 +203,7 @@ class AutocastForward(LowForward):
         exported = self._weight is not None and torch.compiler.is_exporting()
         return self._forced or self._is_root or has_cache or exported
 
-    def _is_turned_off(self, args: tuple[Any, ...]) -> bool:
+    def _is_turned_off(self, args: tuple[object, ...]) -> bool:
         """Return whether the script turned autocast off around this layer and passes fp32."""
         return (
             len(args) == 1

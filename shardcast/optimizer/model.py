@@ -58,7 +58,7 @@ class Tree:
 
     def __init__(self, stages: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
         self._stages, self._names = stages, names
-        self._places: list[tuple[Callable[[str], Any], str, Any]] = [
+        self._places: list[tuple[Callable[[str], object], str, object]] = [
             (held.get, key, value)
             for module in _modules(stages)
             for held in (module._modules, module._parameters)
@@ -280,7 +280,7 @@ class ModelHooks:
     def _before_load(
         self,
         module: nn.Module,
-        state_dict: dict[str, Any],
+        state_dict: dict[str, object],
         prefix: str,
         metadata: dict[str, Any],
         *_strictness: object,
@@ -307,7 +307,7 @@ def before_load(
     sync: Sync,
     loads: Loads,
     module: nn.Module,
-    state_dict: MutableMapping[str, Any],
+    state_dict: MutableMapping[str, object],
     prefix: str,
     metadata: Mapping[str, Any],
 ) -> None:
@@ -356,7 +356,7 @@ def before_load(
             _round(shard, module, state_dict, prefix, loaded)
 
 
-def in_vain(module: nn.Module, state_dict: Mapping[str, Any]) -> str:
+def in_vain(module: nn.Module, state_dict: Mapping[str, object]) -> str:
     """Return a warning if ``state_dict`` has none of ``module``'s names; else nothing."""
     own = (*module.named_parameters(), *module.named_buffers())
     names = {key for name, _ in own for key in (name, _compat.state_key(name))}

@@ -830,7 +830,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"Sharded{self._packed.originals.name}: {self.layout.lines()[0]}"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         raise TypeError(
             "a ShardedOptimizer cannot be pickled or copied: its masters belong to this process "
             "and process group; use state_dict(), or shardcast.checkpoint.save"
@@ -1006,7 +1006,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         place: int,
     ) -> None:
         self._sharded, self._packed, self._handles, self._place = sharded, packed, handles, place
-        self._stepped_with: Any = None  # gradients at the first step, until all have stepped
+        self._stepped_with: object = None  # gradients at the first step, until all have stepped
         self._zero_grad_after: bool | None = None  # set_to_none of a deferred zero_grad
         original = packed.originals.optimizers[place]
         self.name = type(original).__name__

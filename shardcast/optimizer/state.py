@@ -37,7 +37,7 @@ STEP = "step"  # name of a parameter's step count in the state of torch's classe
 MASTER = "shardcast_master"  # name of a master in a parameter's state, for DCP
 DCP = "torch.distributed.checkpoint"
 Groups = Sequence[ParamGroup]
-ValuesOf = Callable[[Shard, int], Mapping[str, Any]]  # returns values of a fragment, by its number
+ValuesOf = Callable[[Shard, int], Mapping[str, object]]  # values of a fragment, by its number
 
 
 class FragmentState(NamedTuple):
@@ -45,7 +45,7 @@ class FragmentState(NamedTuple):
 
     shard: Shard
     number: int
-    values: dict[str, Any]
+    values: dict[str, object]
     master: Tensor | None
 
 
@@ -131,7 +131,7 @@ class StateDict:
         fragments = self._fragments(state, is_local=True)
         return LoadPlan(frozenset(head["active"]), fragments, head["scaler"], groups, True)
 
-    def _head(self) -> dict[str, Any]:
+    def _head(self) -> dict[str, object]:
         packed, parallel_dims = self._packed, self._packed.process_groups.parallel_dims
         layout = packed.layout.digest().hex()
         place = {
@@ -294,7 +294,7 @@ def load_groups(groups: Sequence[Group], loaded: Groups) -> None:
         group.update(copy.deepcopy(options))
 
 
-def _cut(value: Any, fragment: Fragment, name: str, elementwise: bool) -> Any:
+def _cut(value: object, fragment: Fragment, name: str, elementwise: bool) -> object:
     """Return the fragment's part of a full state tensor; numbers and 0-dim tensors unchanged."""
     slot = fragment.slot
     if not isinstance(value, Tensor) or (value.dim() == 0 and name != MASTER):
@@ -317,7 +317,7 @@ def copied(state: Mapping[str, Any], device: str | None = None) -> dict[str, Any
     }
 
 
-def step_state(packed: PackedOptimizer) -> dict[str, Any]:
+def step_state(packed: PackedOptimizer) -> dict[str, object]:
     """Return loss scale, skipped steps, state of signals and hooks, as plain numbers. Local."""
     hooks = {hook.name: state for hook in packed.step_hooks if (state := hook.state_dict())}
     state = packed.decider.state_dict()
@@ -420,7 +420,7 @@ def refuse_write(*_args: object, **_named: object) -> NoReturn:
     )
 
 
-class StateView(Mapping[Any, "StateOfParameter"]):
+class StateView(Mapping[object, "StateOfParameter"]):
     """torch's state by model parameter: values that all ranks know can be read, all else raises.
 
     All ranks know how many steps have updated a parameter, and how many each average has seen.
@@ -490,7 +490,7 @@ class StateView(Mapping[Any, "StateOfParameter"]):
         )
 
 
-class StateOfParameter(Mapping[str, Any]):
+class StateOfParameter(Mapping[str, object]):
     """torch's state of one parameter; see :class:`StateView`.
 
     Args:
@@ -542,7 +542,9 @@ def is_elementwise(value: object, fragment: Fragment, flat: bool) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) in shapes
 
 
-def check_sizes(elementwise: bool, fragment: Fragment, values: dict[str, Any]) -> dict[str, Any]:
+def check_sizes(
+    elementwise: bool, fragment: Fragment, values: dict[str, object]
+) -> dict[str, object]:
     for name, value in values.items():
         if isinstance(value, Tensor) and value.dim() and elementwise:
             check_numel(value, fragment.numel, (fragment.numel,), fragment, name)
@@ -560,7 +562,7 @@ def check_numel(
         )
 
 
-class RankPart(dict[str, Any]):
+class RankPart(dict[str, object]):
     """One rank's state dictionary, which warns when its state is read, as by a save.
 
     Reading a learning rate, or loading it back in memory, does not warn. Copies behave alike;
@@ -570,7 +572,7 @@ class RankPart(dict[str, Any]):
         size: number of ranks.
     """
 
-    def __init__(self, values: Mapping[str, Any], size: int) -> None:
+    def __init__(self, values: Mapping[str, object], size: int) -> None:
         super().__init__(values)
         self._size = size
 
@@ -590,7 +592,7 @@ class RankPart(dict[str, Any]):
             self._warn()
         return super().__getitem__(key)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: Any = None) -> object:
         """Return a value."""
         if key not in self:
             return default
@@ -617,7 +619,7 @@ class RankPart(dict[str, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> RankPart:
         return RankPart(copy.deepcopy(self.plain(), memo), self._size)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         self._warn()  # torch.load(weights_only=True) knows the class
         return OrderedDict, (), None, None, iter(self.plain().items())
 
@@ -629,7 +631,7 @@ class FullState:
         self._packed = packed
         self._begun = False  # a state to be shown only inside ``as_plain()``
 
-    def gather(self, place: int | None = None) -> dict[str, Any]:
+    def gather(self, place: int | None = None) -> dict[str, object]:
         """Return the full state on rank 0, as the unsharded ``state_dict``; else an empty one.
 
         Collective: every rank. It goes pack by pack through pickled copies on the host, so it suits
@@ -641,7 +643,7 @@ class FullState:
         state = self._full_state(self._state_of, on_all=False, place=place)
         return state if self._packed.process_groups.everyone.rank == 0 else {}
 
-    def gather_on_all(self) -> dict[str, Any]:
+    def gather_on_all(self) -> dict[str, object]:
         """Return the full state on every rank, with masters of low-precision parameters, for DCP.
 
         Collective: every rank.
@@ -650,10 +652,10 @@ class FullState:
         packed.together(packed.ready_to_read, "state_dict")
         return self._full_state(self._state_and_master, on_all=True)
 
-    def _state_of(self, shard: Shard, number: int) -> Mapping[str, Any]:
+    def _state_of(self, shard: Shard, number: int) -> Mapping[str, object]:
         return self._packed.update_of(shard).fragment_state(shard, number)
 
-    def _state_and_master(self, shard: Shard, number: int) -> dict[str, Any]:
+    def _state_and_master(self, shard: Shard, number: int) -> dict[str, object]:
         values = dict(self._state_of(shard, number))
         # even without a state, otherwise a resume would start from rounded ones
         if not shard.in_place:
@@ -742,7 +744,7 @@ class FullState:
 
     def _full_state(
         self, values: ValuesOf, on_all: bool, place: int | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the ``state_dict()`` of a plain optimizer; no state on ranks that get none."""
         packed, originals = self._packed, self._packed.originals
         packed.together(originals.check, "full_state_dict")

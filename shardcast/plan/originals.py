@@ -133,7 +133,7 @@ class OptimizerList:
 class JoinedGroups(list[Group]):
     """Groups of several optimizers; changes go to the optimizers' own lists."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return list, (list(self),)  # a copy is a plain list
 
     def _refuse(self, *_args: object, **_options: object) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -187,7 +186,7 @@ def plain(value: object) -> object:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def bound_of(name: str, value: Any) -> float:
+def bound_of(name: str, value: object) -> float:
     """Return a bound of norms or values as a float; inf means no bound.
 
     A negative bound would reverse gradients, and NaN would reach the weights.

@@ -61,7 +61,7 @@ class _Worlds:
     def __getattr__(self, name: str) -> Any:
         return getattr(getattr(self.own, "world", self.shared), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(getattr(self.own, "world", self.shared), name, value)
 
 

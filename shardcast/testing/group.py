@@ -122,10 +122,10 @@ class RecordedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802, the name under which torch asks
         return self._backend_name
 
-    def _get_backend(self, _device: object) -> Any:
+    def _get_backend(self, _device: object) -> object:
         return self  # torch asks the backend what it can coalesce; here nothing
 
-    def _set_group_name(self, name: Any) -> None:
+    def _set_group_name(self, name: object) -> None:
         self._group_name = name  # torch leaves this to a backend, and there is none
 
     @property
@@ -176,11 +176,11 @@ class RecordedGroup(dist.ProcessGroup):
         self,
         outputs: list[list[Tensor]],
         inputs: list[Tensor],
-        opts: Any = None,
+        opts: object = None,
     ) -> dist.Work:
         return self._call("all_gather", inputs, outputs[0], opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: object = None) -> dist.Work:
         outputs = self._chunks("all_gather_single", output)
         return self._call("all_gather_single", [input], outputs, opts)
 
@@ -284,7 +284,7 @@ class RecordedGroup(dist.ProcessGroup):
         return self._together("all_reduce", tensors, launches)
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
     ) -> dist.Work:
         pairs = zip(outputs, inputs, strict=True)
         launches = [partial(self.all_gather_single, *pair, opts) for pair in pairs]
@@ -406,7 +406,7 @@ class RecordedGroup(dist.ProcessGroup):
             )
         return list(torch.split(tensor.detach(), splits))
 
-    def _reduce_op(self, op: str, reduce_op: Any, dtype: torch.dtype) -> str:
+    def _reduce_op(self, op: str, reduce_op: object, dtype: torch.dtype) -> str:
         name = next((n for n in REDUCE_OPS if reduce_op == getattr(dist.ReduceOp, n)), None)
         if name is None:
             self._refuse(op, f"this reduce op is not supported; known are {', '.join(REDUCE_OPS)}")

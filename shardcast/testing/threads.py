@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -174,7 +174,7 @@ class ThreadedWorld:
                 thread.join()
 
     @contextmanager
-    def _groups_of(self, run: ThreadedRun, rank: int) -> Iterator[Any]:
+    def _groups_of(self, run: ThreadedRun, rank: int) -> Iterator[object]:
         """Yield the group of ``rank``, or its mesh, whose groups end with the block."""
         groups = [self.groups[rank]]
 

@@ -79,7 +79,7 @@ class Twins:
     def __init__(self, optimizer: torch.optim.Optimizer, **changes: Any) -> None:
         self._optimizer, self._changes = optimizer, changes
         self._groups: list[ParamGroup] = []
-        dims_of_kinds: dict[tuple[Any, ...], set[int]] = {}
+        dims_of_kinds: dict[tuple[object, ...], set[int]] = {}
         for group in optimizer.param_groups:
             kind = tuple((name, _kind(name, value)) for name, value in group.items())
             dims = {param.dim() for param in group["params"]}
@@ -110,7 +110,7 @@ class Twins:
         """Return a twin over ``samples`` after one step with each of their gradients."""
         params = (param for group in self._optimizer.param_groups for param in group["params"])
         # Attributes may hold the model's parameters, which a step must not change.
-        stand_ins: dict[int, Any] = {id(param): nn.Parameter(torch.empty(0)) for param in params}
+        stand_ins: dict[int, object] = {id(param): nn.Parameter(torch.empty(0)) for param in params}
         twin = bare_twin(self._optimizer)
         twin.__dict__.update(copy.deepcopy(vars(twin), stand_ins))
         twin.defaults.update(self._changes)
@@ -138,7 +138,7 @@ def switch(optimizer: torch.optim.Optimizer, mode: str) -> bool:
     return True
 
 
-def _kind(name: str, value: Any) -> Any:
+def _kind(name: str, value: object) -> object:
     """Return a key, equal for options with which a class very likely updates alike."""
     if name == "lr" or isinstance(value, (list, tuple, dict)):  # learning rates, names, parameters
         return type(value)
@@ -149,7 +149,7 @@ def _kind(name: str, value: Any) -> Any:
     return type(value)
 
 
-def _options(group: ParamGroup) -> dict[str, Any]:
+def _options(group: ParamGroup) -> dict[str, object]:
     """Return the options of a group for its twin."""
     options = {
         name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

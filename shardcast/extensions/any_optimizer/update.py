@@ -55,7 +55,7 @@ class AnyOptimizerUpdate(Update):
         self._params: dict[Shard, list[nn.Parameter]] = {}
         self._inner = twins.bare_twin(optimizer)
         if isinstance(optimizer, torch.optim.Muon):
-            self._step: Callable[[], Any] = partial(muon.step_, self._inner)
+            self._step: Callable[[], object] = partial(muon.step_, self._inner)
         else:
             self._step = bare_step(self._inner)
 
@@ -334,7 +334,7 @@ class AnyOptimizerUpdate(Update):
 
     def _read_by_class(
         self, number: GroupId, param: Tensor, state: dict[str, Any]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return a loaded state as the class converts it; it may keep values in another dtype.
 
         Like torch's ``load_state_dict``, this calls ``__setstate__`` at the end.

@@ -273,7 +273,7 @@ class Decider:
                 verdicts[signal] = verdict
         return verdicts
 
-    def _arguments(self, max_norm: float | None) -> dict[str, Any]:
+    def _arguments(self, max_norm: float | None) -> dict[str, object]:
         """Return arguments of the step that must be equal on all ranks."""
         arguments: dict[str, Any] = {
             "max_norm": max_norm,
@@ -333,7 +333,7 @@ class Decider:
         for signal in self.signals:
             signal.cleared()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return plain numbers; waits for the device."""
         state: dict[str, Any] = {"loss_scale": None, "growth": 0.0, **self.skips.state_dict()}
         for signal in self.signals:

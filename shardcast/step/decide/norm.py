@@ -75,7 +75,7 @@ class GradientNorm(Signal):
         self._bound: float | None = None  # bound of the coming decision; groups may have their own
         self._bounds: dict[GroupId, Any] = {}
         self._pending: Decision | None = None
-        self._parts: tuple[Any, NormParts] | None = None
+        self._parts: tuple[object, NormParts] | None = None
         self._none = torch.zeros((), dtype=torch.float64, device=device)
         self._row = self._none.new_zeros(0)
 

@@ -104,7 +104,7 @@ class OptionCheck(Signal):
         self._process_groups, self._device = process_groups, device
         ranks = process_groups.dp.size
         self._mask = (1 << min(BITS, (53 - 2 * (ranks - 1).bit_length()) // 2)) - 1
-        self._arguments: Mapping[str, Any] = {}
+        self._arguments: Mapping[str, object] = {}
         self._objects: list[Any] = []  # values in the last step
         self._changing = True  # some objects may change in place
         self._trained = b""
@@ -213,7 +213,7 @@ def _on_device(value: Any) -> Iterator[Tensor]:
         yield value
 
 
-def is_constant(value: Any) -> bool:
+def is_constant(value: object) -> bool:
     """Return whether the same object must have the same value in the next step."""
     if type(value) is tuple:
         return all(map(is_constant, value))

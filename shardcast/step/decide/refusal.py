@@ -11,7 +11,6 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ FACTS = 2  # the compared facts: the call, and the loaded weights
 
 
 # How many sharded models there have been with these ranks.
-_MODELS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_MODELS: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 class Refusal(Signal):

@@ -315,19 +315,19 @@ def _locate(comm: Comm, packs: Mapping[int, Gradients], device: torch.device) ->
             for owner, grads in packs.items()
         ]
     own = packs.get(comm.rank)
-    elements = comm.exchange(None if own is None else _element(own), device)
+    elements = comm.exchange("" if own is None else _element(own), device)
     culprits = comm.exchange(None if own is None else [*own.culprits], device)
     return [
-        f"{_who(owner, culprits[owner] or [], grads)}, {elements[owner][1]}"
+        f"{_who(owner, culprits[owner] or [], grads)}, {elements[owner]}"
         for owner, grads in packs.items()
     ]
 
 
-def _element(grads: Gradients) -> tuple[int, str]:
-    """Find the first non-finite element of an own span: its offset in the pack, and its name."""
+def _element(grads: Gradients) -> str:
+    """Name the first non-finite element of an own span."""
     offset = grads.pack.own.start + int((~grads.own.isfinite()).to(torch.uint8).argmax())
     slot = next(slot for slot in grads.pack.layout.slots if offset < slot.end)
-    return offset, f"parameter {slot.name!r}, element {offset - slot.offset}"
+    return f"parameter {slot.name!r}, element {offset - slot.offset}"
 
 
 def _who(owner: int, culprits: list[int], grads: Gradients) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ ROW = 16  # elements: two or four loads of 16 bytes
 POWERS = (2, 4, 8, 16, 32)
 OTHERS = (3, 5, 6, 7)
 
-Mean = Callable[[Sequence[Tensor], Any, Tensor | None, Tensor], None]
+Mean = Callable[[Sequence[Tensor], float | Tensor, Tensor | None, Tensor], None]
 
 
 @dataclass
@@ -127,8 +126,11 @@ def mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor
     out.copy_(total if carry is None else total + carry)
 
 
-def compiled_mean_(pieces: Sequence[Tensor], size: int, carry: Tensor | None, out: Tensor) -> None:
-    """Run :func:`mean_` as one kernel."""
+def compiled_mean_(
+    pieces: Sequence[Tensor], size: float | Tensor, carry: Tensor | None, out: Tensor
+) -> None:
+    """Run :func:`mean_` as one kernel; ``size`` is the number of ranks."""
+    assert isinstance(size, int)
     if not out.numel():
         return
     # In rows, so that the length is known to be a multiple of one load, as all spans are with the

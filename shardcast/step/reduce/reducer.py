@@ -39,7 +39,7 @@ from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.reduce_pass import Backward, ReducePass
 
 # Open reducers by process group. If there are several, one backward may go through two models.
-_REDUCERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Reducer]] = weakref.WeakKeyDictionary()
+_REDUCERS: weakref.WeakKeyDictionary[object, weakref.WeakSet[Reducer]] = weakref.WeakKeyDictionary()
 
 
 class Reducer:
@@ -572,7 +572,7 @@ def is_reduced(param: Tensor) -> bool:
     return any(getattr(hook, "__module__", "") == __name__ for hook in hooks)
 
 
-def _hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
+def _hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> object:
     """``param.register_hook``, also for a frozen one, which torch refuses; it may be unfrozen."""
     requires_grad = param.requires_grad
     try:

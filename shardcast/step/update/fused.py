@@ -341,7 +341,7 @@ class FusedUpdate(Update):
     def nbytes(self) -> int:
         return sum(state.nbytes(averages=False) for state in self._states.values())
 
-    def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, Any]:
+    def fragment_state(self, shard: Shard, number: int, decode: bool = True) -> dict[str, object]:
         """Return state as :meth:`Update.fragment_state`: 1-d fp32, and ``step``; empty at first."""
         averages = super().fragment_state(shard, number, decode)
         state = self._states.get(shard)
@@ -398,7 +398,7 @@ def _of_rows(factors: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack([torch.ones_like(some) if it is None else it for it in factors])
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a learning rate or betas as host numbers if they are tensors."""
     if isinstance(value, tuple):
         return tuple(_plain(item) for item in value)
@@ -450,7 +450,7 @@ class RuleTable:
         self.table = keep(rows) if len(own) > 1 else rows
         self.groups = [key.group for key in own.values()]
         self.row_of = {number: row for row, number in enumerate(own)}
-        self._options: list[Any] = []  # options of all groups in the last step
+        self._options: list[object] = []  # options of all groups in the last step
         self._are_constants = False
         self.numbers: dict[int, UpdateNumbers] = {}
         for number, place, row in zip(own, places, self._table.unbind(), strict=True):

@@ -447,7 +447,7 @@ class Update(ABC):
             # In place, so that a captured step continues where the last one ended.
             self._epilogue_steps = self._epilogue_steps.to(taken.device).add_(taken)
 
-    def _numbers_of(self, step: Tensor, rule: tuple[Any, ...], on_host: bool) -> UpdateNumbers:
+    def _numbers_of(self, step: Tensor, rule: tuple[object, ...], on_host: bool) -> UpdateNumbers:
         """Return a rule's numbers in this step, with the epilogues' numbers."""
         return UpdateNumbers(step, rule, *self._behind_rules(on_host))
 
