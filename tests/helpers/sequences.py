@@ -280,6 +280,12 @@ class Side:
         else:
             self.seen.append(self.optimizers[0].clip_grad_norm_(1e30))
 
+    def norm(self) -> None:
+        """See the norm of the first model's gradients, as torch computes it from ``.grad``."""
+        grads = [grad for param in self.models[0].parameters() if (grad := param.grad) is not None]
+        norms = [torch.linalg.vector_norm(grad, 2.0, dtype=torch.float32) for grad in grads]
+        self.seen.append(torch.linalg.vector_norm(torch.stack(norms)))
+
     def gather(self) -> None:
         """See every ``.grad`` of the first model, in fp32."""
         if self.group is not None:
@@ -357,6 +363,8 @@ def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int
             # A gather shows no mean where no rank had a gradient.
             unsure = not fresh or (unsure and method is Side.gather)
             fresh = method is not Side.step
+        elif method is Side.norm:  # of means; where a rank has all of them it asks nobody
+            maybe += [number] * quiet
         elif method is Side.assign:
             unsure = True
         elif method is not Side.clear_some:
@@ -470,4 +478,15 @@ def random_sequence(draw: random.Random, assigns: bool = True) -> list[Action]:
             arguments = () if kind in ("step", "clip", "gather") else (seed, uses)
             actions.append((getattr(Side, kind), arguments))
         clipped = kind == "clip" or (clipped and kind not in ("step", "clear"))
+    if assigns:
+        actions = [it for action in actions for it in (action, *_norm_after(action, draw))]
     return [*actions, (Side.step, ())]
+
+
+def _norm_after(action: Action, draw: random.Random) -> list[Action]:
+    """A norm, in every second case, where all gradients are means."""
+    method, arguments = action
+    reduces = method in (Side.nested, Side.through_both) or (
+        method is Side.backward and len(arguments) == 2
+    )
+    return [(Side.norm, ())] if reduces and draw.random() < 0.5 else []
