@@ -35,9 +35,10 @@ ASSIGNED = "gradients assigned between two backwards of a step"
 CLEARED = "gradients cleared between two backwards of a step"
 SUMMED = "gradients assigned between two backwards that are summed over model-parallel ranks"
 EDITED = "edits of gradients after the clip of the step before"
+ORDER = "synchronized backwards of other sharded models before this model's own"
 HISTORY = BACKWARDS, FAILED, CLEARS, STALE, ASSIGNED, CLEARED, EDITED
 NOTHING = {
-    **dict.fromkeys((BACKWARDS, FAILED, CLEARS, STALE), 0),
+    **dict.fromkeys((BACKWARDS, FAILED, CLEARS, STALE, ORDER), 0),
     **dict.fromkeys((ASSIGNED, CLEARED, SUMMED), ""),
     EDITED: False,
 }
@@ -60,6 +61,10 @@ SUMMED_REMEDY = (
     "What is assigned may be a part of that sum, or all of it: assign after the last backward of a "
     "step, or call optimizer.gather_gradients() and edit .grad in place"
 )
+ORDER_REMEDY = (
+    "Gradients of models of equal shapes were mixed: run the backwards of all models in the same "
+    "order on every rank, and call zero_grad() of each before you go on"
+)
 UNTRAINED = (
     "The gradient of a parameter is zero on the ranks that do not train it; freeze and unfreeze on "
     "all ranks alike"
@@ -67,6 +72,7 @@ UNTRAINED = (
 # Remedies by the fact that differs; if several differ, the first one here applies.
 REMEDIES = {
     SUMMED: SUMMED_REMEDY,
+    ORDER: ORDER_REMEDY,
     **dict.fromkeys(HISTORY, HISTORY_REMEDY),
     COUNT: COUNT_REMEDY,
     LEFT: LEFT_REMEDY,

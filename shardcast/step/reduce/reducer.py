@@ -30,6 +30,7 @@ from shardcast.step.decide.options import (
     EDITED,
     FAILED,
     NOTHING,
+    ORDER,
     STALE,
     SUMMED,
     listed,
@@ -40,6 +41,9 @@ from shardcast.step.reduce.reduce_pass import Backward, ReducePass
 
 # Open reducers by process group. If there are several, one backward may go through two models.
 _REDUCERS: weakref.WeakKeyDictionary[object, weakref.WeakSet[Reducer]] = weakref.WeakKeyDictionary()
+# Number of passes of all sharded models by process group, in a list of one.
+_PASSES: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
+FOLD, LIMIT = 65_599, 1 << 53  # combine the numbers of several passes into one
 
 
 class Reducer:
@@ -89,6 +93,10 @@ class Reducer:
         # synchronized backward has ended.
         self._meets: bool | None = None
         self._handles: list[Any] = []
+        everyone = process_groups.everyone.group
+        self._passes = [0] if everyone is None else _PASSES.setdefault(everyone, [0])
+        self._own_passes = 0
+        self._earlier = self._passes[0]  # passes of other models before the last step
         if (group := process_groups.shard.group) is not None:
             _REDUCERS.setdefault(group, weakref.WeakSet()).add(self)
 
@@ -330,6 +338,7 @@ class Reducer:
         self._pass = None
         self.due = False
         self.history[BACKWARDS] += 1
+        self._note_order()
         acts = [
             (act, grads.pack.layout, position)
             for grads in self.grads
@@ -348,6 +357,17 @@ class Reducer:
         if names[SUMMED]:  # its number makes it differ between ranks, wherever it happens
             self.history[SUMMED] += f" by rank {self.process_groups.everyone.rank}"
 
+    def _note_order(self) -> None:
+        """Note how many passes other models made before this one.
+
+        A model of equal shapes has messages of equal lengths. Ranks that make the passes of two
+        such models in different orders mix their gradients, and the next decision names it.
+        """
+        self._passes[0] += 1
+        self._own_passes += 1
+        others = self._passes[0] - self._own_passes - self._earlier
+        self.history[ORDER] = (self.history[ORDER] * FOLD + others) % LIMIT
+
     def used(self, is_edited: bool) -> None:
         """Called when a step has used the gradients; the next step needs its own pass.
 
@@ -355,6 +375,7 @@ class Reducer:
             is_edited: they had been edited after the clip.
         """
         self.due, self.last_backward = True, None
+        self._earlier = self._passes[0] - self._own_passes
         self.history.update({**NOTHING, EDITED: is_edited})
         for grads in self.grads:
             grads.use()
@@ -368,7 +389,7 @@ class Reducer:
             self._complete()
         landed = any(grads.adds and not grads.used for grads in self.grads)
         self.history[CLEARS] += landed and not self.due
-        self.history.update({STALE: 0, FAILED: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""})
+        self.history.update({STALE: 0, FAILED: 0, ORDER: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""})
         for grads in self.grads:
             grads.forget(set_to_none)
 

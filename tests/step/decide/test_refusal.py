@@ -246,6 +246,29 @@ def test_two_models_of_one_shape_that_meet_are_named_on_all_ranks(call: str):
     ThreadedWorld(2).run(run)
 
 
+@pytest.mark.parametrize("orders", ["ab ba", "aba baa", "abba baab"])
+def test_backwards_of_two_such_models_in_different_orders_are_named_on_all_ranks(orders: str):
+    """Each model gets gradients of the other; the step takes none of them."""
+
+    def run(group: Any) -> None:
+        models = {name: CASES["mlp"].build() for name in "ab"}
+        optimizers = {name: sharded(model, group) for name, model in models.items()}
+        before = {name: values(model) for name, model in models.items()}
+        for own in (orders.split()[group.rank()], "aab"):  # the second is the same on all ranks
+            for name in own:
+                backward(models[name])
+            for name, optimizer in optimizers.items():
+                if own != "aab":
+                    with pytest.raises(RuntimeError, match=r"other sharded models .* zero_grad"):
+                        optimizer.step()
+                    assert_same_bits(values(models[name]), before[name])
+                else:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+    ThreadedWorld(2).run(run)
+
+
 def test_two_rare_calls_are_named_too():
     def run(group: Any) -> None:
         model = CASES["mlp"].build()
