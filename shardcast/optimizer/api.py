@@ -32,6 +32,7 @@ from shardcast.optimizer.setup import warn_of_slow_products
 from shardcast.optimizer.sharded import ShardedOptimizer
 from shardcast.plan.originals import OptimizerList
 from shardcast.step.compiling import compiles
+from shardcast.step.reduce.reducer import left_in_flight
 from shardcast.step.update import updates_of
 
 if TYPE_CHECKING:  # slow to import
@@ -152,7 +153,11 @@ def shard(
             raise ValueError("model: expected at least one pipeline stage, got an empty list")
         root = model if isinstance(model, nn.Module) else joined(stages)
         plan = setup.plan_for(root, originals, config, process_groups.parallel_dims, stages)
-        closed = f"after {len(restores)} closed without restore"
+        left = left_in_flight(process_groups)
+        closed = (
+            f"after {len(restores)} closed without restore, which left {left} packs of gradients "
+            "in flight in this process group (if ranks differ, make a new one)"
+        )
         plan = dataclasses.replace(plan, options=(*plan.options, closed))
         updates_of(originals, config, process_groups.dp)  # raises before the model is converted
         compiles(config, device)

@@ -642,10 +642,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Collective: every rank, unless ``restore=False``.
 
         Args:
-            restore: ``False`` gathers nothing and waits for no other rank. The model then stays in
-                low precision, and this rank keeps the fp32 masters, from which a later ``shard()``
-                of the model continues. While an exception is handled, as in ``finally:``,
-                ``close()`` always does this.
+            restore: ``False`` gathers nothing and waits for no other rank, except for weights that
+                ``overlap_sync`` still sends. The model then stays in low precision, and this rank
+                keeps the fp32 masters, from which a later ``shard()`` of the model continues. While
+                an exception is handled, as in ``finally:``, ``close()`` always does this.
         """
         close(self._packed, restore)
 

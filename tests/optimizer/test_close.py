@@ -7,10 +7,12 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import CASES, assert_same_bits, install, run_world, values
 from pairwise import pairwise
 from test_weight_edits import KINDS
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 import shardcast
 from shardcast.optimizer.sharded import packed_of
-from shardcast.testing import ThreadedWorld, threaded_world
+from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -112,6 +114,52 @@ def test_close_in_a_finally_after_an_error_waits_for_no_other_rank():
         return str(model.a.weight.dtype)
 
     assert ThreadedWorld(2).run(run) == ["torch.bfloat16"] * 2
+
+
+def fails_and_shards_again(group: Any, failing: list[str]) -> list[str]:
+    """Close in a ``finally:`` after a backward that fails; then shard the model once more."""
+    own: Any = dist.new_group(timeout=timedelta(seconds=5))
+    model = CASES["mlp"].build()
+    optimizer = shardcast.shard(model, sgd(model), process_group=own, pack_params=1)
+    layer = model.get_submodule(failing[group.rank()])
+    handle = layer.register_forward_hook(lambda _m, _i, output: output.register_hook(fail) and None)
+    told = []
+    try:
+        try:
+            CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+        finally:
+            optimizer.close()
+    except Exception as error:
+        told.append(repr(error))
+    handle.remove()
+    dist.barrier(group)
+    try:
+        optimizer = shardcast.shard(model, sgd(model), process_group=own, pack_params=1)
+        CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+        optimizer.step()
+    except RuntimeError as error:
+        told.append(str(error))
+    dist.barrier(group)
+    dist.destroy_process_group(own)
+    return told
+
+
+def fail(_grad: torch.Tensor) -> None:
+    raise MemoryError("of this rank")
+
+
+@pytest.mark.parametrize("failing", [["c", "b"], ["b", "b"]], ids=" ".join)
+def test_close_after_a_failed_backward_leaves_its_gradients_in_flight(
+    gloo: SpawnedWorld, failing: list[str]
+):
+    """They may never land. A model that is sharded next waits for them, if all ranks left them."""
+    for own, *later in gloo.run(fails_and_shards_again, failing):
+        assert own == "MemoryError('of this rank')"
+        if failing[0] == failing[1]:
+            assert not later
+        else:
+            assert "rank 0: after 1 closed without restore, which left 0 packs" in later[0]
+            assert "rank 1: after 1 closed without restore, which left 1 packs" in later[0]
 
 
 def test_a_phase_takes_what_the_script_did_to_the_model_between():

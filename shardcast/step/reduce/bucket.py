@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -17,14 +17,6 @@ from shardcast.memory.local_param import LocalParam
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.precision import MASTER_DTYPE, sum_dtype
 from shardcast.step.reduce.mean import Divisor, Mean, mean_in_chunks_
-
-
-def land_all(buckets: Iterable[Bucket]) -> None:
-    """Finish everything that a failed backward, or no backward, left in flight."""
-    for bucket in buckets:
-        if bucket.grads.in_flight:
-            with torch.no_grad():
-                bucket.land(Buffers())
 
 
 @dataclass(eq=False)
@@ -214,6 +206,11 @@ class Bucket:
         if self._packed is not None:
             buffers.give(self._packed)
             self._packed = None
+
+    def leave(self) -> Reduction | None:
+        """Give up the reduction in flight, if any: the caller keeps it until its wait() returns."""
+        left, self._reduction, self.grads.in_flight = self._reduction, None, False
+        return left
 
     def _sum_of_copies(self, pieces: Sequence[Tensor], layout: PackLayout) -> tuple[Tensor, Tensor]:
         """Sum ``pieces`` over holders of copies, and count per slot those with a gradient."""

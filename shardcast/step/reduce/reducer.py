@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Buffers, Comm, ProcessGroups, warn_first
+from shardcast.comm import Buffers, Comm, ProcessGroups, Reduction, warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Act, Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
@@ -35,12 +35,15 @@ from shardcast.step.decide.options import (
     SUMMED,
     listed,
 )
-from shardcast.step.reduce.bucket import Bucket, land_all
+from shardcast.step.reduce.bucket import Bucket
 from shardcast.step.reduce.mean import Divisor, choose_mean
 from shardcast.step.reduce.reduce_pass import Backward, ReducePass
 
 # Open reducers by process group. If there are several, one backward may go through two models.
 _REDUCERS: weakref.WeakKeyDictionary[object, weakref.WeakSet[Reducer]] = weakref.WeakKeyDictionary()
+# What closed reducers left in flight, by process group. Nobody may free its buffers, and a message
+# of a later reducer may have its tag, so that the next reducer of these ranks waits for it.
+_LEFT: weakref.WeakKeyDictionary[object, list[Reduction]] = weakref.WeakKeyDictionary()
 # Number of passes of all sharded models by process group, in a list of one.
 _PASSES: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
 FOLD, LIMIT = 65_599, 1 << 53  # combine the numbers of several passes into one
@@ -99,6 +102,8 @@ class Reducer:
         self._earlier = self._passes[0]  # passes of other models before the last step
         if (group := process_groups.shard.group) is not None:
             _REDUCERS.setdefault(group, weakref.WeakSet()).add(self)
+            for reduction in _LEFT.pop(group, ()):
+                reduction.wait()
 
     @property
     def alone(self) -> bool:
@@ -171,7 +176,7 @@ class Reducer:
             bucket.grads.adopt_all()
         else:
             bucket.send(Buffers())
-            land_all([bucket])
+            bucket.land(Buffers())
 
     def nbytes(self, pack: Pack) -> int:
         """Return the bytes of the gradients of ``pack``."""
@@ -193,14 +198,15 @@ class Reducer:
             self._syncs = syncs
 
     def close(self) -> None:
-        """Remove the hooks from the parameters, and wait for data that a failed backward sent."""
+        """Remove the hooks from the parameters. Local: it waits for nothing in flight."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        left = [bucket.leave() for bucket in self.buckets.values()]
         shard = self.process_groups.shard
         if shard.is_alive and shard.group is not None:  # a destroyed group has no reducers
             _REDUCERS[shard.group].discard(self)
-        land_all(self.buckets.values())  # last, because it raises if a rank was lost
+            _LEFT.setdefault(shard.group, []).extend(it for it in left if it is not None)
         for grads in self.grads:
             grads.close()
 
@@ -585,6 +591,12 @@ class Reducer:
         if message not in self._told:
             self._told.add(message)
             warn_first(message)
+
+
+def left_in_flight(process_groups: ProcessGroups) -> int:
+    """Return the number of packs that closed reducers of this rank left in flight."""
+    group = process_groups.shard.group
+    return 0 if group is None else len(_LEFT.get(group, ()))
 
 
 def is_reduced(param: Tensor) -> bool:
