@@ -173,7 +173,19 @@ def as_plain(optimizer: Any, _model: nn.Module, _folder: str) -> None:
         pass
 
 
+def owned(optimizer: Any, _model: nn.Module, _folder: str) -> None:
+    with optimizer.owned():
+        pass
+
+
+def whole(optimizer: Any, _model: nn.Module, _folder: str) -> None:
+    with optimizer.whole("*"):
+        pass
+
+
 CALLS: dict[str, Call] = {
+    "owned": owned,
+    "whole": whole,
     "gather_gradients": lambda it, *_: it.gather_gradients(),
     "clip_grad_norm_": lambda it, *_: it.clip_grad_norm_(1.0),
     "full_parameters": lambda it, *_: it.full_parameters(),
