@@ -72,8 +72,9 @@ class Watch:
         return max((comm.steps for comm in list(self.comms) if comm.is_alive), default=0)
 
     def end(self, comm: TensorCollectives) -> None:
-        """Remove ``comm``."""
-        if {*self.comms} <= {comm}:
+        """Remove ``comm``; if no other group is left, stop the watch at once."""
+        # An optimizer that was not closed may outlive its process group.
+        if not any(other.is_alive for other in {*self.comms} - {comm}):
             self._all.discard(self)
             if self.lookout is not None:
                 self.lookout.end(self)
