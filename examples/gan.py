@@ -28,7 +28,7 @@ data = torch.Generator().manual_seed(rank)
 for _ in range(100):
     real = (torch.randn(64, 2, generator=data) * 0.1 + 1.0).to(device)
     noise = torch.randn(64, 8, generator=data).to(device)
-    critic_optimizer.zero_grad()  # <- includes what the generator's backward left
+    critic_optimizer.zero_grad()  # <- also clears the gradients of the generator's backward
     gap = critic(generator(noise).detach()).mean() - critic(real).mean()
     gap.backward()
     critic_optimizer.step()

@@ -33,7 +33,7 @@ def test_the_mean_of_two_ranks():
 
 
 def trained(group):
-    """The loop to be tested: weights after a step on a batch of this rank."""
+    """Train one step on a batch of this rank, and return the weights."""
     model = build()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = shardcast.shard(model, sgd, process_group=group, param_dtype=torch.float32)

@@ -328,8 +328,8 @@ HERE: dict[Key, Callable[[Any, Key], None]] = {
     ("gradients", "Norms of each parameter", 0): metrics,
     ("precision", "fp16", 0): fp16,
     ("testing", "Processes", 0): processes,
-    ("serving", "Give the device away between steps", 0): asleep,
-    ("serving", "Follow a training", 0): sender,
+    ("serving", "Free the device between steps", 0): asleep,
+    ("serving", "Follow a training run", 0): sender,
     ("serving", "Published forms", 0): a_form,
 }
 MESHES: dict[Key, dict[str, int]] = {
@@ -337,7 +337,7 @@ MESHES: dict[Key, dict[str, int]] = {
     ("hybrid", "Replicas and shards", 0): {"dp_replicate": 2, "dp_shard": 2},
     ("hybrid", "Context parallelism", 0): {"dp": 2, "cp": 2},
 }
-READERS = [("serving", "Follow a training", number) for number in (1, 2)]
+READERS = [("serving", "Follow a training run", number) for number in (1, 2)]
 
 
 def test_every_block_is_run_or_says_that_it_is_a_fragment() -> None:
