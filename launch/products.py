@@ -34,7 +34,7 @@ def why(device: torch.device) -> str:
     """The line that says that products go by way of fp32; empty where torch's own are kept."""
     if device.type != "cpu" or all(map(has_products, LOW)):
         return ""
-    return "products by way of fp32, as this CPU has no fast ones in low precision"
+    return "this CPU has no fast low-precision matmul, so matmuls run in fp32"
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def following(
     if dtype not in (torch.float32, config.param_dtype):
         raise ValueError(
             f"{option} is {value!r} but the shardcast configuration has param_dtype "
-            f"{config.to_dict()['param_dtype']!r}; give one of them, or equal ones"
+            f"{config.to_dict()['param_dtype']!r}; set only one of them, or set both alike"
         )
     return config
 
@@ -87,10 +87,10 @@ def check_loss_scales(configs: Sequence[ShardcastConfig]) -> None:
     }
     if len(configs) > 1 and (len(scales) > 1 or "dynamic" in scales):
         raise ValueError(
-            "loss_scale: expected one fixed number beside several optimizers that are sharded "
-            f"apart, got {', '.join(map(str, scales))}: each would change a scale of its own, and "
-            "whose loss a backward gets is not known. Set loss_scale in the shardcast "
-            "configuration, or train in bf16"
+            "loss_scale: expected one fixed number for several separately sharded optimizers, "
+            f"got {', '.join(map(str, scales))}: each would have its own scale, and a backward "
+            "does not say whose loss it gets. Set loss_scale in the shardcast configuration, or "
+            "train in bf16"
         )
 
 

@@ -182,9 +182,9 @@ class ShardcastPrecision(Precision):
         """
         if isinstance(_unwrapped(optimizer), OptimizerHandle):
             raise RuntimeError(
-                "clip_gradients: optimizers that are sharded together are clipped together, within "
-                "the step; remove the call and set max_grad_norm in the shardcast configuration, "
-                "or in a parameter group that is to have a bound of its own"
+                "clip_gradients: optimizers that are sharded together are clipped together, "
+                "within the step; remove the call and set max_grad_norm in the shardcast "
+                "configuration, or in a parameter group that needs its own bound"
             )
         super().clip_gradients(optimizer, *args, **kwargs)
 
@@ -274,8 +274,8 @@ class ShardcastStrategy(DDPStrategy):
         for name in ("ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"):
             if kwargs.get(name) is not None:
                 raise ValueError(
-                    f"{name}: expected nothing, got {kwargs[name]!r}, which has no effect without "
-                    "DDP; reduce_dtype says in which dtype gradients travel"
+                    f"{name}: expected None, got {kwargs[name]!r}, which has no effect without "
+                    "DDP; set reduce_dtype to choose the dtype in which gradients are sent"
                 )
         for name in ("data_parallel_size", "tensor_parallel_size"):
             if name in kwargs:

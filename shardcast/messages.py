@@ -32,10 +32,10 @@ def safetensors() -> Any:
 
 
 NAMESAKE = (
-    "the distribution shardcast {version}, a weight broadcaster of Prime Intellect, is installed "
-    "beside shardcast-optim and has the same import name, so that files of one may replace the "
-    "other's; keep one in an environment: pip uninstall shardcast shardcast-optim, then install "
-    "shardcast-optim again"
+    "the distribution shardcast {version}, a weight broadcaster of Prime Intellect, is "
+    "installed next to shardcast-optim and has the same import name, so files of one may "
+    "replace the other's; keep only one per environment: pip uninstall shardcast "
+    "shardcast-optim, then install shardcast-optim again"
 )
 
 

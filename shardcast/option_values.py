@@ -48,8 +48,8 @@ PLAIN: dict[str, tuple[type, ...]] = {
 
 # Removed options, with the end of the error message for each.
 GONE = {
-    "grads": "every rank keeps its own part of the gradients now; for reductions in no_sync(), as "
-    "with grads: sharded before, write accumulate: sharded",
+    "grads": "each rank now always keeps only its own part of the gradients; to reduce inside "
+    "no_sync(), as grads: sharded did, set accumulate: sharded",
     "reproducible": "it was removed in 0.2.0; leave it out, and compare runs by optimizer.digest()",
 }
 
@@ -245,7 +245,7 @@ def _several(
     for item in items:
         if not is_one(item):
             got = f"{item!r} ({type(item).__name__})"
-            raise TypeError(f"{name}: expected {expected}, got {got}; () names none")
+            raise TypeError(f"{name}: expected {expected}, got {got}; pass () for none")
     return items
 
 

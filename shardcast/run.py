@@ -28,8 +28,8 @@ TRAINER = "transformers.trainer"
 USAGE = "python -m shardcast.run (script.py | -m module) [arguments of the script]"
 
 UNUSED = (
-    "shardcast: WARNING: shardcast.run was to shard the training of this script, but NOTHING WAS "
-    "SHARDED. It expects an accelerate.Accelerator (or the Trainer) that prepares model and "
+    "shardcast: WARNING: shardcast.run should have sharded this script's training, but NOTHING "
+    "WAS SHARDED. It expects an accelerate.Accelerator (or the Trainer) that prepares model and "
     "optimizer, or a call of shardcast.shard()"
 )
 

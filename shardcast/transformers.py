@@ -136,10 +136,10 @@ class ShardcastTrainerMixin(_Trainer):
             self.lr_scheduler = Schedulers(self.lr_scheduler)
         elif isinstance(self.optimizer, (list, tuple)) and self.lr_scheduler is not None:
             raise ValueError(
-                "optimizers: expected no scheduler, or a list of them, beside several optimizers, "
-                f"got one {type(self.lr_scheduler).__name__}, which would drive the groups of one "
-                "of them; pass optimizers=([muon, adamw], None) for the schedule that "
-                "lr_scheduler_type names, or a list with a scheduler of each"
+                "optimizers: expected no scheduler, or a list of them, beside several "
+                f"optimizers, got one {type(self.lr_scheduler).__name__}, which would drive the "
+                "groups of only one of them; pass optimizers=([muon, adamw], None) for the "
+                "schedule that lr_scheduler_type names, or a list with a scheduler of each"
             )
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -206,7 +206,7 @@ class ShardcastTrainerMixin(_Trainer):
         if config.max_grad_norm not in (None, bound):
             raise ValueError(
                 f"max_grad_norm: got {config.max_grad_norm} in the shardcast configuration, but "
-                f"Trainer clips to that of TrainingArguments, {bound}; give it there alone"
+                f"Trainer clips to the {bound} of TrainingArguments; set it only there"
             )
         if getattr(config.guard, "loss", None) is not None:
             raise ValueError(

@@ -87,8 +87,8 @@ def test_unknown_options_name_the_nearest_wherever_they_stand(
     ("name", "value", "instead"),
     [
         ("reproducible", "8", "it was removed in 0.2.0; leave it out"),
-        ("grads", "sharded", "every rank keeps its own part .* write accumulate: sharded"),
-        ("grads", "full", "every rank keeps its own part of the gradients now"),
+        ("grads", "sharded", "set accumulate: sharded"),
+        ("grads", "full", "set accumulate: sharded"),
     ],
 )
 def test_an_option_that_was_removed_is_an_error_that_says_so(
@@ -131,7 +131,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep_fp32": (3,)}, TypeError, "keep_fp32: expected patterns"),
     ({"fp32_outputs": 3}, TypeError, "fp32_outputs: expected glob patterns"),
     ({"fp32_outputs": [3]}, TypeError, "fp32_outputs: expected glob patterns"),
-    ({"keep_fp32": 3}, TypeError, r"keep_fp32: expected patterns.*got 3 \(int\); \(\) names none"),
+    ({"keep_fp32": 3}, TypeError, r"keep_fp32: expected patterns.*got 3 \(int\)"),
     ({"keep_fp32": None}, TypeError, r"keep_fp32: expected patterns.*got None \(NoneType\)"),
     *(
         (

@@ -222,8 +222,9 @@ def accumulates() -> bool:
     node = torch._C._current_autograd_node()
     if node is None:
         raise RuntimeError(
-            "backward: expected torch's own engine, got compiled autograd, which runs no hook when "
-            "a gradient comes; turn it off (torch._dynamo.config.compiled_autograd = False)"
+            "backward: expected torch's own autograd engine, got compiled autograd, which does "
+            "not run gradient hooks; turn it off (torch._dynamo.config.compiled_autograd = "
+            "False)"
         )
     while below := [inner for inner, _ in node.next_functions if inner is not None]:
         node = below[0]

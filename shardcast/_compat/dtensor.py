@@ -30,8 +30,8 @@ def placements(tensor: Any) -> dict[str, Placement]:
     names = tensor.device_mesh.mesh_dim_names
     if names is None:
         raise TypeError(
-            "optimizer: a parameter is a DTensor over a mesh whose dimensions have no names; give "
-            "init_device_mesh mesh_dim_names"
+            "optimizer: a parameter is a DTensor over a mesh whose dimensions have no names; "
+            "pass mesh_dim_names= to init_device_mesh"
         )
     return dict(zip(names, tensor.placements, strict=True))
 

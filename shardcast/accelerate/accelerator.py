@@ -130,8 +130,8 @@ class ShardcastAccelerator(Accelerator):
         if len(self.sharded) != 1:
             raise RuntimeError(
                 f"expected one sharded optimizer, got {len(self.sharded)}; call "
-                "accelerator.prepare(model, optimizer, ...) first, and of several prepared "
-                "optimizers take the .optimizer of each"
+                "accelerator.prepare(model, optimizer, ...) first, or, if you prepared several "
+                "optimizers, use the .optimizer of each"
             )
         return self.sharded[0]
 
@@ -190,8 +190,8 @@ class ShardcastAccelerator(Accelerator):
         inner = _compat.unwrapped(model)
         if _compat.is_ddp(model):
             raise ValueError(
-                "prepare: the model is wrapped in DistributedDataParallel already; pass the bare "
-                "model, shardcast reduces the gradients itself"
+                "prepare: the model is wrapped in DistributedDataParallel already; pass the "
+                "bare model: shardcast averages the gradients itself"
             )
         placed: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         watched = inner in self._owners or inner in self._unsharded or is_sharded(inner)
@@ -348,13 +348,13 @@ class ShardcastAccelerator(Accelerator):
             return getattr(super(), call)(params, *bounds)  # of a model that is not sharded
         if len(clipped) > 1:
             raise ValueError(
-                f"{call}: expected parameters of one optimizer, got those of {len(clipped)}, which "
-                "are sharded apart and have norms of their own; call it once for each"
+                f"{call}: expected parameters of one optimizer, got those of {len(clipped)}, "
+                "which are sharded separately and have separate norms; call it once for each"
             )
         if not self.sync_gradients:
             raise RuntimeError(
-                f"{call}: called between the micro-batches of an accumulation, when gradients are "
-                f"not reduced yet; write `if accelerator.sync_gradients: accelerator.{call}(...)`"
+                f"{call}: called between micro-batches, before gradients are reduced; write `if "
+                f"accelerator.sync_gradients: accelerator.{call}(...)`"
             )
         return getattr(clipped[0], call)(params, *bounds)
 
@@ -373,9 +373,9 @@ class ShardcastAccelerator(Accelerator):
             return
         if self.num_processes > 1 and not (self.even_batches and even_batches in (None, True)):
             raise RuntimeError(
-                "join_uneven_inputs: expected even_batches=True, got False: the ranks of a sharded "
-                "optimizer must make the same number of steps; leave even_batches on (the default "
-                "of Accelerate; gather_for_metrics drops the repeated samples), or drop_last"
+                "join_uneven_inputs: expected even_batches=True, got False: all ranks must make "
+                "the same number of steps; leave even_batches on (Accelerate's default; "
+                "gather_for_metrics drops the repeated samples), or use drop_last"
             )
         yield
 
@@ -449,10 +449,10 @@ class ShardcastAccelerator(Accelerator):
             if saved:
                 dtype = str(saved[0].dtype).removeprefix("torch.")
                 warn_first(
-                    f"accelerator.save: these weights are in {dtype}, as the forward uses them, "
-                    "which is enough to evaluate and not to train on; "
-                    "accelerator.get_state_dict(model), called on every rank, gives rank 0 the "
-                    "fp32 masters, and `shardcast export` writes them from what save_state() saved"
+                    f"accelerator.save: these weights are in {dtype}, which is enough for "
+                    "inference but not for training. To save the fp32 masters, call "
+                    "accelerator.get_state_dict(model) on every rank (rank 0 gets them), or run "
+                    "`shardcast export` on what save_state() wrote"
                 )
         super().save(obj, f, safe_serialization)
 

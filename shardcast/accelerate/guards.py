@@ -96,9 +96,10 @@ def _refuse_handlers(accelerator: Accelerator) -> None:
         )
     if not getattr(accelerator.autocast_handler, "enabled", True):
         raise RuntimeError(
-            "accelerate: AutocastKwargs(enabled=False) has no effect on parameters, which are in "
-            f"the dtype of mixed_precision {accelerator.mixed_precision!r}; use mixed_precision "
-            "'no' for fp32, or autocast: false in the shardcast configuration to compute in theirs"
+            "accelerate: AutocastKwargs(enabled=False) has no effect on parameters, which are "
+            f"in the dtype of mixed_precision {accelerator.mixed_precision!r}; use "
+            "mixed_precision 'no' for fp32, or autocast: false in the shardcast configuration "
+            "to compute in that dtype"
         )
     handler = accelerator.scaler_handler if accelerator.mixed_precision == "fp16" else None
     asked = {} if handler is None else handler.to_kwargs()
@@ -126,10 +127,10 @@ def refuse_sharded(models: Iterable[nn.Module]) -> None:
     """
     if any(map(is_sharded, models)):
         raise RuntimeError(
-            "prepare: the model is sharded with another optimizer, of an accelerator or Trainer "
-            "before this one; end that training first with its accelerator.free_memory(model) "
-            "(trainer.accelerator.free_memory(trainer.model)), or with close() if the optimizer "
-            "came from shardcast.shard"
+            "prepare: an earlier accelerator or Trainer sharded this model with another "
+            "optimizer; end that training first: call its accelerator.free_memory(model) "
+            "(trainer.accelerator.free_memory(trainer.model)), or close() if the optimizer came "
+            "from shardcast.shard"
         )
 
 
@@ -141,10 +142,10 @@ def refuse_second(
     """Raise RuntimeError for another optimizer of a model that is sharded already."""
     if any(model in owners and owners[model].optimizer is not optimizer for model in models):
         raise RuntimeError(
-            "prepare: expected the optimizers of a model in one call, got a further one "
-            f"({type(optimizer).__name__}) of a model that has a sharded optimizer already. Call "
-            "accelerator.prepare(model, muon, adamw), or accelerator.free_memory() between two "
-            "trainings"
+            "prepare: expected all optimizers of a model in one call, got another one "
+            f"({type(optimizer).__name__}) for a model that already has a sharded optimizer. "
+            "Call accelerator.prepare(model, muon, adamw), or accelerator.free_memory() between "
+            "two trainings"
         )
 
 
@@ -163,8 +164,8 @@ def refuse_training(mixed_precision: str, processes: int, model: nn.Module, _arg
     if not model.training or not torch.is_grad_enabled() or is_sharded(model):
         return
     remedy = (
-        "prepare both, accelerator.prepare(model, optimizer, ...), before training. A model that "
-        "is not trained: call model.eval() or model.requires_grad_(False)"
+        "prepare both before training: accelerator.prepare(model, optimizer, ...). For a model "
+        "that is not trained, call model.eval() or model.requires_grad_(False)"
     )
     if processes > 1:
         raise RuntimeError(

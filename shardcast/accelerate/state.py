@@ -102,9 +102,9 @@ def load(
         )
     if cut:
         raise ValueError(
-            f"load_state: expected a checkpoint of shardcast in {input_dir}, got one of Accelerate "
-            "under DDP, which a tensor-parallel model cannot take; load it without tp, save that, "
-            "and load the copy"
+            f"load_state: expected a checkpoint of shardcast in {input_dir}, got one of "
+            "Accelerate under DDP, which a tensor-parallel model cannot take; load it without "
+            "tp, save it again, and load the new checkpoint"
         )
     options = {"map_location": "cpu"} | stock.keywords  # each rank keeps its part only
     with ExitStack() as hooks, accelerator.seen_by_stock(optimizers=True):

@@ -153,7 +153,7 @@ class Saving:
         for error in self.end(call):  # rank 0, which hears of all the others, comes first
             if error is not None:
                 raise RuntimeError(
-                    f"checkpoint {str(self.path)!r} is lost, its save in the background failed: "
+                    f"checkpoint {str(self.path)!r} is lost, because its background save failed: "
                     f"{error}"
                 ) from self._error
         return self.path

@@ -187,9 +187,9 @@ def fitting(folder: Path, *more: type[Exception]) -> Iterator[None]:
         if isinstance(error, (DamagedCheckpointError, UnreadableError)):
             raise
         raise DamagedCheckpointError(
-            f"checkpoint {str(folder)!r}: its files say what does not fit together "
-            f"({type(error).__name__}: {str(error)[:200]}), whatever their checksums are; take the "
-            "one before"
+            f"checkpoint {str(folder)!r}: its files contradict each other "
+            f"({type(error).__name__}: {str(error)[:200]}), although their checksums are right; "
+            "use an earlier checkpoint"
         ) from error
 
 
@@ -233,8 +233,8 @@ class Reader(FileSystemReader):
         for name in self.sizes:
             if not is_plain_name(name):
                 raise RuntimeError(
-                    f"{str(file)!r} refers to {name!r}, outside of its directory; this is no "
-                    "checkpoint as it was written"
+                    f"{str(file)!r} refers to {name!r}, outside of its directory; this "
+                    "checkpoint was changed after it was written"
                 )
 
     def _check_forms(self) -> None:

@@ -362,7 +362,7 @@ def newest_sound(
         reasons.append(str(error))
     if reasons:
         raise DamagedCheckpointError(
-            f"directory {str(place)!r}: no sound checkpoint is left: " + "; ".join(reasons)
+            f"directory {str(place)!r}: no intact checkpoint is left: " + "; ".join(reasons)
         )
     return None
 

@@ -233,7 +233,9 @@ def _from_dcp(folder: Path, model_key: str, optimizer_key: str | None) -> StateS
     source = from_reader(where, reader, model_key, optimizer_key)
     if not source.weights:
         keys = ", ".join(sorted({repr(path[0]) for path in reader.paths})[:5])
-        raise ValueError(f"{where}: it has nothing under {model_key!r}, but {keys}; see model_key=")
+        raise ValueError(
+            f"{where}: it has nothing under {model_key!r}, but {keys}; pass the right model_key="
+        )
     if optimizer_key is None:
         return source
     options: dict[int, dict[str, Any]] = {}

@@ -130,17 +130,17 @@ def _check_tiled(name: str, replicas: Mapping[Replica, int]) -> None:
     covered = sum(math.prod(replica.region.local) for replica in primary)
     if covered < size:
         raise ValueError(
-            f"model: of parameter {name!r} the ranks hold {covered} elements between them, it has "
-            f"{size}; every rank of the mesh that it was cut over must take part"
+            f"model: the ranks together hold {covered} elements of parameter {name!r}, which has "
+            f"{size}; every rank of the mesh over which it is sharded must take part"
         )
     kinds = {(replica.region.shape, replica.trained) for replica in replicas}
     if covered > size or len(kinds) > 1:
         shown = " and ".join(str(rank) for rank in list(primary.values())[:2])
         raise ValueError(
-            f"model: parameter {name!r} is another one on ranks {shown}; give the parameters of "
-            "different pipeline stages the names that they have in the whole model, make experts "
-            f"DTensors that are cut over their dimension ({page('hybrid')}), and name weights that "
-            "two stages share in shard(tied=...)"
+            f"model: parameter {name!r} is a different one on ranks {shown}; name parameters of "
+            "pipeline stages as in the whole model, make experts DTensors that are sharded over "
+            f"their dimension ({page('hybrid')}), and name weights that two stages share in "
+            "shard(tied=...)"
         )
 
 

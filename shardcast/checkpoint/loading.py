@@ -142,10 +142,10 @@ def _resume(
         loaded = snapshot.digest()["digest"]
         if loaded != manifest.digest:
             raise DamagedCheckpointError(
-                f"checkpoint {str(folder)!r}: masters and state had the digest {manifest.digest} "
-                f"when it was saved and have {loaded} now that it is loaded, though its files have "
-                "their checksums: memory or a copy lost bits, then or now; load it again, or the "
-                "one before"
+                f"checkpoint {str(folder)!r}: the digest of masters and state was "
+                f"{manifest.digest} when it was saved and is {loaded} after loading, although "
+                "the files have the right checksums: memory or a copy was corrupted, then or "
+                "now; load it again, or load an earlier checkpoint"
             )
     if is_whole:
         snapshot.note_loaded(folder)
@@ -231,12 +231,12 @@ def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
     where, inventory = source.where, snapshot.inventory
     optimizer, expected = snapshot.head()["optimizer"], inventory.shapes
     build = (
-        "build the model as it was when this was saved, or load the weights that both have by "
+        "build the model as it was when this was saved, or load the weights that both have with "
         "load(..., only=patterns, state=False)"
     )
     if source.chosen is not None:
         expected = {name: shape for name, shape in expected.items() if name in source.chosen}
-        build = "leave out what differs by only=, which takes patterns of names"
+        build = "exclude what differs with only=, which takes name patterns"
     stored = source.weights.keys() - inventory.ties.keys()
     for what, names in (
         ("lacks", expected.keys() - stored),
@@ -288,7 +288,7 @@ def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
             if shape and shape != expected[name] and inventory.trained[name]:
                 raise ValueError(
                     f"{where}: {key!r} of parameter {name!r} has shape {shape}, expected "
-                    f"{expected[name]}; such a state cannot be cut, use partition 'whole'"
+                    f"{expected[name]}; such state cannot be split evenly; use partition 'whole'"
                 )
     return source
 
@@ -310,7 +310,7 @@ def take(snapshot: Snapshot, source: StateSource, call: str) -> None:
         snapshot.together(put, call)
     except Exception as error:
         raise RuntimeError(
-            f"{source.where} could no longer be read after it had been compared ({error}); model "
-            "and optimizer are loaded in part: load again before training on"
+            f"{source.where} became unreadable while it was loaded ({error}); model and "
+            "optimizer are only partly loaded: load again before you train"
         ) from error
     snapshot.publish()

@@ -14,7 +14,10 @@ from typing import Any
 from shardcast import checkpoint
 from shardcast.checkpoint.directory import is_checkpoint, steps
 
-CHECKPOINT_HELP = "a checkpoint, or the newest one of a directory, also of Accelerate or Trainer"
+CHECKPOINT_HELP = (
+    "a checkpoint, or a directory of checkpoints (the newest is shown), also of Accelerate or "
+    "Trainer"
+)
 FOLDER = "shardcast"  # in folders of the adapters
 NUMBERED = re.compile(r"(?:state-|checkpoint[-_])(\d+)")  # by Accelerate and Trainer
 
@@ -71,7 +74,7 @@ def _table(info: checkpoint.Manifest) -> list[str]:
         f"written by  torch {info.torch}, Python {info.python}",
         f"parameters  {trained:,} trained, {others:,} others and buffers",
         f"size        {info.nbytes / 1e9:.3g} GB ({info.nbytes:,} bytes) in {len(info.files)} "
-        "files, checksums right",
+        "files, checksums valid",
         "",
         *(
             "  ".join(map(str.ljust, row, widths)).rstrip()  # columns
@@ -84,10 +87,12 @@ def export(arguments: list[str]) -> int:
     """Write a checkpoint's model as safetensors and its plain torch optimizer state."""
     parser = argparse.ArgumentParser(prog="shardcast export", allow_abbrev=False)
     parser.add_argument("directory", help=CHECKPOINT_HELP)
-    parser.add_argument("out", help="a new or an empty directory")
+    parser.add_argument("out", help="directory to write, new or empty")
     parser.add_argument("--max_shard_mb", type=float, default=5000.0, help="cut the model at this")
     parser.add_argument("--model_only", action="store_true", help="leave the optimizer state out")
-    parser.add_argument("--weights", metavar="NAME", help="an average in place of the weights")
+    parser.add_argument(
+        "--weights", metavar="NAME", help=("name of an average to write instead of the weights")
+    )
     parsed = parser.parse_args(arguments)
     options: dict[str, Any] = {"max_shard_mb": parsed.max_shard_mb, "weights": parsed.weights}
     options["optimizer"] = not parsed.model_only

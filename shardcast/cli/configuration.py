@@ -16,7 +16,9 @@ from shardcast.option_files import PRESETS, preset
 def config(arguments: list[str]) -> int:
     """Write an annotated configuration file with every option and its default, or a preset."""
     parser = Parser(prog="shardcast config")
-    parser.add_argument("--preset", choices=PRESETS, help="this one, in place of the defaults")
+    parser.add_argument(
+        "--preset", choices=PRESETS, help=("start from this preset instead of the defaults")
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: print it")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     parsed = parser.parse_args(arguments)
@@ -35,7 +37,7 @@ def annotated_config() -> str:
     lines = [
         "# shardcast configuration. Name it in SHARDCAST_CONFIG, or pass it to shardcast.shard().",
         "# Remove the '# ' before an option to change it; every value shown is the default.",
-        "# A keyword in code and a variable SHARDCAST_<FIELD> win over this file.",
+        "# Keywords in code and variables SHARDCAST_<FIELD> take precedence over this file.",
     ]
     defaults = ShardcastConfig().to_dict()
     for option in dataclasses.fields(ShardcastConfig):

@@ -59,14 +59,16 @@ def estimate(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="shardcast estimate", epilog=f"Columns: {page('memory')}")
+    parser = Parser(
+        prog="shardcast estimate", epilog=f"The figures are explained in {page('memory')}"
+    )
     parser.add_argument(
         "model",
         metavar="MODULE:FUNCTION",
         help="called without arguments; returns a model, or a model and its optimizer",
     )
     names = sorted(kind.__name__ for kind in ELEMENTWISE)
-    parser.add_argument("--optimizer", choices=names, help="of torch.optim; AdamW if not given")
+    parser.add_argument("--optimizer", choices=names, help="class of torch.optim (default: AdamW)")
     parser.add_argument("--config", type=Path, metavar="YAML", help="shardcast configuration")
     parser.add_argument(
         "--world_size",
@@ -74,22 +76,24 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         nargs="+",
         metavar="RANKS",
         default=[1, 2, 4, 8, 16, 64, 256],
-        help="numbers of data-parallel ranks",
+        help="numbers of data-parallel ranks, a column for each",
     )
-    parser.add_argument("--backend", default="nccl", help="of the process group (default: nccl)")
+    parser.add_argument(
+        "--backend", default="nccl", help="backend of the process group (default: nccl)"
+    )
     parser.add_argument(
         "--ranks_per_node",
         type=_positive,
         default=8,
         metavar="RANKS",
-        help="accelerators of a node (default: 8)",
+        help="ranks per node (default: 8)",
     )
     parser.add_argument(
         "--micro_batches",
         type=_positive,
         default=1,
         metavar="BACKWARDS",
-        help="backwards of a step (default: 1); more than eight are added up in fp32",
+        help="backwards per step (default: 1); from the ninth on, sums are in fp32",
     )
     parser.add_argument(
         "--json", action="store_true", help="print all figures in bytes, for scripts"

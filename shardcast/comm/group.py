@@ -292,12 +292,12 @@ class Work:
         places = "" if lookout is None else lookout.last_known(comm)
         sentence = f"Where they were seen last: {places}. " if places else ""
         raise RuntimeError(
-            f"rank {comm.rank} of {comm.size} waited for the other ranks in {self}, "
-            f"after {comm.watch.steps} steps, and the process group gave up: {error}. {sentence}"
-            "Usually another rank made other calls (one more batch, two steps, or clip_grad_norm_, "
-            "full_state_dict, save or the like on some ranks only), raised an error of its own, or "
-            "ended: look at what the others were doing. See 'waited for the other ranks' in "
-            f"{page('troubleshooting')}"
+            f"rank {comm.rank} of {comm.size} waited for the other ranks in {self}, after "
+            f"{comm.watch.steps} steps, and the process group gave up: {error}. "
+            f"{sentence}Usually another rank made different calls (one more batch, two steps, or "
+            "a call such as clip_grad_norm_, full_state_dict or save on some ranks only), "
+            "raised an error, or exited: check the other ranks' logs. See 'waited for the other "
+            f"ranks' in {page('troubleshooting')}"
         ) from error
 
     def wait(self) -> None:

@@ -90,7 +90,7 @@ def ranks_of_shards(config: ShardcastConfig, size: int) -> int:
     if size % asked:
         raise ValueError(
             f"shard_ranks: expected a number that divides the {size} ranks, got {asked}; use "
-            "'all', or the number of ranks of a node"
+            "'all', or the number of ranks per node"
         )
     return asked
 

@@ -100,7 +100,8 @@ class Averages(StepHook):
     def __init__(self, optimizer: PackedOptimizer) -> None:
         if not optimizer.config.averages:
             raise ValueError(
-                "averages: expected averages={'ema': 0.999} of shard(), which makes one, got none"
+                "averages: expected at least one average, got none; pass averages={'ema': "
+                "0.999} to shard()"
             )
         self._optimizer = optimizer
         self._names = [options.name for options in optimizer.config.averages]
@@ -111,8 +112,8 @@ class Averages(StepHook):
         if name not in self._names:
             names = ", ".join(map(repr, self._names))
             raise ValueError(
-                f"{call}: expected the name of an average, {names}, got {name!r}; "
-                "averages={'ema': 0.999} of shard() makes one"
+                f"{call}: expected the name of an average, {names}, got {name!r}; pass "
+                "averages={'ema': 0.999} to shard() for one"
             )
 
     def nbytes(self) -> int:
@@ -190,8 +191,8 @@ class Averages(StepHook):
                 take_moved(optimizer.shards)
                 if any(self._is_edited(shard, name) for shard in shards):
                     warn_first(
-                        f"averaged({name!r}): weights were written while the average was in the "
-                        "model; they are dropped, as the weights of the training come back"
+                        f"averaged({name!r}): weights that were written while the average was in "
+                        "the model are lost, because the trained weights are restored"
                     )
                 for shard in shards:
                     shard.take_back()

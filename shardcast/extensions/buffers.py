@@ -23,8 +23,8 @@ from shardcast.step.decide.decision import Decision
 from shardcast.step.step_hook import StepHook
 
 OUTSIDE = (  # run before the graph of a compiled forward
-    "shardcast sends the buffers of the model before a forward: compile without fullgraph, or give "
-    "shardcast.shard broadcast_buffers=False"
+    "shardcast sends the buffers of the model before a forward: compile without fullgraph, or "
+    "pass broadcast_buffers=False to shardcast.shard"
 )
 
 
@@ -143,10 +143,10 @@ class Buffers(StepHook):
         if place.name not in self._warned:
             self._warned.add(place.name)
             warn_first(
-                f"broadcast_buffers: {place.name!r} was {place.dtype} of {tuple(place.shape)} when "
-                "the model was sharded, and is another one on this rank now, so that it is not "
-                "made equal on all ranks any more: give it its shape before shardcast.shard, or "
-                f"keep it equal yourself and leave it out, broadcast_buffers=({place.name!r},)"
+                f"broadcast_buffers: {place.name!r} was {place.dtype} of {tuple(place.shape)} "
+                "when the model was sharded, and has changed on this rank, so it is no longer "
+                "broadcast: give it its final shape before shardcast.shard, or keep it equal "
+                f"yourself and leave it out, broadcast_buffers=({place.name!r},)"
             )
         nbytes = place.shape.numel() * place.dtype.itemsize
         return torch.full((nbytes,), 255, dtype=torch.uint8, device=place.device)
@@ -169,8 +169,8 @@ class Buffers(StepHook):
         if new:
             names = ", ".join(map(repr, new))
             warn_first(
-                f"broadcast_buffers: {names} came into being after the model was sharded, and is "
-                "each rank's own: register it before shardcast.shard, or keep it equal yourself "
+                f"broadcast_buffers: {names} was created after the model was sharded, so it is "
+                "not broadcast: register it before shardcast.shard, or keep it equal yourself "
                 f"and leave it out, broadcast_buffers=({new[0]!r},)"
             )
 

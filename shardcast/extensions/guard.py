@@ -155,8 +155,8 @@ class Guard(Signal):
             return GuardVerdict(skip=is_spike, is_spike=is_spike, values=values, bounds=bounds)
         if self.needs_loss and loss is None:
             raise RuntimeError(
-                "step: the guard looks at the loss; call step(loss=loss) on every rank, with the "
-                "loss that is not scaled, and clip by max_grad_norm in the configuration, not by "
+                "step: the guard needs the loss; call step(loss=loss) with the unscaled loss on "
+                "every rank, and clip with max_grad_norm in the configuration, not with "
                 "clip_grad_norm_, which decides before the loss is known"
             )
         by_signal = {"norm": norm, "loss": loss}
@@ -196,8 +196,8 @@ class Guard(Signal):
             for name, value, bound in zip(self.judged, spike[:count], spike[count:], strict=True)
         )
         return f"by the guard: {exceeding}", (
-            "Lower the learning rate, look at the data of these steps, or widen the guard: its "
-            "bound does not follow what it skips."
+            "Lower the learning rate, look at the data of these steps, or widen the guard: "
+            "skipped steps do not move its bound."
         )
 
     def conclude(self, decision: Decision) -> None:

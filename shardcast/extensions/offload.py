@@ -270,8 +270,8 @@ class Offload(StepHook):
         device = optimizer.device
         if device.type == "cuda" and torch.get_num_threads() == 1:
             warn_first(
-                "offload: one thread of the host updates the masters of each rank; set "
-                "OMP_NUM_THREADS to the cores of the host over its ranks"
+                "offload: each rank updates its masters with one CPU thread; set "
+                "OMP_NUM_THREADS to the host's cores divided by its ranks"
             )
 
     def before_update(self, decision: Decision) -> None:
@@ -310,10 +310,10 @@ def _fits(plan: Plan, _parallel_dims: ParallelDims) -> None:
     for optimizer in plan.originals.optimizers:
         if not (plan.config.elementwise or probe.is_elementwise(optimizer)):
             raise ValueError(
-                f"offload: expected optimizers whose update of an element needs that element "
-                f"alone, got {type(optimizer).__name__}: the host updates masters where they are, "
-                "and would take seconds for a matrix; use AdamW or another elementwise class, "
-                "declare elementwise=True if this one is, or leave offload off"
+                f"offload: expected an elementwise optimizer, got {type(optimizer).__name__}: "
+                "the CPU makes the update and would need seconds per matrix; use AdamW or "
+                "another elementwise class, pass elementwise=True if this one is elementwise, "
+                "or leave offload off"
             )
     for number, _, group in plan.originals.numbered():
         if group.get("capturable"):
@@ -373,8 +373,8 @@ def available_bytes() -> int | None:
 
 
 OPTION = Option(
-    help="keep masters and moments in host memory, where they are updated; for optimizers whose "
-    "update of an element needs that element alone",
+    help="keep masters and moments in host memory and update them on the CPU; for elementwise "
+    "optimizers",
     hook=Offload,
     fits=_fits,
 )

@@ -169,7 +169,7 @@ class FailureSignal(Signal):
         if [rank for rank, _ in names] == [rank for rank, _ in texts]:
             names = texts
         return (
-            f"for what ranks raised in optimizer.attempt(): {by_rank(names)}",
+            f"because ranks raised in optimizer.attempt(): {by_rank(names)}",
             "Look at the data of these steps, or at the memory of these ranks.",
         )
 
@@ -206,8 +206,8 @@ class Attempts(StepHook):
     def __init__(self, optimizer: PackedOptimizer) -> None:
         if optimizer.config.on_error == "raise":
             raise AttributeError(  # so that hasattr() works
-                "attempt: expected the option on_error, which says what becomes of a step in which "
-                "a rank failed; give shard() on_error='skip' or 'drop'"
+                "attempt: the option on_error is not set; pass on_error='skip' or "
+                "on_error='drop' to shard()"
             )
         self._optimizer = optimizer
         self._signal: FailureSignal = optimizer.decider.signal_of(self.name)
@@ -254,7 +254,7 @@ class Attempts(StepHook):
                         raise
                     self._signal.fail(error)
                     # As text, because a log may keep the error object and everything in its frames.
-                    LOG.warning("attempt: this rank failed, and goes on:\n%s", format_exc())
+                    LOG.warning("attempt: this rank failed and continues:\n%s", format_exc())
                     # From CPython 3.12 on, contextlib leaves a cycle that keeps the error: without
                     # this, its frames would hold their tensors until the next garbage collection.
                     error.__traceback__ = None
@@ -272,23 +272,24 @@ class Attempts(StepHook):
     def _check(self) -> None:
         reduce = self._optimizer.reduce
         if self._is_open:
-            self._misuse = RuntimeError("attempt: it is open already; leave it before the next one")
+            self._misuse = RuntimeError("attempt: another attempt is still open; leave it first")
             raise self._misuse
         if not (reduce.due or reduce.alone):
             raise RuntimeError(
-                "attempt: gradients of this step were reduced before, with those of a rank that "
-                "may fail now; have all backwards of a step inside attempts, or call zero_grad()"
+                "attempt: gradients of this step were already reduced outside an attempt; run "
+                "all backwards of a step inside attempts, or call zero_grad() first"
             )
         if self._optimizer.comm.size > 1 and self._synchronized:
             raise RuntimeError(
-                "attempt: expected a model whose ranks meet in no forward, got nn.SyncBatchNorm; a "
-                "rank that fails before it would leave the others waiting"
+                "attempt: expected a model without collectives in its forward, got "
+                "nn.SyncBatchNorm; a rank that fails before it would leave the others waiting"
             )
         has_divisor = reduce.divisor.given is not None
         if has_divisor and self._optimizer.config.on_error.action == "drop":
             raise RuntimeError(
-                "attempt: optimizer.divisor says what the sum is divided by, whoever takes part; "
-                "with on_error='drop' leave it out, and call optimizer.count for a mean over tokens"
+                "attempt: optimizer.divisor cannot be set with on_error='drop', because the "
+                "number of ranks may change; leave it unset, and call optimizer.count for a "
+                "mean over tokens"
             )
 
     def _send_buffers(self) -> None:
@@ -308,8 +309,8 @@ class Attempts(StepHook):
         """Replace a failed rank's gradients by zeros and its tokens by none."""
         if self._is_open:
             self._misuse = RuntimeError(
-                "step, or what else reduces gradients, was called inside optimizer.attempt(); "
-                "leave it before: there each rank sends what it has"
+                "step, or another call that reduces gradients, was made inside "
+                "optimizer.attempt(); leave the block first"
             )
             raise self._misuse
         optimizer, signal = self._optimizer, self._signal
@@ -344,7 +345,7 @@ def _check(config: ShardcastConfig) -> None:
         {
             "accumulate 'sharded', with which every backward is reduced": config.accumulate
             == "sharded",
-            "a guard of the loss, which a rank that failed has not": loss is not None
+            "a guard on the loss, which a failed rank does not have": loss is not None
             and config.on_error.action == "drop",
         },
     )
@@ -356,8 +357,8 @@ def _fits(plan: Plan, dims: ParallelDims) -> None:
         plan.config,
         {
             "a pipeline, whose stages wait for one another": dims.in_pipeline,
-            "a model-parallel mesh, whose ranks meet in each forward": bool(dims.model),
-            "experts, for which ranks meet in each forward": bool(dims.experts),
+            "a model-parallel mesh, whose ranks communicate in each forward": bool(dims.model),
+            "experts, for which ranks communicate in each forward": bool(dims.experts),
         },
     )
 
@@ -365,8 +366,8 @@ def _fits(plan: Plan, dims: ParallelDims) -> None:
 def _refuse(config: ShardcastConfig, conflicts: Mapping[str, bool]) -> None:
     if names := [name for name, is_so in conflicts.items() if is_so]:
         raise ValueError(
-            f"on_error: expected 'raise' beside {names[0]}, got {config.on_error.action!r}; a rank "
-            "that fails could not be left out"
+            f"on_error: expected 'raise' beside {names[0]}, got {config.on_error.action!r}; the "
+            "others could not continue without a rank that fails"
         )
 
 

@@ -28,9 +28,9 @@ from shardcast.plan.parallel_dims import PLAIN
 from shardcast.step.step_hook import StepHook
 
 REMEDY = (
-    "A collective did not bring what was sent, or memory of that rank failed: look at its device "
-    "and host (ECC errors, the kernel's log, the network), leave it out, and resume from a "
-    "checkpoint of before"
+    "A transfer or the memory of that rank was corrupted: check its device and host (ECC "
+    "errors, kernel log, network), leave it out, and resume from a checkpoint saved before the "
+    "last check that passed"
 )
 
 

@@ -79,7 +79,7 @@ def _check(config: ShardcastConfig) -> None:
 
 OPTION = Option(
     help="how masters are stored: fp32; or split16: only the 16 bits that the published bf16 "
-    "lacks, which is exact, too",
+    "lacks, which is also exact",
     within=one_of("fp32", "split16"),
     codec=lambda _config, _name: Split16(),
     check=_check,

@@ -117,7 +117,7 @@ class Lookout:
                 observed.look()
             # the store's process has ended, so no rank is left to report to
             except Exception as error:
-                LOG.debug("nothing is known of the other ranks: %s", error)
+                LOG.debug("the other ranks' calls are unknown: %s", error)
         with self._lock:
             if self._thread is thread and all(map(_is_over, self._observed)):
                 self._thread = None
@@ -223,8 +223,8 @@ class Silence:
             store.set(TOLD, report)
         LOG.warning(
             "rank %d of %d has waited %.3g s for the other ranks in %s, after %d steps. %s. It "
-            "ends with the time-out of the process group unless all ranks come to the same call "
-            "(`if rank == 0:` around it?)",
+            "fails at the process group's timeout unless all ranks reach this call (is it under "
+            "`if rank == 0:`?)",
             *(comm.rank, comm.size, silent, work, self._watch.steps, report),
         )
 

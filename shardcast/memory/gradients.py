@@ -173,7 +173,7 @@ class Gradients:
         if self.in_flight:
             raise RuntimeError(
                 f"backward: .grad of {self.pack.layout.slots[position].name!r} was edited or "
-                "zeroed in place after a backward that failed, which had sent it: call "
+                "zeroed in place after a failed backward had sent it: call "
                 "optimizer.zero_grad() after such a backward, or set every .grad to None"
             )
         self._before_edit()
@@ -463,8 +463,8 @@ class Gradients:
             self.refuse(
                 RuntimeError(
                     f"backward: {name!r} got a gradient inside no_sync() or attempt() after an "
-                    "earlier backward of the same step had been reduced; have the synchronized "
-                    "backward last, or call optimizer.zero_grad() in between"
+                    "earlier backward of the same step had been reduced; run the backward "
+                    "outside no_sync() last, or call optimizer.zero_grad() in between"
                 )
             )
 
@@ -782,9 +782,9 @@ def check_given(pack: Pack, position: int, grad: Tensor) -> None:
     slot = pack.layout.slots[position]
     if type(grad) is StandIn:
         raise RuntimeError(
-            f"gradient of {slot.name!r}: expected its own, got .grad of {grad.of!r}, of which "
-            "this rank has the mean of other elements, or one that a script kept; call "
-            "optimizer.gather_gradients() before"
+            f"gradient of {slot.name!r}: expected its own, got the .grad of {grad.of!r}, whose "
+            "values are on other ranks, or a .grad that the script kept; call "
+            "optimizer.gather_gradients() first"
         )
     if grad.layout != torch.strided:
         raise TypeError(

@@ -409,8 +409,8 @@ def _warn_of_parts(pack: Pack, mine: Tensor, theirs: Tensor, dims: Sequence[str]
         if not torch.equal(own, first):
             warn_first(
                 f"parameter {slot.name!r} differs between ranks of {' and '.join(dims)}: it was "
-                "taken for a copy, and has the first rank's values now. If it is a part of a "
-                "bigger one make it a DTensor (DTensor.from_local(..., [Shard(dim)])); if it is a "
-                "copy, build the model with one seed"
+                "treated as a copy and now has the first rank's values. If it is a shard of a "
+                "larger parameter, make it a DTensor (DTensor.from_local(..., [Shard(dim)])); "
+                "if it is a copy, use the same seed on all ranks"
             )
             return

@@ -335,16 +335,17 @@ def _local(value: object, hidden: DistributedStandIn, local: StandIn) -> object:
     if not _compat.is_dtensor(value):
         if value.dim() and not isinstance(value, StandIn):
             raise RuntimeError(
-                f".grad of {local.of!r}: expected a number or a DTensor that lies as the parameter "
-                "does as another operand, got a plain tensor; make it one by distribute_tensor()"
+                f".grad of {local.of!r}: expected the other operand to be a number or a DTensor "
+                "placed as the parameter is, got a plain tensor; convert it with "
+                "distribute_tensor()"
             )
         return value
     places = zip(hidden.placements, value.placements, strict=True)
     # A partial gradient is whole after the reduction.
     if not all(a == b or (a.is_partial() and b.is_replicate()) for a, b in places):
         raise RuntimeError(
-            f".grad of {local.of!r}: expected another operand that lies as {hidden.placements}, "
-            f"got {value.placements}; redistribute() it"
+            f".grad of {local.of!r}: expected the other operand to have placements "
+            f"{hidden.placements}, got {value.placements}; call redistribute() on it"
         )
     return _compat.local_tensor(value)
 

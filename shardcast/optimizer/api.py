@@ -235,9 +235,9 @@ def _stages(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             )
         if isinstance(stage, nn.DataParallel):
             raise TypeError(
-                "model: expected one model for each process, got nn.DataParallel, which copies it "
-                "to several devices in every forward; pass model.module, and start a process for "
-                "each device (torchrun)"
+                "model: expected one model for each process, got nn.DataParallel, which copies "
+                "it to several devices in every forward; pass model.module, and start one "
+                "process per device (torchrun)"
             )
         for name, module in stage.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -255,13 +255,15 @@ def _check_mesh(
     if mesh is None:
         for option, value in beside.items():
             if value:
-                raise ValueError(f"{option}: expected a mesh beside it; pass mesh=")
+                raise ValueError(f"{option}: needs a mesh; pass mesh=")
     elif process_group is not None:
-        raise ValueError("process_group: expected None beside mesh=, which names the groups")
+        raise ValueError(
+            "process_group: expected None with mesh=, which defines the groups; pass one of them"
+        )
     elif config.shard_ranks != "all":
         raise ValueError(
-            f"shard_ranks: expected 'all' beside mesh=, got {config.shard_ranks!r}; give the mesh "
-            "a dimension for copies, and dp=(copies, shards)"
+            f"shard_ranks: expected 'all' with mesh=, got {config.shard_ranks!r}; add a "
+            "dimension for replicas to the mesh and pass dp=(replicas, shards)"
         )
 
 
@@ -294,9 +296,9 @@ def _check(
         if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
             raise TypeError(
                 f"optimizer: the step of this {type(optimizer).__name__} was replaced by "
-                f"{getattr(replaced, '__qualname__', replaced)!r}, which would not be called; use "
-                "register_step_pre_hook or register_step_post_hook, or replace the step of what "
-                "shard() returns"
+                f"{getattr(replaced, '__qualname__', replaced)!r}, which would not be called; "
+                "use register_step_pre_hook or register_step_post_hook, or replace step on the "
+                "optimizer that shard() returns"
             )
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise ValueError(
@@ -308,8 +310,9 @@ def _check(
     sharded = any(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers)
     if sharded or any(is_sharded(module) for stage in stages for module in called_by_script(stage)):
         raise RuntimeError(
-            "shard() was called before on this model or optimizer; call it once, with one "
-            "optimizer or a list of them that has all parameters: shard(model, [muon, adamw]); for "
-            "a second phase call close() of the optimizer that shard() returned first, on all ranks"
+            "shard() was already called on this model or optimizer; call it once, with one "
+            "optimizer or a list that holds all parameters: shard(model, [muon, adamw]). For a "
+            "second training phase, first call close() on the optimizer that shard() returned, "
+            "on all ranks"
         )
     return OptimizerList(optimizers)

@@ -405,7 +405,7 @@ def _matched(
         elif isinstance(one, nn.Parameter):
             raise ValueError(
                 f"whole: the optimizer does not hold the parameter of shape {tuple(one.shape)} "
-                "that was given; give parameters of the model that was sharded, or their names"
+                "that was given; pass parameters of the sharded model, or their names"
             )
         else:
             raise TypeError(
@@ -494,9 +494,9 @@ def _refuse_differences(packed: PackedOptimizer, of_slots: Mapping[Place, list[E
     def refuse() -> None:
         if differing:
             raise RuntimeError(
-                f"whole: the ranks leave it with different values of {min(differing)}, and nothing "
-                "is written: compute the same on every rank, random numbers by a generator of one "
-                "seed, or let each rank edit its own part in owned()"
+                f"whole: the ranks left the block with different values of {min(differing)}, so "
+                "nothing was written: compute the same values on every rank (seed random "
+                "generators alike), or edit each rank's own part in owned()"
             )
 
     packed.together(refuse, "the end of whole()")
@@ -514,7 +514,7 @@ class _Ends:
         self._seen = packed.reduce.versions()
         self.edits: list[list[Edit]] = []
         packed.block = (
-            f"leave `with optimizer.{door}(...):` first, whose edits are written at its end"
+            f"leave `with optimizer.{door}(...):` first; its edits are written when the block ends"
         )
 
     def __enter__(self) -> None:
@@ -539,8 +539,8 @@ class _Ends:
         is_grad = any(edit.kind == GRAD for found in edits for edit in found)
         if is_grad and self._packed.reduce.versions() != self._seen:
             raise RuntimeError(
-                "grad: gradients came, or were edited in another way, while they were edited in "
-                "owned() or whole(); leave the block before a backward"
+                "grad: gradients changed while a block of owned() or whole() edited them; leave "
+                "the block before a backward"
             )
         return edits
 

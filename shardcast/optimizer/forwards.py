@@ -121,10 +121,10 @@ class LowForward:
         if shared or getattr(caller, "_parameters", None) is self._module._parameters:
             return
         raise RuntimeError(
-            f"model: a copy of the attributes of a {type(self._module).__name__} was called, as "
-            "higher and learn2learn make them, whose forward would compute with the weights of the "
-            "original; use copy.deepcopy, torch.func.functional_call, or "
-            "shardcast.shard(..., param_dtype='fp32')"
+            f"model: a shallow copy of a {type(self._module).__name__} was called, as made by "
+            "higher and learn2learn; its forward would use the original's weights; use "
+            "copy.deepcopy, torch.func.functional_call, or shardcast.shard(..., "
+            "param_dtype='fp32')"
         )
 
     def _is_converted(self) -> bool:

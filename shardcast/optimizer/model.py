@@ -220,12 +220,12 @@ class ModelHooks:
         if vars(module).get("_is_replica"):  # torch's own flag
             raise RuntimeError(
                 "model: a sharded model was wrapped in nn.DataParallel, whose copies train "
-                "nothing; use the model as shardcast.shard left it, in a process for each device"
+                "nothing; use the model without DataParallel, in one process per device"
             )
         if _compat.inside_ddp(module):
             raise RuntimeError(
                 "model: a sharded model was wrapped in DistributedDataParallel, so gradients "
-                "would be averaged twice; use the model as shardcast.shard left it, without DDP"
+                "would be averaged twice; use the model without DDP"
             )
         # With strict=True torch has raised, and the script has loaded other names after that.
         for message in filter(None, self._in_vain.values()):
@@ -236,9 +236,9 @@ class ModelHooks:
         first = next(module.parameters(), None)
         if first is not None and first.is_meta:
             raise RuntimeError(
-                "model: its parameters were replaced by some without memory after shardcast.shard, "
-                "as model.to('meta') does, so that it cannot be trained; masters are still there "
-                "(optimizer.full_parameters(), checkpoint.save). To give memory away between steps "
+                "model: its parameters lost their memory after shardcast.shard "
+                "(model.to('meta') does this), so it cannot be trained; the masters still exist "
+                "(optimizer.full_parameters(), checkpoint.save). To free memory between steps, "
                 "use optimizer.sleep() and optimizer.wake()"
             )
         for shard in self._shards:
@@ -272,9 +272,9 @@ class ModelHooks:
                     pattern = f"{owner}.*" if owner else slot.name
                     raise RuntimeError(
                         f"model: its forward converted parameter {slot.name!r} from "
-                        f"{pack.layout.dtype} to {param.dtype}, so that it left its pack; have it "
-                        f"so from the start: shardcast.shard(..., keep_fp32=({pattern!r},)) with "
-                        "a new model"
+                        f"{pack.layout.dtype} to {param.dtype}, which moved it out of its pack; "
+                        "give it that dtype from the start: shardcast.shard(..., "
+                        f"keep_fp32=({pattern!r},)) with a new model"
                     )
 
     def _before_load(
@@ -479,11 +479,11 @@ def warn_of_averages(plan: Plan) -> None:
         (buffer, its), more = begun[0], f" and {len(begun) - 1} more" if len(begun) > 1 else ""
         low = plan.config.param_dtype
         warn_first(
-            f"buffer {buffer!r}{more} begins with the values of parameter {its!r}, as averages of "
-            f"weights do, and shardcast.shard makes the parameter {low}: an average that is cast "
-            f"to {low} loses its small steps. Use shardcast.shard(..., averages={{'ema': 0.999}}), "
-            f"or store parameters in fp32, too: keep_fp32={its!r}, or param_dtype='fp32' "
-            f"({page('optimizers')})"
+            f"buffer {buffer!r}{more} starts equal to parameter {its!r}, like an average of "
+            f"weights, and shardcast.shard stores the parameter in {low}: an average that is "
+            f"cast to {low} loses its small steps. Use shardcast.shard(..., averages={{'ema': "
+            f"0.999}}), or store parameters in fp32, too: keep_fp32={its!r}, or "
+            f"param_dtype='fp32' ({page('optimizers')})"
         )
 
 
@@ -519,8 +519,9 @@ def name_unheld(outside: Mapping[str, nn.Parameter]) -> None:
     if unheld:
         listed = ", ".join(unheld[:SHOWN]) + ", ..." * (len(unheld) > SHOWN)
         warn_first(
-            f"{listed} of a sharded model have gradients, and no optimizer that was given to "
-            "shardcast.shard holds them: DDP would average these gradients over the ranks, here "
+            f"{listed} of a sharded model have gradients, but no optimizer that was passed to "
+            "shardcast.shard holds them: DDP would average these gradients over the ranks; here "
             "each rank keeps its own. If another optimizer trains them, shard both together, "
-            "shardcast.shard(model, [one, other]); if none does, freeze them: requires_grad_(False)"
+            "shardcast.shard(model, [one, other]); if none does, freeze them: "
+            "requires_grad_(False)"
         )

@@ -328,8 +328,8 @@ def summary_of(packed: PackedOptimizer) -> str:
     held = report["parameters"] + report["masters"] + gradients
     count = sum(slot.numel for shard in trained for slot in shard.pack.layout.slots)
     ddp, share = MASTER_DTYPE.itemsize * (total + count), owned / max(1, count)
-    beside = f"; beside it {_size(frozen)} of parameters that are not trained stay fp32, as they "
-    beside += "came, which convert_rest=True halves"
+    beside = f"; in addition, {_size(frozen)} of parameters that are not trained stay in fp32, "
+    beside += "which convert_rest=True halves"
     return (
         f"sharded {sum(len(pack.slots) for pack in packs)} parameters ({dtypes}) of "
         f"{packed.originals.name} in {len(packs)} packs over {comm.size} of {packed.comm.size} "
@@ -347,7 +347,7 @@ def _rounded(packed: PackedOptimizer) -> str:
             if given != MASTER_DTYPE and shard.pack.layout.requires_grad:
                 numels[given] += slot.numel
     came = " and ".join(f"{n:,} in {str(d).removeprefix('torch.')}" for d, n in numels.items())
-    text = f"; {came} as they came, so that their masters begin rounded: pass a model in fp32"
+    text = f"; {came} were given, so their masters start rounded: pass a model in fp32"
     return text * bool(numels)
 
 
@@ -397,7 +397,7 @@ def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
     if not all(shard.pack.comm.is_alive for shard in packed.shards):
         warn(
             "the process group of a sharded model was destroyed before its masters were "
-            "gathered, so that its weights stay in low precision: call optimizer.close() first"
+            "gathered, so its weights stay in low precision: call optimizer.close() first"
         )
         return
     # shard() already converted the parameters of a group that was added later.

@@ -317,7 +317,7 @@ def warn_of_slow_products(dtypes: Iterable[torch.dtype]) -> None:
         told.add(dtype)
         name = str(dtype).removeprefix("torch.")
         warn(
-            f"param_dtype: products of matrices in {name} are slow on this CPU: torch has no "
-            "kernel for them here, and its loop takes 20 to 150 times as long as float32; for "
-            "trying things out pass param_dtype=torch.float32"
+            f"param_dtype: {name} matmuls are slow on this CPU: torch has no kernel for them "
+            "here, and they take 20 to 150 times as long as in float32; to try things out, pass "
+            "param_dtype=torch.float32"
         )

@@ -52,9 +52,9 @@ STEP_AFTER_EDIT = "step (gradients were edited, replaced or cleared after the cl
 
 REASON = "it no longer owns gradients and state"
 LOSSES = (
-    "For a loss of each optimizer: models that are sharded apart, as of a GAN; within one model, "
-    "as of DARTS, set .grad of what is not to move to None and call step() of what shardcast.shard "
-    f"returned ({page('optimizers')})"
+    "If each optimizer has its own loss, shard the models separately (GAN). Within one model "
+    "(DARTS), set .grad to None for parameters that must not change, and call step() of the "
+    f"optimizer that shardcast.shard returned ({page('optimizers')})"
 )
 # Callers that load a rank's part on the same rank; AcceleratedOptimizer() does so at once.
 KEEP_PARTS = ("shardcast", "accelerate.optimizer")
@@ -302,8 +302,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._packed.in_no_sync and has_run and not reduce.history[BACKWARDS]:
             warn_first(
                 "no_sync: all backwards of a step ran inside it, and the step averages their "
-                "gradients over the ranks; under DDP each rank would step by its own ones (local "
-                "SGD). Leave no_sync() before the last backward, or train by DDP for local SGD"
+                "gradients over the ranks; under DDP each rank would step with its own "
+                "gradients (local SGD). Leave no_sync() before the last backward, or use DDP "
+                "for local SGD"
             )
 
     @_compat.uncompiled
@@ -840,8 +841,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def _refuse_options(options: Mapping[str, Any]) -> None:
     if options:
         raise TypeError(
-            f"step: expected nothing but a closure, got {', '.join(options)}=; shardcast makes "
-            "the update: set loss scale, clipping and learning rate in its options and groups"
+            f"step: expected only a closure, got {', '.join(options)}=; set loss scale, clipping "
+            "and learning rate in the options and parameter groups"
         )
 
 
@@ -849,7 +850,7 @@ def _refuse_loss(loss: object) -> None:
     if loss is not None:
         raise TypeError(
             "step: expected no loss= after clip_grad_norm_, which has decided already; set "
-            "max_grad_norm in the configuration in place of the call"
+            "max_grad_norm in the configuration instead of the call"
         )
 
 
@@ -859,9 +860,9 @@ def _without(name: str, originals: Sequence[torch.optim.Optimizer]) -> Attribute
     if not owners:
         return AttributeError(f"'ShardedOptimizer' object has no attribute {name!r}")
     return AttributeError(
-        f"{name}: {owners[0]} has it, the sharded optimizer has not: each rank has gradients and "
-        "state of its own parameters alone; edit them in `with optimizer.owned() as parts:`, or "
-        "use an optimizer that updates in step()"
+        f"{name}: {owners[0]} has this method, but the sharded optimizer does not, because each "
+        "rank has only its own part of gradients and state; edit them in `with "
+        "optimizer.owned() as parts:`, or use an optimizer that updates in step()"
     )
 
 
@@ -1037,8 +1038,8 @@ class OptimizerHandle(torch.optim.Optimizer):
         """Note this step; the last handle steps all. Every rank must call all of them."""
         if closure is not None:
             raise TypeError(
-                f"step: the handle of {_named(self)} takes no closure, which each handle would run "
-                "again; pass it to step() of what shardcast.shard returned"
+                f"step: the handle of {_named(self)} takes no closure, which each handle would "
+                "run again; pass it to step() of the optimizer that shardcast.shard returned"
             )
         handles = self._handles
         waiting = [handle for handle in handles if handle._stepped_with is None]
@@ -1046,7 +1047,7 @@ class OptimizerHandle(torch.optim.Optimizer):
             raise RuntimeError(
                 f"step() of the handle of {_named(self)} was called twice before that of "
                 f"{_names(waiting)}: the optimizers step together; call step() of every handle "
-                "once, or step() of what shardcast.shard returned"
+                "once, or step() of the optimizer that shardcast.shard returned"
             )
         state = self._packed.reduce.state()
         if any(handle._stepped_with not in (None, state) for handle in handles):

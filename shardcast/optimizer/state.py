@@ -115,9 +115,9 @@ class StateDict:
         plan = self._packed.together(lambda: self._plan_alone(loaded), "load_state_dict")
         if len(set(comm.exchange(("shardcast" in loaded, plan.masters), device))) > 1:
             raise ValueError(
-                "state_dict: some ranks were given a local state, or one with masters, others a "
-                "plain one; every rank loads what it saved itself, or all of them one and the same "
-                "plain state"
+                "state_dict: some ranks got a local state, or one with masters, and others a "
+                "plain one; load on every rank what this rank saved, or the same plain state on "
+                "all ranks"
             )
         return plan
 
@@ -235,7 +235,7 @@ def plain_state(
         if not listed or any(key not in state for state in listed):
             raise ValueError(
                 f"state_dict: expected 'state' and 'param_groups', got no {key!r}; every rank "
-                "needs a state, full_state_dict() gives one to rank 0 alone: broadcast it"
+                "needs the state, but full_state_dict() returns it on rank 0 only: broadcast it"
             )
     if isinstance(states, Mapping):
         return states
@@ -403,20 +403,19 @@ def called_by_dcp(function: str) -> bool:
 def outside_as_plain(call: str) -> RuntimeError:
     """Return the error for DCP calls on the sharded optimizer itself."""
     return RuntimeError(
-        f"{call}: torch.distributed.checkpoint was given a sharded optimizer, of which each rank "
-        "has a part; call it inside `with optimizer.as_plain():` on every rank, optimizer being "
-        "what shardcast.shard returned, which stands for all of several, or use "
-        "shardcast.checkpoint.save"
+        f"{call}: torch.distributed.checkpoint got a sharded optimizer, and each rank has only a "
+        "part of its state; call it inside `with optimizer.as_plain():` on every rank (of the "
+        "optimizer that shardcast.shard returned), or use shardcast.checkpoint.save"
     )
 
 
 def refuse_write(*_args: object, **_named: object) -> NoReturn:
     """Raise TypeError for a write to ``optimizer.state``."""
     raise TypeError(
-        "state: optimizer.state is read-only, each rank having its own part of it; edit tensors in "
-        "`with optimizer.whole(...) as params:` or `with optimizer.owned() as parts:`; to replace "
-        "or forget state on every rank: state = optimizer.state_dict(), edit state['state'], "
-        "optimizer.load_state_dict(state)"
+        "state: optimizer.state is read-only, because each rank has only its own part; edit "
+        "tensors in `with optimizer.whole(...) as params:` or `with optimizer.owned() as "
+        "parts:`; to replace or drop state, on every rank: state = optimizer.state_dict(), edit "
+        "state['state'], optimizer.load_state_dict(state)"
     )
 
 
@@ -509,11 +508,11 @@ class StateOfParameter(Mapping[str, object]):
             raise KeyError(name)
         if name not in self._known:
             raise RuntimeError(
-                f"state: {name!r} of {self._param!r} is spread over the ranks, each of which has a "
-                f"part: read and edit a tensor inside `with optimizer.whole({self._param!r}) as "
-                f"params:` on every rank, params[{self._param!r}].state[{name!r}], or each rank "
-                "its own part inside `with optimizer.owned() as parts:`; numbers of the class are "
-                "in optimizer.full_state_dict(), which every rank calls"
+                f"state: {name!r} of {self._param!r} is sharded over the ranks: read and edit "
+                f"tensors inside `with optimizer.whole({self._param!r}) as params:` on every "
+                f"rank, params[{self._param!r}].state[{name!r}], or each rank's own part inside "
+                "`with optimizer.owned() as parts:`; numbers are in "
+                "optimizer.full_state_dict(), which every rank must call"
             )
         # torch then refuses in-place edits, which would have no effect
         with torch.inference_mode():
@@ -582,9 +581,9 @@ class RankPart(dict[str, object]):
 
     def _warn(self) -> None:
         warn_first(
-            f"state_dict: this is the part of one rank of {self._size} alone, without which the "
-            "others cannot resume: save with shardcast.checkpoint.save, or call full_state_dict() "
-            "on every rank, which gives rank 0 the state of all"
+            f"state_dict: this is the part of only one of {self._size} ranks, and a run cannot "
+            "resume from it alone: save with shardcast.checkpoint.save, or call "
+            "full_state_dict() on every rank, which returns the whole state on rank 0"
         )
 
     def __getitem__(self, key: str) -> Any:
@@ -791,8 +790,8 @@ class FullState:
         if process_groups.model.size > 1 or parallel_dims.experts:
             dims = ", ".join(map(repr, parallel_dims.model or parallel_dims.experts))
             raise RuntimeError(
-                f"{call}: expected a data-parallel job, got parameters that are spread over mesh "
-                f"dimension {dims} too, of which no rank gathers the full state; use "
+                f"{call}: expected a data-parallel job, got parameters that are also sharded "
+                f"over mesh dimension {dims}, so no rank can gather the full state; use "
                 "shardcast.checkpoint.save, and shardcast.checkpoint.export for plain files"
             )
 

@@ -138,9 +138,9 @@ class JoinedGroups(list[Group]):
 
     def _refuse(self, *_args: object, **_options: object) -> Any:
         raise RuntimeError(
-            "param_groups: the joint list of several optimizers can not be changed; add a group "
-            "with add_param_group of one of optimizer.optimizers, replace one in its param_groups, "
-            "and freeze parameters with requires_grad_(False)"
+            "param_groups: the joint list of several optimizers cannot be changed; add a group "
+            "with add_param_group of one of optimizer.optimizers, replace one in its "
+            "param_groups, and freeze parameters with requires_grad_(False)"
         )
 
     __setitem__ = __delitem__ = __iadd__ = append = clear = extend = insert = pop = _refuse

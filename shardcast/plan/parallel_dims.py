@@ -151,8 +151,8 @@ def _placements(
     """Return a DTensor's placement along each dimension; empty for a plain parameter."""
     if _compat.is_dtensor(param) and not allowed:
         raise TypeError(
-            f"optimizer: parameter {name!r} is a DTensor; expected a plain tensor: what "
-            "fully_shard has cut cannot be sharded again, use the plain optimizer with it; for "
+            f"optimizer: parameter {name!r} is a DTensor; expected a plain tensor: parameters of "
+            "fully_shard cannot be sharded again, so keep the plain optimizer for them; for "
             "tensor parallelism pass mesh= with the model-parallel dimensions"
         )
     placements = dtensor.placements(param)
@@ -164,9 +164,9 @@ def _placements(
             )
         if dim not in allowed:
             raise TypeError(
-                f"optimizer: parameter {name!r} is a DTensor over mesh dimension {dim!r}; expected "
-                f"only model-parallel ones, {', '.join(allowed)}: parallelize over "
-                "mesh['tp'] alone, and let shard() cut over the data-parallel dimensions"
+                f"optimizer: parameter {name!r} is a DTensor over mesh dimension {dim!r}; "
+                f"expected only model-parallel ones, {', '.join(allowed)}: parallelize over "
+                "mesh['tp'] alone, and let shard() shard over the data-parallel dimensions"
             )
         line = dtensor.mesh_line(param.device_mesh, dim)
         if line != lines[dim]:

@@ -33,9 +33,9 @@ def partition_of(
         )
     if config.partition == "even" and not elementwise:
         raise ValueError(
-            f"partition: 'even' cuts parameters, and {type(optimizer).__name__} is not "
-            "elementwise; use 'whole' or 'auto', or declare elementwise=True if its update of an "
-            "element depends on nothing but that element's gradient and state"
+            f"partition: 'even' splits parameters, and {type(optimizer).__name__} is not "
+            "elementwise; use 'whole' or 'auto', or declare elementwise=True if its update of "
+            "an element depends on nothing but that element's gradient and state"
         )
     return partition
 

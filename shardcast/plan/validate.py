@@ -72,7 +72,7 @@ def check_whole(name: str, param: nn.Parameter, optimizer: torch.optim.Optimizer
     cut = [dim for dim, p in dtensor.placements(param).items() if not p.is_replicate()]
     if cut:
         raise TypeError(
-            f"optimizer: parameter {name!r} is cut over mesh dimension {cut[0]!r}, and "
+            f"optimizer: parameter {name!r} is sharded over mesh dimension {cut[0]!r}, and "
             f"{type(optimizer).__name__} needs whole parameters; give it to an elementwise "
             "optimizer, such as AdamW, or leave its module out of the parallel plan"
         )

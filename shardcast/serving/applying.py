@@ -68,8 +68,8 @@ def apply(
     if since and since != {version}:
         has = "no version" if version is None else f"version {version}"
         raise WrongVersionError(
-            f"changes: expected some since what the reader has, {has}, got some since "
-            f"{', '.join(sorted(since))}; ask for full ones: optimizer.changes(since=None)"
+            f"changes: expected changes since the reader's version, {has}, got changes since "
+            f"{', '.join(sorted(since))}; request all values: optimizer.changes(since=None)"
         )
     for part in parts:
         check_sum(part)
@@ -104,8 +104,8 @@ def check_sum(part: Changes) -> None:
     """Raise DamagedChangesError if a part's checksum does not match its contents."""
     if part.computed_checksum() != part.checksum:
         raise DamagedChangesError(
-            f"changes: part {part.part} of version {part.version} is not what was sent: its "
-            "checksum is another one; nothing was written. Get it again, or a full version"
+            f"changes: part {part.part} of version {part.version} is damaged: its checksum is "
+            "wrong; nothing was written. Fetch it again, or fetch a full version"
         )
 
 
@@ -215,7 +215,7 @@ def joined(chain: Sequence[Changes]) -> Changes:
         if (after.since, after.part) != (before.version, before.part):
             raise DamagedChangesError(
                 f"changes: part {after.part} of version {after.version} has changes since "
-                f"{after.since}, expected some since {before.version}; nothing was written"
+                f"{after.since}, expected changes since {before.version}; nothing was written"
             )
     by_name: dict[str, list[WeightPatch]] = {}
     for patch in (patch for changes in chain for patch in changes):

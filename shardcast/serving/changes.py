@@ -37,7 +37,8 @@ class ChangesOfRank(StepHook):
     def __init__(self, optimizer: PackedOptimizer) -> None:
         if not optimizer.config.changes:
             raise RuntimeError(
-                "changes: nothing is noted of what has changed; pass changes=True to shard()"
+                "changes: the option is off, so no changes were recorded; pass changes=True to "
+                "shard()"
             )
         self._optimizer = optimizer
         comm = optimizer.process_groups.everyone
@@ -76,8 +77,8 @@ class ChangesOfRank(StepHook):
         optimizer = self._optimizer
         if since is not None and not isinstance(since, str):
             raise TypeError(
-                f"changes: since: expected the version of an answer, or None, got {since!r} "
-                f"({type(since).__name__})"
+                "changes: since: expected the version of an earlier result, or None, got "
+                f"{since!r} ({type(since).__name__})"
             )
         if weights is not None and (weights != "published" or not optimizer.config.published):
             raise ValueError(
@@ -85,7 +86,7 @@ class ChangesOfRank(StepHook):
                 f"shard(), got {weights!r}"
             )
         if optimizer.is_closed:
-            raise RuntimeError("changes: the optimizer is closed; ask before optimizer.close()")
+            raise RuntimeError("changes: the optimizer is closed; call it before optimizer.close()")
         optimizer.refuse_inside("changes")
         optimizer.ready_to_read()
         shards = [shard for shard in optimizer.shards if isinstance(shard, FollowedShard)]

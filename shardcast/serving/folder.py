@@ -387,8 +387,8 @@ def read_changes(path: str | os.PathLike[str]) -> Changes:
         RecursionError,
     ) as error:
         raise DamagedChangesError(
-            f"changes: {str(path)!r} is no file of changes, or is damaged: {error}; nothing of it "
-            "was written"
+            f"changes: {str(path)!r} is not a file of changes, or is damaged: {error}; nothing "
+            "of it was written"
         ) from error
 
 

@@ -61,8 +61,8 @@ def _read(name: str, value: object) -> PublishedForms:
 def _check(config: ShardcastConfig) -> None:
     if config.master != "fp32":
         raise ValueError(
-            f"published: expected master 'fp32' beside it, got {config.master!r}: values of "
-            "blocks are cast behind the update, which does not see them"
+            f"published: expected master 'fp32' with it, got {config.master!r}: blocks are "
+            "quantized after the update, which does not see their values"
         )
     if config.param_dtype != torch.bfloat16:
         raise ValueError(

@@ -167,8 +167,8 @@ class Sleep(StepHook):
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"sleep: to: a file of {total} bytes could not be written, so that nothing sleeps: "
-                f"{error.strerror or error}",
+                f"sleep: to: a file of {total} bytes could not be written, so the optimizer "
+                f"stays awake: {error.strerror or error}",
                 error.filename or directory,
             ) from error
 
@@ -182,9 +182,14 @@ class Sleep(StepHook):
                 f"{', '.join(map(repr, sorted(unknown, key=repr)))}"
             )
         if self._sleeps:
-            raise RuntimeError("sleep: it is asleep already; call optimizer.wake() before")
+            raise RuntimeError(
+                "sleep: the optimizer is already asleep; call optimizer.wake() first"
+            )
         if optimizer.is_closed:
-            raise RuntimeError("sleep: the optimizer was closed; it has no masters any more")
+            raise RuntimeError(
+                "sleep: the optimizer was closed and has no masters any more; call sleep() before "
+                "close()"
+            )
         optimizer.refuse_inside("sleep")
         if optimizer.plain_names is not None:
             raise RuntimeError("sleep: leave `with optimizer.as_plain():` first")
@@ -289,10 +294,10 @@ class Sleep(StepHook):
         if names:
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             raise RuntimeError(
-                f"sleep: memory of {', '.join(names[:SHOWN])}{more} is held by a tensor outside of "
-                "the optimizer, which would be of old memory after wake(); let go of it before (a "
-                "detached parameter, a kept state_dict, a loss whose backward was not run), or "
-                "keep a clone"
+                f"sleep: memory of {', '.join(names[:SHOWN])}{more} is held by a tensor outside "
+                "of the optimizer, which would refer to old memory after wake(); delete it "
+                "first (a detached parameter, a kept state_dict, a loss whose backward was not "
+                "run), or keep a clone"
             )
 
     def refuse(self, call: str) -> None:
@@ -347,8 +352,8 @@ class Sleep(StepHook):
         self._forget()
         if written:
             warn_first(
-                f"sleep: {', '.join(map(repr, written[:SHOWN]))} was written meanwhile; that is "
-                "dropped, as the weights of the training are back"
+                f"sleep: {', '.join(map(repr, written[:SHOWN]))} was written while the optimizer "
+                "slept; those values are lost, because wake() restored the trained weights"
             )
 
     def _forget(self) -> None:

@@ -75,10 +75,10 @@ def or_eager(compiled: Callable[..., T], eager: Callable[..., T], kernel: str) -
                 if not attempts:
                     warn_first(
                         f"fuse: compiling failed for {kernel} ({type(error).__name__}: {error}); "
-                        "it runs eagerly on this rank from now on. Replicas or tied pipeline "
-                        "stages of which one does may come to differ in last bits. See that the "
-                        "compiler works and that the cache directory of torch.compile "
-                        "(TORCHINDUCTOR_CACHE_DIR) can be written, or use fuse 'eager'"
+                        "it runs eagerly on this rank from now on. If only some replicas or "
+                        "tied pipeline stages run eagerly, their last bits may differ. Check "
+                        "that the compiler works and that the cache directory of torch.compile "
+                        "(TORCHINDUCTOR_CACHE_DIR) is writable, or use fuse 'eager'"
                     )
         return eager(*args)
 

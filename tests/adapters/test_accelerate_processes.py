@@ -302,7 +302,7 @@ def test_a_damaged_state_is_passed_over_or_told_on_all_ranks(
         assert_same_bits(before, after)
         assert len(told) == (2 if rank == 0 else 0)
         assert all("__0_0.distcp" in text for text in (*told, all_damaged, named))
-        assert "no sound checkpoint is left" in all_damaged
+        assert "no intact checkpoint is left" in all_damaged
 
 
 # -- the launcher -------------------------------------------------------------------------------

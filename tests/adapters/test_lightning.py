@@ -491,7 +491,7 @@ def test_the_remedies_that_are_named_train(
 
 @pytest.mark.parametrize("name", ["ddp_comm_hook", "model_averaging_period"])
 def test_hooks_of_ddp_are_refused(name: str):
-    with pytest.raises(ValueError, match=f"{name}: expected nothing, got 3"):
+    with pytest.raises(ValueError, match=f"{name}: expected None, got 3"):
         ShardcastStrategy(**{name: 3})
 
 

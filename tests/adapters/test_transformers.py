@@ -355,7 +355,10 @@ def test_a_checkpoint_without_the_optimizers_state_is_not_resumed_in_silence(tmp
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"max_grad_norm": 0.1}, r"got 0\.1 in the shardcast config.* of TrainingArguments, 0\.5;"),
+        (
+            {"max_grad_norm": 0.1},
+            r"got 0\.1 in the shardcast config.* clips to the 0\.5 of TrainingArguments;",
+        ),
         ({"guard": {"loss": 6.0, "window": 4}}, "'loss' too: Trainer steps without a loss"),
     ],
 )

@@ -259,7 +259,7 @@ def test_parameters_of_one_name_are_refused_on_every_rank(
     tmp_path: Path, world: dict[str, int], make: Any, remedy: str
 ):
     for message in everywhere(world, lambda mesh: checkpoint.save(tmp_path, *make(mesh), step=1)):
-        assert "parameter 'weight' is another one on ranks 0 and 2" in message
+        assert "parameter 'weight' is a different one on ranks 0 and 2" in message
         assert remedy in message
     assert list(tmp_path.iterdir()) == []
 

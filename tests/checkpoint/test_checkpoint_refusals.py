@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         loading("best", resume),
         kept_without_manifest,
     ),
-    "swapped files": (DamagedCheckpointError, r"no sound checkpoint.*distcp", loading(), swapped),
+    "swapped files": (DamagedCheckpointError, r"no intact checkpoint.*distcp", loading(), swapped),
     "a renamed directory": (
         DamagedCheckpointError,
         r"step 2; the dir.* was renamed",

@@ -140,5 +140,5 @@ def test_parameters_of_all_stages_are_in_the_order_of_the_whole_model(order: str
 
 
 def test_a_part_that_no_rank_holds_is_named():
-    with pytest.raises(ValueError, match="'w' the ranks hold 6 elements between them, it has 12"):
+    with pytest.raises(ValueError, match="6 elements of parameter 'w', which has 12"):
         merge({0: held("w", UPPER)})

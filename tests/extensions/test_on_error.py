@@ -205,10 +205,10 @@ def misuses() -> Iterator[tuple[str, Callable[[Any, Any], None]]]:
         with optimizer.attempt():
             pass
 
-    yield "open already", nested
+    yield "still open; leave it", nested
     yield "called inside", step_inside
     yield "divisor", divided
-    yield "reduced before", reduced
+    yield "call zero_grad", reduced
 
 
 @pytest.mark.parametrize(("text", "misuse"), [*misuses()], ids=lambda value: str(value)[:20])

@@ -63,6 +63,6 @@ def test_plain_parts_that_were_cut_by_hand_do_not_pass_for_copies_silently(seeds
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         threaded_world({"dp": 1, "tp": 2}, taken)
-    told = [str(one.message) for one in caught if "taken for a copy" in str(one.message)]
+    told = [str(one.message) for one in caught if "use the same seed" in str(one.message)]
     assert len(told) == seeds - 1
     assert all("'first.weight'" in message and "DTensor.from_local" in message for message in told)

@@ -173,7 +173,7 @@ REFUSED: dict[str, Refused] = {
     "a group and a mesh": (
         lambda m: sharded(m, process_group=m.get_group("dp")),
         ValueError,
-        "process_group: expected None beside mesh=",
+        "process_group: expected None with mesh=",
     ),
     "cut over data": (
         lambda m: sharded(m, placed(m["dp"], one=Shard(0))),
@@ -334,7 +334,7 @@ REFUSED: dict[str, Refused] = {
     "an optimizer of matrices": (
         lambda m: sharded(m, model := placed(m["tp"], one=Shard(0)), torch.optim.Muon([model.one])),
         TypeError,
-        "'one' is cut over .* 'tp', and Muon needs whole",
+        "'one' is sharded over .* 'tp', and Muon needs whole",
     ),
     "a bad divisor": (
         lambda m: stepped(m, lambda o: setattr(o, "divisor", 0)),

@@ -17,7 +17,7 @@ from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
 
-HELD = "no optimizer that was given to"
+HELD = "no optimizer that was passed to"
 
 
 def net() -> nn.Sequential:

@@ -170,7 +170,7 @@ def test_tensors_of_the_state_raise_by_name_on_every_rank_and_numbers_are_read(f
             state = optimizer.state[param]
             assert param in optimizer.state and [*state] == ["step", "exp_avg", "exp_avg_sq"]
             for kind in ("exp_avg", "exp_avg_sq"):
-                with pytest.raises(RuntimeError, match="is spread over the ranks") as caught:
+                with pytest.raises(RuntimeError, match="is sharded over the ranks") as caught:
                     state[kind][1:] = 0
                 for words in (repr(kind), repr(name), "optimizer.whole(", "optimizer.owned()"):
                     assert words in str(caught.value)
@@ -179,7 +179,7 @@ def test_tensors_of_the_state_raise_by_name_on_every_rank_and_numbers_are_read(f
                 state["step"].zero_()
             with pytest.raises(KeyError):
                 state["momentum_buffer"]
-        with pytest.raises(RuntimeError, match="spread over the ranks"):
+        with pytest.raises(RuntimeError, match="sharded over the ranks"):
             {param: dict(state) for param, state in optimizer.state.items()}
 
     for size in (1, 2, 8):

@@ -277,7 +277,7 @@ def test_what_a_script_writes_meanwhile_is_dropped_with_a_warning():
     optimizer.sleep()
     model.scale.data.fill_(3.0)
     model.linear.weight.data = torch.ones(3, 3)
-    with pytest.warns(UserWarning, match="'scale', 'linear.weight' was written meanwhile"):
+    with pytest.warns(UserWarning, match="'scale', 'linear.weight' was written while"):
         optimizer.wake()
     assert_same_bits(everything(model, optimizer), before)
 

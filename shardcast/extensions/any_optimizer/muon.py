@@ -52,7 +52,7 @@ def update_cost(name: str, shape: Sequence[int], group: ParamGroup) -> float:
 def _check(name: str, shape: Sequence[int], group: ParamGroup) -> None:
     if len(shape) < 2:
         raise ValueError(
-            f"optimizer: parameter {name!r} of shape {tuple(shape)} is no matrix, which Muon "
+            f"optimizer: parameter {name!r} of shape {tuple(shape)} is not a matrix, which Muon "
             "needs; give it to another optimizer, such as AdamW"
         )
     adjust = group.get("adjust_lr_fn")

@@ -100,7 +100,7 @@ def _refuse_common_state(optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(key, Tensor):
             raise _RefusedError(
                 f"optimizer: {type(optimizer).__name__} cannot be sharded: its state {key!r} "
-                "belongs to no parameter, so that checkpoints would lose it; use an implementation "
+                "belongs to no parameter, so checkpoints would lose it; use an implementation "
                 "that keeps it in the state of each parameter, or in the groups"
             )
 
@@ -113,8 +113,8 @@ def _refuse_list(optimizer: torch.optim.Optimizer, error: Exception) -> None:
             name = type(optimizer).__name__
             raise TypeError(
                 f"optimizer: {name} cannot be sharded: it keeps parameters outside of its groups "
-                f"({path}), so that it would update the model's and not their masters; let its "
-                "step go through param_groups, or use another class"
+                f"({path}), so it would update the model's parameters and not their masters; let "
+                "its step use param_groups, or use another class"
             ) from error
 
 
@@ -267,7 +267,7 @@ def _entangled(optimizer: torch.optim.Optimizer, dependence: str, tolerance: flo
             break
     return (
         f"optimizer: {name} cannot be sharded: {dependence} depends on all parameters, and each "
-        f"rank has some of them; {remedy}"
+        f"rank has only some of them; {remedy}"
     )
 
 

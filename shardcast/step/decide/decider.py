@@ -139,7 +139,7 @@ class Decider:
         """
         if loss is not None and not self._takes_loss:
             raise TypeError(
-                "step: expected no loss=, which only a guard that looks at the loss takes: set "
+                "step: expected no loss=, because only a guard on the loss uses it: set "
                 "guard={'loss': 6.0, 'window': 128} in the configuration"
             )
         for signal in self._takes_loss:

@@ -45,21 +45,21 @@ NOTHING = {
 SHOWN = 3  # largest number of names in a message
 
 REMEDY = (
-    "Every owner would update its part of the model in its own way: give all ranks the same value, "
-    "for example average what a scheduler such as ReduceLROnPlateau is given over the ranks first."
+    "Each owner would update its part of the model differently: give all ranks the same value. "
+    "For example, average a metric over the ranks before you pass it to ReduceLROnPlateau."
 )
 LEFT_REMEDY = (
-    "A layer was replaced after shardcast.shard, and what is in its place is not trained there: "
+    "A layer was replaced after shardcast.shard, and the new layer is not trained there: "
     "replace layers before shardcast.shard, on every rank"
 )
-COUNT_REMEDY = "call it on every rank, in each micro-batch; count(0) where a rank has no batch"
+COUNT_REMEDY = "call it on every rank, in each micro-batch; call count(0) on a rank without a batch"
 HISTORY_REMEDY = (
-    "Some ranks would train other gradients than the others: call backward, zero_grad() and step() "
-    "on all ranks alike, and decide what is to be skipped from numbers that are equal on all ranks"
+    "The ranks would train on different gradients: make the same calls of backward, zero_grad() "
+    "and step() on all ranks, and skip steps only by numbers that are equal on all ranks"
 )
 SUMMED_REMEDY = (
-    "What is assigned may be a part of that sum, or all of it: assign after the last backward of a "
-    "step, or call optimizer.gather_gradients() and edit .grad in place"
+    "The assigned value may be a part of that sum, or all of it: assign after the last backward "
+    "of a step, or call optimizer.gather_gradients() and edit .grad in place"
 )
 ORDER_REMEDY = (
     "Gradients of models of equal shapes were mixed: run the backwards of all models in the same "

@@ -117,20 +117,20 @@ class Refusal(Signal):
         models = [(rank, f"number {model}") for rank, (*_, model) in told.items()]
         if len({number for _, number in models}) > 1:
             return RuntimeError(
-                f"{self.call}: the ranks are in this call of different sharded models, as numbered "
-                f"by their shard() ({by_rank(models)}); make the same calls in the same order on "
-                "every rank"
+                f"{self.call}: the ranks made this call on different sharded models, numbered in "
+                f"the order of shard() ({by_rank(models)}); make the same calls in the same "
+                "order on every rank"
             )
         if mistakes[0]:  # on an accelerator a rank knows only its own facts
             return RuntimeError(
-                f"{self.call}: another rank raised an error, which it names, or is in another call "
-                "than this one; make the same calls in the same order on every rank"
+                f"{self.call}: another rank raised an error (see its log), or made a different "
+                "call; make the same calls in the same order on every rank"
             )
         loaded = [(rank, loaded or "nothing") for rank, (_, _, loaded, _) in told.items()]
         return RuntimeError(
             f"{self.call}: the ranks loaded different weights by model.load_state_dict since the "
-            f"last step ({by_rank(loaded)}), so that the model would be mixed of them; load the "
-            "same state on every rank, without `if rank == 0:`"
+            f"last step ({by_rank(loaded)}), which would mix them in one model; load the same "
+            "state on every rank, without `if rank == 0:`"
         )
 
     def conclude(self, decision: object) -> None:

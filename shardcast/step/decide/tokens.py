@@ -59,9 +59,9 @@ class Tokens(Signal):
         """Called when a step used the counts; warns if there are none, unlike in the last step."""
         if self.expected and not (self.counted or self.abstains):
             warn_first(
-                "step: no tokens were counted, though they were for the last step, so that this "
-                "one is the mean over ranks; call optimizer.count in every micro-batch, again "
-                "after zero_grad() and before a second backward (SAM)"
+                "step: no tokens were counted in this step, unlike the last one, so it uses the "
+                "mean over ranks; call optimizer.count in every micro-batch, and again after "
+                "zero_grad() and before a second backward (SAM)"
             )
         if self.counted or not self.abstains:
             self.expected = self.counted

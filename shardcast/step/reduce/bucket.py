@@ -83,19 +83,19 @@ class Bucket:
         if is_sent:  # other ranks may not launch it again
             grads.refuse(
                 RuntimeError(
-                    f"backward: a re-entrant checkpoint brought a gradient of {first!r} or "
-                    "a parameter packed with it for a second time after it was sent; call "
-                    "optimizer.zero_grad() and run this step again, in which it is sent last, or "
-                    "use torch.utils.checkpoint with use_reentrant=False"
+                    f"backward: a re-entrant checkpoint produced another gradient of {first!r}, "
+                    "or of a parameter in its pack, after that pack was sent; call "
+                    "optimizer.zero_grad() and run this step again, in which it is sent last, "
+                    "or use torch.utils.checkpoint with use_reentrant=False"
                 )
             )
         if not self.arrived and grads.pack.pending:
             grads.refuse(
                 RuntimeError(
-                    f"overlap_sync: a backward reached {first!r} or a parameter packed with "
-                    "it, whose values of the last step were still on their way: a forward read it "
-                    "without its module being called, or was made before that step; call "
-                    "optimizer.wait_sync() before such a forward, or leave overlap_sync off"
+                    f"overlap_sync: a backward reached {first!r} or a parameter in its pack "
+                    "before the values of the last step had arrived: a forward read it without "
+                    "calling its module, or ran before that step; call optimizer.wait_sync() "
+                    "before such a forward, or leave overlap_sync off"
                 )
             )
         is_clear = is_alone or grads.is_clear

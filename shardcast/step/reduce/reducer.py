@@ -249,9 +249,9 @@ class Reducer:
         taken = [grads.settle() for grads in self.grads]
         if any(taken) and are_dropped and not self._gathered:
             self._warn_once(
-                "gradients were set by hand after those of a backward were dropped without a "
-                "step: they are taken for means and not averaged over ranks; average them "
-                "yourself, or drop gradients by a step that changes nothing (all .grad None)"
+                "gradients were assigned after a backward's gradients were cleared without a "
+                "step: they are treated as means and not averaged over ranks; average them "
+                "yourself, or first call step() with all .grad None"
             )
 
     def check(self) -> None:
@@ -582,9 +582,9 @@ class Reducer:
     def warn_of_part(self) -> None:
         """Warn about gradients that will be added to means that were not cleared."""
         self._warn_once(
-            "no_sync: gradients of the step before were not cleared; inside no_sync() .grad is "
-            "what this rank adds to them, not their sum as under DDP: call optimizer.zero_grad() "
-            "after each step"
+            "no_sync: gradients of the previous step were not cleared; inside no_sync() .grad "
+            "is what this rank adds to them, not their sum as under DDP: call "
+            "optimizer.zero_grad() after each step"
         )
 
     def _warn_once(self, message: str) -> None:

@@ -337,7 +337,7 @@ def take_vector(muon: Any, adamw: Any) -> None:
         (
             edited(take_vector),
             ValueError,
-            r"'4.bias' of shape \(3,\) is no matrix, which Muon needs",
+            r"'4.bias' of shape \(3,\) is not a matrix, which Muon needs",
         ),
         (
             edited(lambda muon, _: muon[0].update(row_splits=(7, 6))),
@@ -384,7 +384,7 @@ def test_what_cannot_be_sharded_together_is_named_on_every_rank_and_nothing_is_c
         (
             lambda h, _, m: h.add_param_group({"params": [m[-1].weight]}),
             ValueError,
-            "'5.weight' of shape .* is no matrix",
+            "'5.weight' of shape .* is not a matrix",
         ),
     ],
 )

@@ -482,7 +482,7 @@ def reset_layer(variant: Variant) -> Report:
     "state of a layer reset: optimizer.state[p] zeroed",
     "torch",
     error=RuntimeError,
-    match="spread over the ranks",
+    match="sharded over the ranks",
 )
 def reset_state(variant: Variant) -> Report:
     def reset(model: Any, optimizer: Any, step: int) -> None:
@@ -928,7 +928,7 @@ def by_autograd_grad(variant: Variant) -> Report:
     "`optimizer.state[p]['exp_avg']` replaced, a state popped",
     "torch",
     error=RuntimeError,
-    match="spread over the ranks",
+    match="sharded over the ranks",
 )
 def replaced_state(variant: Variant) -> Report:
     def edit(model: Any, optimizer: Any, step: int) -> None:
