@@ -54,6 +54,7 @@ def load_plain(
 
     Raises:
         ValueError: the model or the groups do not match; names the parameter. Nothing has changed.
+        FileNotFoundError: a file does not exist.
         RuntimeError: a file cannot be read.
     """
 
@@ -124,13 +125,20 @@ def torch_file(path: Path) -> Any:
     """Read a ``torch.save`` file, mapped into memory and without running code.
 
     Raises:
+        FileNotFoundError: there is no such file.
         RuntimeError: the file cannot be read.
     """
+    _check_exists(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise RuntimeError(f"{str(path)!r} cannot be read with weights_only: {reason}") from error
+
+
+def _check_exists(path: Path) -> None:
+    if not path.exists():
+        raise FileNotFoundError(f"weights, state: there is no file {str(path)!r}; check the path")
 
 
 def _tensors(source: Values) -> dict[str, Tensor]:
@@ -174,6 +182,7 @@ def _files_of(path: Path) -> list[Path]:
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
     package = safetensors()
+    _check_exists(path)
     try:
         return package.torch.load_file(path)  # type: ignore[no-any-return]
     except Exception as error:

@@ -18,7 +18,8 @@ from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.dcp import DamagedCheckpointError, Reader, Stored, fitting
 from shardcast.checkpoint.directory import Manifest
 from shardcast.checkpoint.source import StateSource, from_reader
-from shardcast.messages import note_speed
+from shardcast.launched import is_first_process
+from shardcast.messages import LOG, note_speed
 
 Directory = str | os.PathLike[str]
 
@@ -106,7 +107,10 @@ def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer)
     Raises:
         FileNotFoundError, DamagedCheckpointError, ValueError: see :func:`load`.
     """
-    return _resume(directory, model, optimizer, None, True)
+    resumed = _resume(directory, model, optimizer, None, True)
+    if resumed is None and is_first_process():
+        LOG.info("resume: no checkpoint in %r, so this is a new run", str(directory))
+    return resumed
 
 
 def _resume(

@@ -102,6 +102,25 @@ def test_a_plain_file_names_load_plain_and_a_checkpoint_names_load_and_export(tm
             checkpoint.load_plain(model, optimizer, folder)
 
 
+@pytest.mark.parametrize("place", ["weights", "state"])
+@pytest.mark.parametrize("name", ["none.pt", "none.safetensors", "none"])
+def test_a_plain_file_that_is_missing_is_named(tmp_path: Path, place: str, name: str):
+    model, optimizer = job(None, 1)
+    path = tmp_path / name
+    given = (path,) if place == "weights" else (model.state_dict(), path)
+    with pytest.raises(FileNotFoundError, match=f"{place}.*{name}.*check the path"):
+        checkpoint.load_plain(model, optimizer, *given)
+
+
+def test_resume_without_a_checkpoint_logs_the_path(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """A mistyped path would train from the start in silence."""
+    with caplog.at_level("INFO", "shardcast"):
+        assert checkpoint.resume(tmp_path / "typo", *job(None, 1)) is None
+    assert "typo" in caplog.text and "resume" in caplog.text
+
+
 @pytest.mark.parametrize("name", [*SAVES, "load", "resume", "import_dcp"])
 def test_a_model_in_the_place_of_the_path_says_the_order(tmp_path: Path, name: str):
     model, optimizer = job(None, 1)
