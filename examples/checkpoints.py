@@ -1,8 +1,8 @@
-"""Save, stop, resume.
+"""Save a run, stop it, and resume it.
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/checkpoints.py
 
-Start it again to resume; the second start may have another number of processes.
+Run it again to resume. The second run may use a different number of processes.
 """
 
 import sys
@@ -41,7 +41,7 @@ for step in range(start, start + 20):
         extra = {"scheduler": scheduler.state_dict()}
         checkpoint.save(
             directory, model, optimizer, step=step + 1, extra=extra, keep=2
-        )  # <- all ranks
+        )  # <- on all ranks
 if rank == 0:
     print(f"from step {start} to {step + 1}, loss {loss.item():.3f}; {directory}")
 

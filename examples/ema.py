@@ -17,7 +17,7 @@ torch.manual_seed(0)
 
 model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-optimizer = shardcast.shard(model, optimizer, averages={"ema": 0.98})  # <- of the fp32 masters
+optimizer = shardcast.shard(model, optimizer, averages={"ema": 0.98})  # <- averages fp32 masters
 held_out = torch.randn(1024, 16, generator=torch.Generator().manual_seed(9)).to(device)
 
 
@@ -32,7 +32,7 @@ for _ in range(300):
     noise = torch.randn(32, 16, generator=data).to(device)  # makes the weights jitter
     loss = nn.functional.mse_loss(model(inputs).float(), inputs.roll(1, dims=1) + noise)
     loss.backward()
-    optimizer.step()  # <- averages, too
+    optimizer.step()  # <- also updates the average
     optimizer.zero_grad()
 last = error()
 with optimizer.averaged("ema"):  # <- on every rank: the average is in the model

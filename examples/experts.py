@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardcast
 
-WIDTH, EXPERTS, CAPACITY = 64, 2, 24  # one expert on each rank of "ep"; tokens that each takes
+WIDTH, EXPERTS, CAPACITY = 64, 2, 24  # one expert on each rank of "ep"; tokens per expert
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")
 rank = dist.get_rank()
@@ -23,7 +23,7 @@ mesh = init_device_mesh(device.type, shape, mesh_dim_names=("edp", "ep"))
 
 
 class Exchange(torch.autograd.Function):
-    """Tokens to the ranks of their experts; gradients, and results, go the same way back."""
+    """Send tokens to the ranks of their experts, and results and gradients back."""
 
     @staticmethod
     def forward(_ctx, tokens: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Mixture(nn.Module):
-    """Each expert chooses the tokens of a rank that like it most."""
+    """Each expert takes the tokens of a rank that score it highest."""
 
     def __init__(self) -> None:
         super().__init__()

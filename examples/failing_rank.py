@@ -1,4 +1,4 @@
-"""A rank that raises in the middle of a step: the others go on without it.
+"""A rank raises in the middle of a step, and the others continue without it.
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/failing_rank.py
 """
@@ -18,7 +18,7 @@ torch.manual_seed(0)
 
 model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-# "skip" would skip the whole step; so many failed steps in a row raise.
+# "skip" would skip the whole step. This many failed steps in a row raise an error.
 optimizer = shardcast.shard(
     model,
     optimizer,

@@ -48,7 +48,7 @@ if rank == 0:
     pairs = zip(model.parameters(), served.parameters(), strict=True)
     same = all(torch.equal(mine.cpu(), theirs) for mine, theirs in pairs)
     every = sum(param.numel() for param in served.parameters())
-    share = 2 * sender.values / every  # of this rank's half
+    share = 2 * sender.values / every  # on this rank's half
     print(f"version {reader.version}: equal bits: {same}, {share:.0%} changed in the last step")
 
 dist.destroy_process_group()

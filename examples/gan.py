@@ -1,4 +1,4 @@
-"""Two models, each with its optimizer and its loss.
+"""Two models, each with its own optimizer and loss.
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/gan.py
 """

@@ -1,4 +1,4 @@
-"""A batch that is broken on one rank is skipped on all of them, by its gradient norm.
+"""A bad batch on one rank is skipped on all ranks, because of its gradient norm.
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/guard.py
 """

@@ -16,7 +16,7 @@ device = torch.device(f"cuda:{rank % torch.cuda.device_count()}" if cuda else "c
 
 
 def trained(**options: object) -> dict[str, int]:
-    """Bytes by kind after 20 steps."""
+    """Return bytes by kind after 20 steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

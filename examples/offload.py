@@ -22,7 +22,7 @@ optimizer = shardcast.shard(
     optimizer,
     param_dtype=torch.bfloat16,
     accumulate="sharded",
-    offload=True,  # <- the host keeps masters and moments, and updates them
+    offload=True,  # <- the host keeps masters and moments and updates them
 )
 
 data = torch.Generator().manual_seed(rank)

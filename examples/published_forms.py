@@ -28,7 +28,7 @@ for _ in range(150):
     optimizer.zero_grad()
 
 weight = optimizer.published("2.weight")  # <- codes and scales
-served = weight.dequantize()  # as an inference engine has it
+served = weight.dequantize()  # as an inference engine computes it
 if rank == 0:
     nbytes = weight.codes.nbytes + weight.scales.nbytes
     same = torch.equal(served, model[2].weight)

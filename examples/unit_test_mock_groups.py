@@ -1,6 +1,6 @@
 """Unit tests of a training loop on mock process groups: pytest examples/unit_test_mock_groups.py.
 
-No processes, no ports: ranks are threads, or a single rank of a large world.
+It needs no processes or ports: ranks are threads, or one process is one rank of a large world.
 """
 
 import pytest

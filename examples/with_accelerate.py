@@ -2,7 +2,7 @@
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/with_accelerate.py
 
-``accelerate launch`` starts it, too. ``shardcast launch`` starts scripts that must not change.
+``accelerate launch`` also starts it. ``shardcast launch`` starts unedited scripts.
 """
 
 import torch
@@ -18,7 +18,7 @@ accelerator: Accelerator = ShardcastAccelerator(  # <- instead of Accelerator
     gradient_accumulation_steps=2,
     shardcast_config={
         "accumulate": "sharded"
-    },  # <- options of shardcast; precision is Accelerate's
+    },  # <- shardcast's options; Accelerate sets the precision
 )
 torch.manual_seed(0)
 

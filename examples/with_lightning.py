@@ -1,4 +1,4 @@
-"""Lightning: python examples/with_lightning.py starts two processes; torchrun works, too."""
+"""With Lightning: python examples/with_lightning.py starts two processes. torchrun also works."""
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -9,7 +9,7 @@ from shardcast.lightning import ShardcastStrategy
 
 
 class Rolled(LightningModule):
-    """Learns to roll its input by one."""
+    """Module that learns to roll its input by one."""
 
     def __init__(self) -> None:
         super().__init__()

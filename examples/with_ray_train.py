@@ -1,4 +1,4 @@
-"""On workers of Ray Train: python examples/with_ray_train.py; needs pip install 'ray[train]'."""
+"""With Ray Train: python examples/with_ray_train.py. Needs pip install 'ray[train]'."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ import shardcast
 
 
 def train() -> None:
-    """One worker; Ray has set up the process group."""
+    """Train on one worker. Ray has set up the process group."""
     rank, device = dist.get_rank(), get_device()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)

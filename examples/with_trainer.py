@@ -1,4 +1,4 @@
-"""With the Trainer of transformers.
+"""With Trainer from transformers.
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/with_trainer.py
 """
@@ -23,7 +23,7 @@ rows = [{"input_ids": (torch.arange(16) + n) % 64} for n in range(512)]
 rows = [{**row, "labels": row["input_ids"]} for row in rows]
 args = TrainingArguments(
     output_dir="runs/trainer",
-    bf16=True,  # <- decides param_dtype
+    bf16=True,  # <- sets param_dtype
     use_cpu=not torch.cuda.is_available(),
     per_device_train_batch_size=8,
     learning_rate=1e-2,
@@ -37,7 +37,7 @@ trainer = ShardcastTrainer(  # <- instead of Trainer
     model=model,
     args=args,
     train_dataset=rows,
-    shardcast_config={"accumulate": "sharded"},  # <- options of shardcast
+    shardcast_config={"accumulate": "sharded"},  # <- shardcast's options
 )
 result = trainer.train()
 if trainer.is_world_process_zero():

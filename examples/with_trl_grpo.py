@@ -2,7 +2,7 @@
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/with_trl_grpo.py
 
-A Llama with random weights learns to say words with even numbers; needs ``pip install trl``.
+A Llama with random weights learns to produce words with even numbers. Needs ``pip install trl``.
 """
 
 import torch
@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from shardcast.transformers import ShardcastTrainerMixin
 
 
-class Trainer(ShardcastTrainerMixin, GRPOTrainer):  # <- before the trainer of TRL
+class Trainer(ShardcastTrainerMixin, GRPOTrainer):  # <- before TRL's trainer
     asleep = 0
 
     def _generate(self, prompts: list) -> tuple:
@@ -67,7 +67,7 @@ trainer = Trainer(
     reward_funcs=share_of_even,
     args=args,
     processing_class=tokenizer,
-    shardcast_config={"convert_rest": True},  # <- a reference model or a LoRA base in fp16 too
+    shardcast_config={"convert_rest": True},  # <- a reference model or LoRA base in fp16, too
     train_dataset=Dataset.from_dict({"prompt": [f"w{i}" for i in range(3, 60)]}),
 )
 trainer.train()
