@@ -1,4 +1,4 @@
-"""Lightning: Lightning's Trainer with a sharded optimizer in place of DDP.
+"""Lightning: Lightning's Trainer with a sharded optimizer instead of DDP.
 
     import shardcast.lightning
 
@@ -149,7 +149,7 @@ class ShardcastPrecision(Precision):
         self, module: LightningModule, hook: str, optimizer: AnyOptimizer | None = None
     ) -> None:
         """Gather mean gradients into ``.grad`` if a hook may read them. Collective: every rank."""
-        # What the step leaves in .grad is cleared, and may be read before, in the next one.
+        # A hook may read what the step left in .grad, before the next step clears it.
         hooks = (hook, "on_before_zero_grad") if optimizer is not None else (hook,)
         hooked = any(is_overridden(name, module) for name in hooks) or any(
             is_overridden(name, callback, Callback)

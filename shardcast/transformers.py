@@ -62,7 +62,7 @@ The stock Trainer does not look there, and raises an error. For it, first
 
     shardcast export {folder} exported && mv exported/{optimizer} .
 """
-# In place of the state: torch.load refuses it with this name, so that the stock Trainer raises.
+# Saved instead of the state. torch.load refuses it with this name, so the stock Trainer raises.
 STAND_IN = b"\x80\x02cshardcast\nTHE_STATE_IS_IN_shardcast__SEE_optimizer_pt_txt\n."
 
 

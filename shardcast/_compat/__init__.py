@@ -102,12 +102,12 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """Have ``torch.compile`` run ``function``, and all that it calls, as it is.
+    """Return ``function`` such that ``torch.compile`` runs it, and all that it calls, eagerly.
 
-    For what the autograd engine calls. A backward in a compiled script runs on the thread of the
-    script, where Dynamo takes the frames of hooks for the script's own and compiles them: that
-    takes seconds, and fails where a gradient is gone before its guard is built. A call costs
-    nothing more, where that of an :func:`uncompiled` function takes a microsecond.
+    For hooks that the autograd engine calls. A backward in a compiled script runs on the script's
+    thread. There Dynamo would compile the frames of hooks as if they belonged to the script, which
+    takes seconds and fails if a gradient is freed before its guard is built. A call costs nothing
+    extra, unlike a call of an :func:`uncompiled` function (a microsecond).
     """
     dynamo, inner = torch._C._dynamo.eval_frame, cast(Any, function)
     skip = dynamo._FrameAction.SKIP

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SHARDS = "shardcast"  # next to Accelerate's own files: the checkpoint of shardcast.checkpoint
-FURTHER = "shardcast_{}"  # of a second optimizer that is sharded apart, and so on
+FURTHER = "shardcast_{}"  # the same for each further sharded optimizer
 FOLDER = re.compile(r"state-(\d+)")
-AUTOMATIC = re.compile(r"checkpoint_(\d+)")  # as Accelerate names them
+AUTOMATIC = re.compile(r"checkpoint_(\d+)")  # Accelerate's names
 
 
 def save(

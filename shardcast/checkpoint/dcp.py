@@ -46,7 +46,7 @@ from shardcast.checkpoint.unpickling import VERSIONS, unpickled
 from shardcast.plan.precision import MASTER_DTYPE
 
 METADATA = ".metadata"  # the name that DCP gives it
-ONCE = "once"  # takes the place of a rank in the name of the file with what is stored once
+ONCE = "once"  # replaces the rank in the name of the file with values that are stored once
 PLAN = 1 << 20  # bytes of small tensors that are planned and written together
 Value = ShardView | tuple[KeyPath, object]  # an object has its path with it
 
@@ -80,7 +80,7 @@ class Writer(FileSystemWriter):
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)  # Files flushes
         self.fs: Files = Files()
         self._prefix = SimpleNamespace(prefix=f"__{owner}_")
-        self._context = _compat.context_without_crc()  # SHA-256 is what is compared
+        self._context = _compat.context_without_crc()  # files are compared by SHA-256
 
     def write(self, values: Iterable[Value]) -> Written:
         """Write shards of tensors, and objects with their paths, and flush them.

@@ -252,7 +252,7 @@ def damage(
             compared.
 
     Raises:
-        ValueError: the checkpoint is sound, but this version of shardcast, torch or Python cannot
+        ValueError: the checkpoint is intact, but this version of shardcast, torch or Python cannot
             read it. Taking an older checkpoint instead would lose steps without need.
     """
     try:
@@ -310,7 +310,7 @@ def _verify(
 def choose(
     path: Path, check: Callable[[Path], DamagedCheckpointError | None], loud: bool = True
 ) -> Path | None:
-    """Return the named checkpoint, or the newest sound one of a directory; ``None`` if it has none.
+    """Return the named checkpoint, or the newest intact one in it; ``None`` if it has none.
 
     Raises:
         DamagedCheckpointError: the named checkpoint, or every one in the directory, is damaged.

@@ -24,7 +24,7 @@ from shardcast.optimizer.state import plain_dict
 from shardcast.serving.published import Exported
 from shardcast.step.update.epilogues import AVERAGE
 
-Paths = dict[str, KeyPath]  # of what is stored, by names
+Paths = dict[str, KeyPath]  # places of stored values, by name
 Convert = Callable[[str, str, Tensor], Mapping[str, Tensor]]
 
 

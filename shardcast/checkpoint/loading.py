@@ -49,7 +49,7 @@ def load(
     only: str | Sequence[str] | None = None,
     state: bool = True,
 ) -> Resumed:
-    """Load the newest sound checkpoint of a directory, or one checkpoint by its path.
+    """Load the newest intact checkpoint of a directory, or one checkpoint by its path.
 
     The mesh, partition, packs and ``param_dtype`` may differ from the saved ones. Masters, state
     and step counts are restored bit for bit. Everything is verified and compared before anything in

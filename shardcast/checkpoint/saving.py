@@ -1,4 +1,4 @@
-"""``save``: check together, write apart, acknowledge together, commit on rank 0.
+"""``save``: all ranks check together, write separately and acknowledge; rank 0 commits.
 
 Ranks describe their files to rank 0 in small files next to the data, which ``save_async`` can use
 as well. In collectives these descriptions would reach every rank and grow with the number of ranks.
@@ -68,17 +68,17 @@ def save(
             created if it is missing. One job at a time may save into it.
         model: model that was passed to :func:`shardcast.shard`; the stages of a pipeline rank.
         optimizer: what :func:`shardcast.shard` returned.
-        step: number that names the checkpoint. By default a sound checkpoint of the same step is
+        step: number that names the checkpoint. By default an intact checkpoint of the same step is
             not overwritten. Saving identical contents again changes nothing. Saving the checkpoint
             that was just loaded changes nothing either, with any number of ranks and any ``extra``;
             it logs one line at INFO.
         extra: anything else that the run needs (schedulers, position in the data), from rank 0:
             tensors, containers and plain values that ``torch.load(weights_only=True)`` can read.
         per_rank: the same for values that differ between ranks (random generators).
-        keep: number of newest sound checkpoints to keep, including this one; older ones are
+        keep: number of newest intact checkpoints to keep, including this one; older ones are
             deleted. ``None`` keeps all.
-        digest: store ``optimizer.digest()``, which ``load`` compares to detect bits that memory or
-            a copy lost. Costs one pass over the rank's state.
+        digest: store ``optimizer.digest()``, which ``load`` compares to detect corruption in
+            memory or copies. Costs one pass over the rank's state.
         overwrite: replace a checkpoint of the same step once the new one is complete. A process
             that is killed between the two renames leaves neither; older checkpoints stay.
 
@@ -352,7 +352,7 @@ def _prepare(base: Path, target: Path, inventory: Inventory, background: bool) -
     """Make a new directory with enough space on rank 0, and remove remains of killed runs."""
     if not base.exists():
         storage.make_directory(base)
-    # A save leaves alone what one in the background is writing meanwhile.
+    # A save leaves the files of a running background save alone.
     folders.sweep(base, WRITING, LEAVING, *([BACKGROUND] if background else []))
     folders.sweep_exports(base)
     masters = sum(math.prod(inventory.shapes[name]) for name in inventory.trained)

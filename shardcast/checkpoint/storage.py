@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from shardcast.comm import warn_first
 
-# Codes with which CIFS, DrvFs and several FUSE mounts refuse to fsync a directory; others are
-# errors.
+# Error codes of CIFS, DrvFs and several FUSE mounts, which cannot fsync a directory. All others
+# are raised.
 CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-_told = set[int]()  # devices about which a warning was given
+_told = set[int]()  # devices that were warned about
 BUFFER = 1 << 16  # bytes; torch.save makes about 40 writes for a small tensor
 WRITTEN = 1 << 23  # bytes that are written and hashed at a time
-# bytes from which a thread hashes a piece while it is written; a thread costs 0.1 ms
+# pieces of at least this many bytes are hashed by a thread during the write; it costs 0.1 ms
 LARGE = 1 << 20
-BESIDE = 1 << 26  # bytes after which a thread flushes a file while it is written
+BESIDE = 1 << 26  # a thread flushes a file during the write, each time after this many bytes
 
 
 class Files(FileSystem):

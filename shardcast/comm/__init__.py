@@ -1,4 +1,4 @@
-"""The collectives of shardcast, and nothing else that talks to other ranks."""
+"""The collectives of shardcast. No other module communicates with other ranks."""
 
 from collections.abc import Mapping
 

@@ -1,12 +1,12 @@
-"""``offload``: masters and state in host memory, where they are updated.
+"""``offload``: masters and state are in host memory, and the CPU updates them.
 
 A step, with one pack after another::
 
     backward    mean of the own span   device -> host    as it lands; again if one is added
     decide      on the device, where the means are; the host reads the decision
     update      on the host, in the order in which the next forward needs packs
-    publish     cast of the own span   host -> device    beside the update of the next pack
-    sync        to all ranks                             beside it, too
+    publish     cast of the own span   host -> device    during the update of the next pack
+    sync        to all ranks                             also during that update
 
 4 bytes per owned bf16 parameter cross the bus. The host has a copy of the model's own span. The
 device keeps a hash of it (:mod:`shardcast.memory.hashing`), so a span is copied down for the update

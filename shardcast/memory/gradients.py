@@ -199,7 +199,7 @@ class Gradients:
         self._full = None
         if not adds:
             self._own = None
-            self.own  # noqa: B018, that of ``low`` again
+            self.own  # noqa: B018, allocates ``low`` again
             return None
         for position in range(len(self.pack.params)):
             if position not in adds:
@@ -210,7 +210,7 @@ class Gradients:
             if own is not total:
                 total.copy_(own)
         else:
-            # frees the old one, because both would take half as much again
+            # frees the old memory first, because both would take half as much again
             total, self._mean = own.to(MASTER_DTYPE), None
         self._own = total
         return total
@@ -222,7 +222,7 @@ class Gradients:
         if self.whole:
             for position in self.shown:
                 grad = self.pack.params[position].grad
-                # otherwise it was cleared meanwhile
+                # otherwise a script has cleared it
                 if grad is not None and self.holds(position, grad):
                     self.pack.params[position].grad = None  # for a DTensor, a partial gradient
                     self.show(position)

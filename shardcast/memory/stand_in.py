@@ -229,7 +229,7 @@ def _hidden(
     assert isinstance(tensor, StandIn)
     tensor.of, tensor.position, tensor.path = base.of, base.position, path
     tensor.root = (base if base.root is None else base.root) if is_kept else None
-    tensor.grads = _nothing  # that of the root is asked
+    tensor.grads = _nothing  # the root's is used
 
 
 def _grads_of(hidden: StandIn) -> Gradients | None:
@@ -387,7 +387,7 @@ def _attribute(call: TorchCall) -> object:
 
 
 def _views(call: TorchCall, base: StandIn) -> object:
-    """Return a view, or several, each of which knows how it came about."""
+    """Return a view, or several; each records how it was made."""
     result = call.run()
     several = isinstance(result, (tuple, list))
     rest = TorchCall(call.func, call.args[1:], dict(call.kwargs))

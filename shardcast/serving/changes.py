@@ -53,13 +53,13 @@ class ChangesOfRank(StepHook):
         Every rank must call it, at the same point of the script and with the same ``since``. It
         issues no collective and waits for the device.
 
-        The answer has the values at this time, whatever wrote them: steps, edits, loads, or
-        averages that were swapped in and out. Versions form one chain: only changes since the last
-        answer are known. The first answer, and one since any other version, has all elements
+        The result has the current values, whether they come from steps, edits, loads, or averages
+        that were swapped in and out. Only changes since the last result are known. The first
+        result, and a result since any other version, has all elements
         (:attr:`.Changes.is_full`). For several readers, use one sender.
 
         Args:
-            since: ``version`` of the last answer; ``None`` asks for all elements.
+            since: ``version`` of the last result; ``None`` asks for all elements.
             weights: ``"published"`` returns, for parameters with a published form, codes and scales
                 (``..._scale_inv``) of the changed blocks instead of bf16 values, as
                 ``checkpoint.export`` writes them.

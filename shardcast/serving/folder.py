@@ -120,7 +120,7 @@ class FolderSender:
             OSError: an error of the file system, on this rank only. The next call writes all of
                 this rank's elements, and readers continue from that version.
         """
-        # Versions are numbered by the answers, so all ranks ask alike, whatever a disk did.
+        # Results number the versions, so all ranks call it alike, even after an error on a disk.
         changes = told = self._optimizer.changes(self._version, self._weights)
         is_due, is_first = self._sent % self._full_every == 0, self._sent == 0
         if is_due and not is_first:
@@ -155,8 +155,8 @@ class FolderSender:
     def _remove_old(self, full: Changes) -> None:
         """Remove files that no reader needs: this rank's, and on the first one other runs' too.
 
-        Of those only files that were there before this run, of which readers are by now. A later
-        run may have begun while this one still goes on.
+        Of other runs it removes only files that are older than this run, because readers have moved
+        on to this run. A later run may have begun while this one still continues.
         """
         run, _ = _run_of(full.version)
         before = self._began if full.part == 0 and len(self._fulls) > 1 else 0
@@ -255,7 +255,7 @@ class FolderReader:
                 parts = file.parts
         numbers = sorted({*fulls, *nexts})
         complete = [number for number in fulls if len(fulls[number]) == parts]
-        # All elements of a rank are what has changed, too.
+        # A full part of a rank also has all of its changes.
         following = {**fulls.get(last + 1, {}), **nexts.get(last + 1, {})}
         if last and len(following) == parts > 0:
             return [[path] for path in following.values()]

@@ -1,4 +1,4 @@
-"""Process groups for unit tests, of this project and of its users.
+"""Process groups for unit tests.
 
 Three worlds run the same functions ``fn(group, *args)``:
 

@@ -25,8 +25,9 @@ from shardcast.extensions.any_optimizer.muon import update_cost
 from shardcast.extensions.any_optimizer.twins import Samples, TwinParam, Twins, unnoticed
 from shardcast.plan.originals import ELEMENTWISE, OptimizerTraits, ParamGroup, is_known
 
-# Scales of two parameters' gradients, step by step. A norm over both is about that of the larger
-# one, which exceeds any bound in one step and not in another. RAdam starts in its sixth step.
+# Scales of two parameters' gradients, step by step. A norm over both is about the norm of the
+# larger one, which exceeds any bound in one step and not in another. RAdam starts in its sixth
+# step.
 SCALES = ((1.0, 1e-3, 1.0, 30.0) * 2, (1e4, 1.0, 1e-4, 1.0) * 2)
 # Rows, columns and other lengths of parameters. Some classes quantize state of large ones.
 SMALL, LARGE = (6, 4, 3), (160, 128, 1)

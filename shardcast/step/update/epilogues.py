@@ -48,14 +48,14 @@ class UpdateValues(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """A part that is fused behind a rule, constant for the kernel. This base class does nothing.
+    """Code that is fused after a rule, constant for the kernel. This base class does nothing.
 
     Attributes:
         sums: names of the numbers per fragment that it returns. It runs only in measured steps.
         squares: how many of them, from the first on, are sums of squares, returned as roots.
-        compares: whether it reads more than the new master and state. All else in
-            :class:`UpdateValues` is ``None`` unless an epilogue compares, because eagerly it takes
-            passes.
+        compares: whether it reads more than the new master and state. The other values of
+            :class:`UpdateValues` are ``None`` unless an epilogue compares, because they take more
+            passes in eager mode.
         follows: whether it reads only what is published now and before. It keeps its state in
             ``Shard.followed``, which does not start as the masters and is not saved; absent
             gradients need no pass for it.
