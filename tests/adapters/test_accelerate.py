@@ -328,7 +328,7 @@ def test_a_model_of_another_accelerator_is_refused_until_that_one_lets_go() -> N
     model, optimizer = prepared(first)
     second = accelerator_of("bf16")
     anew = torch.optim.AdamW(model.parameters())
-    with pytest.raises(RuntimeError, match=r"end that training first .*free_memory\(model\)"):
+    with pytest.raises(RuntimeError, match=r"end that training first.*free_memory\(model\)"):
         second.prepare(model, anew)
     first.free_memory(model)
     model, optimizer = second.prepare(model, anew)

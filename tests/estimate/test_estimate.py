@@ -130,7 +130,7 @@ def test_the_estimate_and_the_line_of_shard_say_what_is_not_trained_and_stays_fp
     caplog.set_level("INFO", "shardcast")
     nbytes, total, line = adapted()
     assert nbytes == (0 if held else 251_000 * 4)
-    assert ("1.004 MB of parameters that are not trained stay fp32" in line) is not held
+    assert ("1.004 MB of parameters that are not trained stay in fp32" in line) is not held
     none, less, line = adapted(convert_rest=True)
     assert none == 0 and "not trained" not in line
     assert held or total - less == nbytes / 2

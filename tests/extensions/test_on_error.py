@@ -206,7 +206,7 @@ def misuses() -> Iterator[tuple[str, Callable[[Any, Any], None]]]:
             pass
 
     yield "still open; leave it", nested
-    yield "called inside", step_inside
+    yield "leave the block", step_inside
     yield "divisor", divided
     yield "call zero_grad", reduced
 

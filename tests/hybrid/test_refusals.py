@@ -329,7 +329,7 @@ REFUSED: dict[str, Refused] = {
     "ties without a mesh": (
         lambda m: sharded(None, tied=[("one", "two")]),
         ValueError,
-        "tied: expected a mesh beside it",
+        "tied: needs a mesh",
     ),
     "an optimizer of matrices": (
         lambda m: sharded(m, model := placed(m["tp"], one=Shard(0)), torch.optim.Muon([model.one])),

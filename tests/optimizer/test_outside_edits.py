@@ -235,7 +235,7 @@ def test_buffers_that_begin_as_low_precision_parameters_are_warned_of(
     model.ema = ShadowsInBuffers(model.net)
     inner = torch.optim.SGD(model.net.parameters(), lr=0.1)
     shardcast.shard(model, inner, **fields)
-    messages = [str(each.message) for each in recwarn.list if "averages of weights" in str(each)]
+    messages = [str(each.message) for each in recwarn.list if "average of weights" in str(each)]
     assert len(messages) == told
     for message in messages:
         assert "buffer 'ema.aweight' and 5 more" in message and "'net.a.weight'" in message

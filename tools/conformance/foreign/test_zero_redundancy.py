@@ -36,7 +36,7 @@ REFUSED = {  # the words of the error, and the reason
         "sparse and float64 parameters are errors, as it asks, but the second is a TypeError",
     ),
     "test_step_with_kwargs": (
-        "step: expected nothing but a closure, got kwarg=",
+        "step: expected only a closure, got kwarg=",
         "passes an argument of its own through `step`",
     ),
     "Distributed.test_step": (
