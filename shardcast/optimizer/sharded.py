@@ -274,8 +274,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as ``torch.optim.Optimizer.zero_grad`` does.
 
-        Local, except after a backward that failed: then it waits until the other ranks clear
-        theirs, or go on in another way.
+        Local, except after a failed backward: then it waits until the other ranks also clear
+        theirs, or make another collective call.
         """
         self._clip.note(None)
         self._drop_tokens()
@@ -287,9 +287,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank, for all micro-batches of a step except the last.
 
-        ``with optimizer.no_sync(): loss.backward()``. With ``accumulate="sharded"`` gradients are
-        reduced nevertheless. ``step()`` averages over all ranks even if no backward was
-        synchronized, unlike DDP; it warns about that once.
+        ``with optimizer.no_sync(): loss.backward()``. With ``accumulate="sharded"`` every backward
+        is still reduced. Unlike under DDP, ``step()`` averages over all ranks even if no backward
+        ran outside the block; it warns about that once.
 
         Collective: every rank must enter it.
         """
@@ -311,7 +311,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def count(self, tokens: float | Tensor) -> None:
         """Count the tokens of a micro-batch, so that the step uses the mean over all tokens.
 
-        Call it before the backward of every micro-batch, with 0 on a rank without one. The loss
+        Call it before the backward of every micro-batch, with 0 on a rank without a batch. The loss
         must then be a sum over tokens. The total travels with the norm and needs no extra
         collective, except in ``clip_grad_value_``. ``gather_gradients`` shows the sum divided by
         :attr:`divisor`.
@@ -535,7 +535,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Divisor of the sum of gradients over data-parallel ranks; by default their number.
 
         Assign a number, or a 0-dim tensor on the device (the tokens of all ranks), on every rank
-        before the first synchronized backward of a step. ``None`` restores the default.
+        before the first backward of a step outside :meth:`no_sync`. ``None`` restores the default.
         """
         return self._packed.reduce.divisor.value
 
@@ -635,7 +635,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return report_of(self._packed)
 
     def close(self, restore: bool = True) -> None:
-        """End the training: restore the model's own dtype, with the fp32 masters as values.
+        """End training: restore the model's own dtype, with the fp32 masters as values.
 
         Do not use this optimizer afterwards. You can train the model without it, or shard it again.
         Parameters outside the optimizer, and buffers, keep their rounded values.
@@ -652,11 +652,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """torch's state by model parameter, read-only: what every rank knows of it.
+        """Read-only view of torch's state by model parameter, with the values that all ranks know.
 
-        That is ``step`` of the classes of ``torch.optim``: how many steps have updated a parameter.
-        Tensors are sharded, and all else is known to its owners alone, so reading it raises an
-        error on every rank: use :meth:`whole`, or :meth:`owned` for this rank's part.
+        These are ``step`` of the classes of ``torch.optim``: how many steps have updated a
+        parameter. Tensors are sharded, and only owners know all other values, so reading them
+        raises an error on every rank: use :meth:`whole`, or :meth:`owned` for this rank's part.
         :meth:`load_state_dict` replaces the state. Local.
         """
         if self._packed.plain_names is not None:

@@ -612,7 +612,7 @@ def test_an_update_that_needs_more_than_its_element_is_refused_by_name_on_all_ra
     def run(group: Any) -> str:
         model = nn.Linear(8, 8, bias=False)
         before = model.weight.detach().clone()
-        with pytest.raises(ValueError, match=f"offload: .* got {kind.__name__}: the host") as error:
+        with pytest.raises(ValueError, match=f"offload: .* got {kind.__name__}: ") as error:
             shardcast.shard(
                 model, kind(model.parameters(), lr=0.1), process_group=group, offload=True
             )
