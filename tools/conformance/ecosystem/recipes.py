@@ -71,26 +71,26 @@ class Row(NamedTuple):
 
 PREAMBLE = """# Tested scripts
 
-Scripts as their authors write them, run on two gloo processes under DDP, under DDP with bf16
-autocast, and with the change that the README asks for, in fp32 and in bf16. Written by
-`bash launch/test.sh --ecosystem`; with `-k NAME` it writes the rows of a part.
+These scripts are written as their authors write them. Each ran on two gloo processes under DDP,
+under DDP with bf16 autocast, and with the README's change in fp32 and in bf16. `bash
+launch/test.sh --ecosystem` writes this page; with `-k NAME` it writes only some rows.
 
-*fp32* is the largest difference of a weight or buffer from DDP's after some steps. *bf16* is how
-far the weights went astray from DDP's in fp32, as a share of the distance that training moved them;
-*autocast* is the same for DDP under autocast: the noise of bf16 itself. *Refused* is an error on
-every rank that names cause and remedy; *warned* trains, and a warning says what differs. What goes
-wrong without a word is marked **not noticed**.
+*fp32* is the largest difference of a weight or buffer from DDP's after a few steps. *bf16* is the
+distance of the weights from DDP's in fp32, relative to the distance that training moved them.
+*autocast* is the same for DDP under autocast, so it is the noise of bf16 itself. *Refused* means
+that every rank raises an error that names cause and remedy. *Warned* means that the script
+trains, and a warning says what differs. **Not noticed** means a wrong result without a warning.
 """
 
 SHIPPED = """## Loops that packages ship
 
-{count} loops of {packages} packages, run where they are installed: nobody of this project wrote
-them. {equal} equal DDP, {refused} end with an error{rest}. *Changed* is what was replaced in the
-package's source or objects, all of it the README's diff: *optimizer* is one that the package makes
-itself, and that is then given to `shard()`; *clip* is `optimizer.clip_grad_norm_` for torch's.
-Data are drawn, and the nets are small. Where a loop calls methods of a model other than `forward`,
-which DDP has not, gradients of the run next to it are averaged as DDP averages them. Low variants
-run under an autocast around the loop.
+{count} loops of {packages} packages, run from the installed packages; nobody from this project
+wrote them. {equal} equal DDP, {refused} end with an error{rest}. *Changed* is what was replaced
+in the package's source or objects, always as in the README's diff. *Optimizer*: an optimizer that
+the package creates is passed to `shard()`. *Clip*: `optimizer.clip_grad_norm_` replaces torch's
+function. Data are random and nets are small. DDP has no methods besides `forward`; if a loop
+calls others, the run that shardcast is compared with averages gradients as DDP would.
+Low-precision variants run under an autocast around the loop.
 """
 
 

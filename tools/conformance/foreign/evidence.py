@@ -152,9 +152,9 @@ def judge(
 
 PREAMBLE = """# Evidence
 
-These are other libraries' own tests, run on shardcast by `bash launch/test.sh --foreign`. None of
-them is part of this repository. Replacements before a run, such as imports and devices, are listed;
-no assertion is replaced.
+These are other libraries' own tests. `bash launch/test.sh --foreign` runs them on shardcast. None
+of them is part of this repository. Each section lists what is replaced before a run, such as
+imports and devices; no assertion is replaced.
 
 *Passed* means that the whole test passes. *Refused* means an error that names cause and remedy; the
 run checks its words. *Not applicable* means that the test asks for something that shardcast does
