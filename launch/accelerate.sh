@@ -5,7 +5,7 @@
 # Environment:
 #   ACCELERATE_CONFIG  accelerate configuration (default: configs/accelerate/multi_gpu.yaml)
 #   SHARDCAST_CONFIG   shardcast configuration (default: configs/bf16.yaml)
-#   NPROC              processes of all nodes (default: num_processes of ACCELERATE_CONFIG)
+#   NPROC              processes on all nodes (default: num_processes of ACCELERATE_CONFIG)
 #   MACHINE_RANK, MAIN_PROCESS_IP  with multi_node.yaml, on each node
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -5,13 +5,13 @@
 #                    virtual environment or .venv, whichever satisfies them first; otherwise it
 #                    installs into $VENV (default: .venv), creating it with $PYTHON.
 #
-# Where packages come from is left to pip's own settings. On Linux the plain torch wheel brings
-# several GB of CUDA libraries; an index with CPU builds of torch, added to pip's, avoids that.
+# Packages come from the indexes in pip's own settings. On Linux the default torch wheel brings
+# several GB of CUDA libraries; add an index with CPU builds of torch to pip's settings to avoid that.
 
 environment() {
     local extra=$1 venv
     export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-    # matplotlib keeps files at home, and complains where it cannot.
+    # matplotlib keeps files in the home directory, and complains if it cannot write there.
     [[ -w ${HOME:-} ]] || export MPLCONFIGDIR=${MPLCONFIGDIR:-${TMPDIR:-/tmp}/matplotlib-$UID}
     for venv in "${VENV:-}" "${VIRTUAL_ENV:-}" .venv; do
         python=$venv/bin/python
@@ -25,7 +25,7 @@ environment() {
     has_pip "$python" || make_venv "$venv"
     "$python" -m pip install --disable-pip-version-check --progress-bar off --no-compile \
         --constraint constraints.txt --editable ".[$extra]"
-    # On all cores; pip compiles on one. Some files of packages are for another Python.
+    # Compile on all cores; pip uses one. Some packages have files for another Python, which fail.
     "$python" -m compileall -q -j 0 \
         "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null || true
 }
@@ -37,12 +37,12 @@ make_venv() {
     find_python
     echo "creating the virtual environment $1 with $("$found" --version)"
     "$found" -m venv "$1" && return
-    echo "error: $found makes no virtual environments; on Debian and Ubuntu: apt install" \
+    echo "error: $found cannot create virtual environments; on Debian and Ubuntu: apt install" \
         "python3-venv; or name another Python with PYTHON=/path/to/python" >&2
     return 1
 }
 
-# Prints version and path of each Python 3.11 or newer of this machine once, the oldest first.
+# Prints version and path of each Python >= 3.11 on this machine, the oldest first.
 pythons() {
     local name path told='import sys; v = sys.version_info; v >= (3, 11) or sys.exit(1)
 print(*v[:3], sep=".", end=" "); print(sys.executable)'

@@ -5,8 +5,8 @@
 # Environment: PYTHON (default: python or python3, whichever has torch)
 #
 # Needs torch >= 2.11 built for CUDA, accelerate and pytest; no internet, and nothing is installed.
-# matplotlib draws the pictures where it is there. With --dry-run every part runs on the CPU with
-# tiny sizes: it shows that the programs work, its figures mean nothing.
+# Pictures need matplotlib. With --dry-run every part runs on the CPU with tiny sizes. That shows that
+# the programs work; its figures mean nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for python in ${PYTHON:+"$PYTHON"} python python3; do

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Train a small GPT with tensor x pipeline x data parallelism of 2 x 2 x 2 on eight CPU processes
-# and, on the same text, with torch's own optimizer in one process; then draw both losses and how
-# far they are apart. About two minutes on two cores.
+# Train a small GPT with 2 x 2 x 2 tensor, pipeline and data parallelism on eight CPU processes, and
+# on the same text with torch's own optimizer in one process. Then draw both losses and their
+# difference. Takes about two minutes on two cores.
 #
 # Usage: bash launch/hybrid.sh [flags of launch/train_hybrid.py, such as --schedule Interleaved1F1B]
 # Environment: VENV, PYTHON (see environment.sh), OUTPUT

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# On a machine with Python >= 3.11 and nothing else: train a small GPT on the source text of the
-# Python standard library with two CPU processes, first with DDP + autocast, then with shardcast,
-# and compare the two: loss, memory, time, a picture. Each training says after ten steps how long it
-# takes; on two idle cores both end within two minutes, or five where products go by way of fp32.
+# Train a small GPT on the source text of Python's standard library with two CPU processes, first
+# with DDP + autocast, then with shardcast. Compare loss, memory and time, and draw a picture. Needs
+# only Python 3.11 or later. After ten steps each run prints how long it will take. On two idle cores
+# both end within two minutes, or within five if the CPU has no fast bf16 matmul.
 #
 # Usage: bash launch/quickstart.sh [flags of launch/train.py]
 # Environment: VENV, PYTHON (see environment.sh), SHARDCAST_CONFIG, OUTPUT
@@ -20,8 +20,8 @@ train() {
         launch/train.py --device cpu "$@"
 }
 
-printf '\nTwo trainings of one GPT, with equal seeds, on two CPU processes;\n'
-printf 'each says after ten steps how long it takes.\n'
+printf '\nThis trains one GPT twice, with equal seeds, on two CPU processes.\n'
+printf 'After ten steps each run prints how long it will take.\n'
 printf '\n== 1 of 2: DDP + autocast ==\n'
 train --baseline ddp --output "$output/ddp" "$@"
 printf '\n== 2 of 2: shardcast ==\n'

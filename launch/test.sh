@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set up a virtual environment where there is none, then check style, types and behavior; without
-# arguments also that the site builds (launch/docs.sh).
+# Check style, types and behavior, after setting up a virtual environment if there is none. Without
+# arguments, also build the site (launch/docs.sh).
 #
 # Usage: bash launch/test.sh [arguments of pytest]
 #        bash launch/test.sh --lint
@@ -13,27 +13,26 @@
 #
 # With --lint: only ruff and mypy, as pre-commit and CI run them.
 #
-# With --torch: only the tests, with this torch on $PYTHON (or the first Python that is found), in
+# With --torch: run only the tests, with this torch on $PYTHON (or the first Python found), in
 # .venv-torch-VERSION.
 #
-# With --versions: run the tests with the oldest torch that is supported on the oldest Python of this
-# machine, and with the newest one known on the newest, where privates of torch differ most; there with
-# Triton, which tests of generated kernels need. Those of adapters run with the oldest Accelerate,
-# transformers and Lightning. Each has a .venv-torch-* or .venv-frameworks of its own, 6 GB.
+# With --versions: run the tests with the oldest supported torch on this machine's oldest Python, and
+# with the newest torch on its newest Python, also with Triton for the tests of generated kernels. Run
+# the adapters' tests with the oldest Accelerate, transformers and Lightning. Each run has its own
+# .venv-torch-* or .venv-frameworks (6 GB).
 #
-# With --ecosystem: train with scripts of third-party packages beside DDP, in .venv-ecosystem or
-# $VENV of its own (3 GB), and write what was run into docs/tested-scripts.md. -k NAME for a part,
-# -k shipped for the loops that packages ship. nanoGPT's published loss is among them where DIR has
-# its files, see --foreign.
+# With --ecosystem: compare scripts of third-party packages with DDP, in .venv-ecosystem or $VENV
+# (3 GB), and write the results to docs/tested-scripts.md. -k NAME runs a part, -k shipped the loops
+# that packages ship. They include nanoGPT's published loss if DIR has its files, see --foreign.
 #
-# With --foreign: run the tests that others wrote for their libraries, and write docs/evidence.md. In
-# .venv-foreign or $VENV of its own (3 GB). Files that no installed package has are taken from DIR,
-# one folder for each repository that docs/evidence.md names, at the commit that it names; their
-# tests are skipped where it is not there, and keep their rows.
+# With --foreign: run other libraries' own tests, in .venv-foreign or $VENV (3 GB), and write
+# docs/evidence.md. Files that no installed package has come from DIR, which has one folder for each
+# repository in docs/evidence.md, at the commit given there. If a folder is missing, its tests are
+# skipped and keep their rows.
 #
-# With --nightly: run what a pull request does not wait for, and print one table. The parts are
-# tests (whole sweeps, other random stories), versions, machines (tools/machines.sh), ecosystem and
-# foreign; all by default. Logs are in nightly-report/. STORIES_SEED repeats the stories of a night.
+# With --nightly: run the parts that a pull request does not wait for, and print one table. The parts
+# are tests (whole sweeps, new random stories), versions, machines (tools/machines.sh), ecosystem and
+# foreign; the default is all. Logs are in nightly-report/. STORIES_SEED repeats a night's stories.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
@@ -56,7 +55,7 @@ if [[ ${1:-} == --nightly ]]; then
         versions) command=(bash launch/test.sh --versions) ;;
         machines) command=(bash tools/machines.sh) ;;
         ecosystem | foreign) command=(bash launch/test.sh "--$part" "${sources[@]}") ;;
-        *) echo "error: $part is no part of the nightly run" >&2 && exit 2 ;;
+        *) echo "error: $part is not a part of the nightly run" >&2 && exit 2 ;;
         esac
         echo "== $part: ${command[*]} =="
         start=$SECONDS outcome=ok log=nightly-report/$part.log
@@ -69,7 +68,7 @@ if [[ ${1:-} == --nightly ]]; then
         "|---|---|---|---:|" "${rows[@]}"
     exit "$failed"
 fi
-# run_with VENV PYTHON TESTS REQUIREMENT...  tests in an environment of its own; notes it if they fail.
+# run_with VENV PYTHON TESTS REQUIREMENT...  runs tests in their own environment, and notes a failure.
 run_with() {
     local venv=$1 python=$1/bin/python found=$2 tests=$3 wanted
     shift 3
@@ -77,7 +76,7 @@ run_with() {
     if [[ $(cat "$venv/wanted" 2>/dev/null) != "$wanted" ]]; then
         rm -rf "$venv"
         "$found" -m venv "$venv"
-        # Beside another torch all else is as ever; frameworks choose what they are with.
+        # With another torch all other versions stay; frameworks choose their own dependencies.
         local pinned=()
         if [[ $1 == torch==* && $* != *accelerate* ]]; then
             grep --invert-match --extended-regexp "^(setuptools|torch)==" \
@@ -142,7 +141,7 @@ if [[ ${1:-} == --foreign ]]; then
     export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     exec "$python" -m pytest tools/conformance/foreign --evidence docs/evidence.md "$@"
 fi
-# The site is built meanwhile, in an environment of its own.
+# The site is built at the same time, in its own environment.
 site=
 (($#)) || { bash launch/docs.sh & site=$!; }
 environment test
@@ -152,5 +151,5 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the tests start several processes
 "$python" -m ruff format --check .
 "$python" -m mypy --strict shardcast
 [[ ${1:-} != --lint ]] || exit 0
-[[ -z $site ]] || wait "$site" || { echo "error: no site was built, see above" >&2 && exit 1; }
+[[ -z $site ]] || wait "$site" || { echo "error: the site was not built, see above" >&2 && exit 1; }
 "$python" -m pytest --numprocesses=auto "$@"

@@ -5,10 +5,10 @@
 # Environment:
 #   NPROC             processes per node: a number, gpu, cpu or auto (default: gpu)
 #   NNODES            number of nodes (default: 1); more need RDZV_ENDPOINT
-#   RDZV_ENDPOINT     host:port of one node, the same on all
-#   RDZV_ID           name of the job, the same on all (default: shardcast)
-#   MAX_RESTARTS      starts after a failure (default: 0); with --checkpoint-dir training goes on
-#                     from the newest committed checkpoint, also with fewer nodes (NNODES=1:4)
+#   RDZV_ENDPOINT     host:port of one node, equal on all nodes
+#   RDZV_ID           name of the job, equal on all nodes (default: shardcast)
+#   MAX_RESTARTS      restarts after a failure (default: 0); with --checkpoint-dir training continues
+#                     from the newest checkpoint, also on fewer nodes (NNODES=1:4)
 #   SHARDCAST_CONFIG  shardcast configuration (default: configs/bf16.yaml)
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 PREAMBLE = """# Tested scripts
 
-These scripts are written as their authors write them. Each ran on two gloo processes under DDP,
+These scripts are written as their authors would write them. Each ran on two gloo processes under DDP,
 under DDP with bf16 autocast, and with the README's change in fp32 and in bf16. `bash
 launch/test.sh --ecosystem` writes this page; with `-k NAME` it writes only some rows.
 
