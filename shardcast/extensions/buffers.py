@@ -169,9 +169,9 @@ class Buffers(StepHook):
         if new:
             names = ", ".join(map(repr, new))
             warn_first(
-                f"broadcast_buffers: {names} was created after the model was sharded, so it is "
-                "not broadcast: register it before shardcast.shard, or keep it equal yourself "
-                f"and leave it out, broadcast_buffers=({new[0]!r},)"
+                f"broadcast_buffers: {names} did not exist when the model was sharded, so each "
+                "rank keeps its own values: register buffers before shardcast.shard, or keep "
+                f"them equal yourself and leave them out, broadcast_buffers=({new[0]!r},)"
             )
 
     def _is_left_out(self, name: str) -> bool:

@@ -251,7 +251,7 @@ def test_a_buffer_that_comes_into_being_later_is_named():
         optimizer.step()
         optimizer.step()
 
-    with pytest.warns(UserWarning, match="broadcast_buffers: 'later', 'norm.more' came") as caught:
+    with pytest.warns(UserWarning, match="broadcast_buffers: 'later', 'norm.more' did") as caught:
         threaded_world(2, run)
     assert len([each for each in caught if "'norm.more'" in str(each.message)]) == 1
 

@@ -58,7 +58,7 @@ def test_a_rank_that_does_one_thing_more_is_told_what_it_waited_for(gloo: Spawne
     waited = "in an all-to-all of pack 4 ('blocks.1.proj.weight' and 3 more), after 2 steps"
     assert told.startswith(f"rank 1 of 2 waited for the other ranks {waited}, and the process")
     assert "imed out" in told, "gloo's own words are kept"
-    for cause in ("one more batch, two steps", "ended", "/troubleshooting.md"):
+    for cause in ("one more batch, two steps", "exited", "/troubleshooting.md"):
         assert cause in told
 
 

@@ -71,8 +71,8 @@ class Row(NamedTuple):
 
 PREAMBLE = """# Tested scripts
 
-These scripts are written as their authors would write them. Each ran on two gloo processes under DDP,
-under DDP with bf16 autocast, and with the README's change in fp32 and in bf16. `bash
+These scripts are written as their authors would write them. Each ran on two gloo processes under
+DDP, under DDP with bf16 autocast, and with the README's change in fp32 and in bf16. `bash
 launch/test.sh --ecosystem` writes this page; with `-k NAME` it writes only some rows.
 
 *fp32* is the largest difference of a weight or buffer from DDP's after a few steps. *bf16* is the
