@@ -6,6 +6,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from late import Late
 from storages import settle
 
+from shardcast.extensions import offload
 from shardcast.optimizer import setup
 from shardcast.testing import SpawnedWorld, spawn_world
 
@@ -44,6 +47,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of ``offload`` on a CPU are as late as permitted, or by chance at any time before."""
+    bus, of_device = Late(random.Random(0)), offload.copies_of
+    monkeypatch.setattr(
+        offload, "copies_of", lambda device: bus if device.type == "cpu" else of_device(device)
+    )
 
 
 @pytest.fixture

@@ -29,6 +29,11 @@ def few_objects() -> None:
     settle(None)
 
 
+@pytest.fixture
+def late_copies() -> None:
+    """Copies are made at once, as late ones keep what they copy."""
+
+
 def wide(numel: int = 64) -> nn.Module:
     """Two thirds of a million elements in twelve parameters."""
     return nn.Sequential(

@@ -80,13 +80,14 @@ AXES = {
     "mesh": [*MESHES],
     "kind": [*CLASSES],
     "option": [*OPTIONS],
+    "home": ["device", "host"],
 }
 
 
-def fits(_door: str, form: str, mesh: str, kind: str, option: str) -> bool:
+def fits(_door: str, form: str, mesh: str, kind: str, option: str, home: str) -> bool:
     """Return whether ``shard()`` takes these together."""
     if kind in ("Muon", "Adafactor") and (
-        form in ("split16", *LOW) or mesh in ("even", "tensor-parallel")
+        form in ("split16", *LOW) or mesh in ("even", "tensor-parallel") or home == "host"
     ):
         return False
     return not (option == "published" and form in ("fp32", "split16"))
@@ -210,6 +211,7 @@ class Run:
         self.plain = build(self.params)
         options = {**FORMS[case["form"]], **OPTIONS[case["option"]], **more}
         options |= {"mesh": mesh} if "tp" in shape else {}
+        options["offload"] = case["home"] == "host"
         self.optimizer = shardcast.shard(
             model, build(dict(model.named_parameters())), fuse="eager", pack_params=3, **options
         )

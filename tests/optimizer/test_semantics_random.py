@@ -66,6 +66,7 @@ class Interleavings(RuleBasedStateMachine):
         averages=st.booleans(),
         metrics=st.booleans(),
         split=st.booleans(),
+        offload=st.booleans(),
     )
     def begin(
         self,
@@ -80,8 +81,10 @@ class Interleavings(RuleBasedStateMachine):
         averages: bool,
         metrics: bool,
         split: bool,
+        offload: bool,
     ) -> None:
         fields = {
+            "offload": offload,
             "partition": self.partition,
             "accumulate": self.accumulate,
             "pack_params": packs,

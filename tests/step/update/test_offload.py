@@ -1,13 +1,10 @@
 """Masters that are updated on the host: the bits of an update on the device, and what orders it.
 
-Copies between the host and a pretended device are as late as their events permit. What is read
-before its event was waited for is NaN, and so is a mean that was changed while it went down; what
-is written while it goes up is an error. STORIES_SEED, a number, draws other stories.
+Every test with ``offload`` has the copies of ``late.py``, also the random ones of other options.
 """
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairwise import seeds
+from late import Late
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,7 +26,6 @@ from shardcast.step.sync.sync import Sync
 from shardcast.testing import threaded_world
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
-STORIES = 16
 
 
 class Lion(torch.optim.Optimizer):
@@ -74,51 +70,9 @@ class Noisy(Lion):
 Kind = Callable[[Any], torch.optim.Optimizer]
 KINDS: dict[str, Kind] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
-    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
     "Lion": lambda params: Lion(params, lr=0.01),
 }
-FUSED = ("AdamW", "SGD")
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"keep_fp32": "norms"},
-    {"max_grad_norm": 0.05},
-    {"overlap_sync": True},
-    {"averages": {"ema": 0.75}},
-    {"metrics": 2},
-    {"changes": True},
-    {"partition": "whole"},
-    {"accumulate": "sharded"},
-    {"replica_check": 1},
-    {"shard_ranks": 1},
-    {"param_dtype": "fp16"},
-    {"param_dtype": "fp32"},
-    {"published": {"mxfp8": "up.weight"}},
-    {"master": "split16"},
-    {"moments": "bf16"},
-    {"moments": "int8", "master": "split16"},
-]
-OF_RULES = ("master", "moments")
-ACTS = [
-    *["step"] * 3,
-    "edit",
-    "edit and undo",
-    "skip",
-    "clip",
-    "two backwards",
-    "no_sync",
-    "again",
-    "edit gradients",
-    "owned",
-    "whole",
-    "state_dict",
-    "load weights",
-    "averaged",
-    "sleep",
-    "freeze",
-]
 
 
 class Model(nn.Module):
@@ -132,15 +86,11 @@ class Model(nn.Module):
         return self.down(self.norm(self.up(x.to(self.up.weight.dtype)).float()).to(x.dtype))
 
 
-def built(group: Any, kind: Kind, several: bool = False, **fields: Any) -> tuple[Model, Any]:
+def built(group: Any, kind: Kind, **fields: Any) -> tuple[Model, Any]:
     torch.manual_seed(0)
     model = Model()
-    params = [*model.parameters()]
-    given: Any = kind(params)
-    if several:
-        given = [kind(params[:3]), torch.optim.AdamW(params[3:], lr=0.02)]
     fields = {"pack_params": 1, "fuse": "eager", "process_group": group, **fields}
-    return model, shardcast.shard(model, given, **fields)
+    return model, shardcast.shard(model, kind(model.parameters()), **fields)
 
 
 def backward(model: Model, optimizer: Any, rank: int, number: int) -> None:
@@ -150,111 +100,6 @@ def backward(model: Model, optimizer: Any, rank: int, number: int) -> None:
     with torch.autocast("cpu", enabled=False):
         loss = model(x).float().square().mean()
     optimizer.scale_loss(loss).backward()
-
-
-# -- stories ------------------------------------------------------------------------------------
-
-
-def act(name: str, model: Model, optimizer: Any, rank: int, number: int) -> Any:
-    """One step of a story, and what can be seen of it."""
-    low = model.up.weight
-    seen = None
-    if name == "edit":
-        with torch.no_grad():
-            low[1:3] *= 1.5
-            model.norm.weight.add_(0.125)
-            model.down.bias[0] = -0.0
-    elif name == "edit and undo":
-        with torch.no_grad():
-            before = low.detach().clone()
-            low.zero_()
-            seen = optimizer.digest()
-            low.copy_(before)
-    elif name == "averaged" and optimizer.config.averages:
-        with optimizer.averaged("ema"):
-            seen = low.detach().clone(), optimizer.digest()
-    elif name == "sleep":
-        optimizer.sleep()
-        optimizer.wake()
-    elif name == "state_dict":
-        optimizer.load_state_dict(optimizer.state_dict())
-        seen = optimizer.state_dict()["state"][0]
-    elif name == "load weights":
-        weights = {key: value.float() * 1.25 for key, value in model.state_dict().items()}
-        model.load_state_dict(weights)
-    elif name == "freeze":
-        model.down.bias.requires_grad_(not model.down.bias.requires_grad)
-    if name == "no_sync":
-        with optimizer.no_sync():
-            backward(model, optimizer, rank, number + 500)
-    backward(model, optimizer, rank, number)
-    if name == "two backwards" and optimizer.config.accumulate == "local":
-        backward(model, optimizer, rank, number + 700)
-    elif name == "skip":
-        model.down.weight.grad = torch.full_like(model.down.weight, torch.inf)
-    elif name == "clip":
-        seen = optimizer.clip_grad_norm_(0.03)
-    elif name == "edit gradients":
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad.mul_(0.5)
-    elif name == "owned":
-        with optimizer.owned() as parts:
-            for part in parts:
-                part.master.mul_(0.75)
-                if part.grad is not None:
-                    part.grad.add_(0.01)
-                for key in part.state:
-                    part.state[key].mul_(0.5)
-    elif name == "whole":
-        with optimizer.whole("up.*") as params:
-            for each in params.values():
-                each.master[0] = 0.5
-    if name in ("owned", "whole"):  # and what the model has of it, before the update
-        seen = seen, [param.detach().clone() for param in model.parameters()]
-    optimizer.step()
-    if name == "again":  # by the same gradients
-        optimizer.step()
-    if optimizer.config.metrics and number > 1:
-        seen = seen, optimizer.metrics()
-    if optimizer.config.changes and number % 2:
-        told = optimizer.changes()
-        seen = seen, [(patch.name, patch.values) for patch in told.patches]
-    optimizer.zero_grad()
-    return seen
-
-
-def told(
-    group: Any, kind: Kind, fields: dict[str, Any], acts: list[str], several: bool
-) -> list[Any]:
-    rank = 0 if group is None else group.rank()
-    model, optimizer = built(group, kind, several, **fields)
-    seen: list[Any] = []
-    for number, name in enumerate(acts):
-        seen.append(act(name, model, optimizer, rank, number))
-        optimizer.wait_sync()
-        seen.append([param.detach().clone() for param in model.parameters()])
-        seen.append((optimizer.digest(), optimizer.last_step_skipped, optimizer.grad_norm))
-    optimizer.close()
-    return [*seen, [param.detach().clone() for param in model.parameters()]]
-
-
-def drawn(seed: int) -> tuple[int, str, dict[str, Any], list[str], bool]:
-    chance = random.Random(seed)
-    kind = chance.choice([*KINDS])
-    fields = dict(chance.choice(OPTIONS))
-    for key, value in chance.choice(OPTIONS).items():
-        fields.setdefault(key, value)
-    if fields.get("param_dtype", "bf16") != "bf16":
-        for key in ("master", "published"):
-            fields.pop(key, None)
-    if kind not in FUSED:
-        for key in OF_RULES:
-            fields.pop(key, None)
-    if "changes" in fields and "published" in fields:
-        fields.pop("changes")
-    acts = [chance.choice(ACTS) for _ in range(8)]
-    return chance.choice((1, 2, 3)), kind, fields, acts, chance.random() < 0.3
 
 
 def world(size: int, run: Callable[..., Any], *args: Any) -> list[Any]:
@@ -281,83 +126,7 @@ def same(one: Any, other: Any, where: str) -> None:
         assert one == other, where
 
 
-@pytest.mark.parametrize("seed", seeds(STORIES))
-def test_a_story_has_the_bits_that_it_has_without_offload(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-):
-    size, kind, fields, acts, several = drawn(seed)
-    several = several and kind in FUSED
-    expected = world(size, told, KINDS[kind], fields, acts, several)
-    bus = Late(random.Random(seed))
-    monkeypatch.setattr(offload, "copies_of", lambda _device: bus)
-    found = world(size, told, KINDS[kind], {**fields, "offload": True}, acts, several)
-    bus.finish()
-    same(found, expected, f"{size} ranks, {kind}, {fields}, {acts}")
-
-
 # -- order and lifetime -------------------------------------------------------------------------
-
-
-class Pending:
-    """A copy that is made when its event is waited for, or earlier."""
-
-    def __init__(self, bus: Late, make: Callable[[], None]) -> None:
-        self.bus, self.make, self.done = bus, make, False
-
-    def synchronize(self) -> None:
-        queue = self.bus.queue
-        while not self.done:  # copies of one stream are made in order
-            first = queue.pop(0)
-            first.make()
-            first.done = True
-
-
-class Late(offload.Copies):
-    """Copies of a pretended device: as late as permitted, or by chance at any time before."""
-
-    def __init__(self, chance: random.Random | None = None) -> None:
-        self.chance, self.own = chance, threading.local()
-        self.went_down = self.went_up = 0
-
-    @property
-    def queue(self) -> list[Pending]:
-        """Of a rank, which is a thread."""
-        if not hasattr(self.own, "queue"):
-            self.own.queue = []
-        return self.own.queue
-
-    def issue(self, make: Callable[[], None]) -> Pending:
-        self.queue.append(copy := Pending(self, make))
-        if self.chance is not None and self.chance.random() < 0.3:
-            copy.synchronize()
-        return copy
-
-    def down(self, host: Tensor, values: Tensor) -> Pending:
-        self.went_down += values.nbytes
-        before = values.detach().clone()
-        host.fill_(torch.nan)
-
-        def make() -> None:
-            torn = not torch.equal(before.view(torch.uint8), values.detach().view(torch.uint8))
-            host.fill_(torch.nan) if torn else host.copy_(before)
-
-        return self.issue(make)
-
-    def up(self, values: Tensor, host: Tensor) -> Pending:
-        self.went_up += host.nbytes
-        values.copy_(host)
-        before = host.clone()
-
-        def make() -> None:
-            now = host.view(torch.uint8)
-            assert torch.equal(before.view(torch.uint8), now), "written while it went up"
-
-        return self.issue(make)
-
-    def finish(self) -> None:
-        """Make what this thread has left."""
-        if self.queue:
-            self.queue[-1].synchronize()
 
 
 @pytest.fixture

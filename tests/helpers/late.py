@@ -1,0 +1,73 @@
+"""Copies between the host and a pretended device, each as late as its event permits.
+
+What is read before its event was waited for is NaN, and so is a mean that was changed while it went
+down; what is written while it goes up is an error.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardcast.extensions import offload
+
+
+class Pending:
+    """A copy that is made when its event is waited for, or earlier."""
+
+    def __init__(self, bus: Late, make: Callable[[], None]) -> None:
+        self.bus, self.make, self.done = bus, make, False
+
+    def synchronize(self) -> None:
+        queue = self.bus.queue
+        while not self.done:  # copies of one stream are made in order
+            first = queue.pop(0)
+            first.make()
+            first.done = True
+
+
+class Late(offload.Copies):
+    """Copies of a pretended device: as late as permitted, or by chance at any time before."""
+
+    def __init__(self, chance: random.Random | None = None) -> None:
+        self.chance, self.own = chance, threading.local()
+        self.went_down = self.went_up = 0
+
+    @property
+    def queue(self) -> list[Pending]:
+        """Of a rank, which is a thread."""
+        if not hasattr(self.own, "queue"):
+            self.own.queue = []
+        return self.own.queue
+
+    def issue(self, make: Callable[[], None]) -> Pending:
+        self.queue.append(copy := Pending(self, make))
+        if self.chance is not None and self.chance.random() < 0.3:
+            copy.synchronize()
+        return copy
+
+    def down(self, host: Tensor, values: Tensor) -> Pending:
+        self.went_down += values.nbytes
+        before = values.detach().clone()
+        host.fill_(torch.nan)
+
+        def make() -> None:
+            torn = not torch.equal(before.view(torch.uint8), values.detach().view(torch.uint8))
+            host.fill_(torch.nan) if torn else host.copy_(before)
+
+        return self.issue(make)
+
+    def up(self, values: Tensor, host: Tensor) -> Pending:
+        self.went_up += host.nbytes
+        values.copy_(host)
+        before = host.clone()
+
+        def make() -> None:
+            now = host.view(torch.uint8)
+            assert torch.equal(before.view(torch.uint8), now), "written while it went up"
+
+        return self.issue(make)
