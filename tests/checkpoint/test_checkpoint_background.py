@@ -214,19 +214,23 @@ def test_rank_0_gives_up_on_a_rank_that_says_nothing(
 
 
 def begin_and_end(folder: Path) -> None:
+    ends = threading.Event()
+
     def slow(point: str, path: str) -> None:
         if point == "create" and path.endswith(".distcp"):
+            ends.wait()
             time.sleep(0.5)
 
     watch(pytest.MonkeyPatch(), slow)
     assert not save_async(folder, *job(), step=1).done()
+    ends.set()
 
 
 def test_a_process_that_ends_waits_for_its_save(tmp_path: Path):
     """A forked one ends as others do: with the interpreter's wait for threads."""
     process = multiprocessing.get_context("fork").Process(target=begin_and_end, args=(tmp_path,))
     process.start()
-    process.join(50)
+    process.join(100)
     assert process.exitcode == 0
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000000001"
 

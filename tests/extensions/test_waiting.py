@@ -35,17 +35,22 @@ BF16 = torch.bfloat16
 CPU = torch.device("cpu")
 
 
+def limit(group: Any, seconds: float) -> None:
+    """Give collectives a short time limit, from when all ranks come here."""
+    dist.barrier(group)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def one_more(group: Any) -> str | None:
     """What rank 1 is told of one more batch after two steps; rank 0 just returns."""
-    # Long enough for a busy machine to set up, short enough for a test.
-    with_limit: Any = dist.new_group(timeout=timedelta(seconds=5))
-    model = CASES["gpt"].build()
-    optimizer = sharded(model, with_limit, param_dtype=BF16, autocast=False, pack_params=6)
-    for step in range(2):
-        CASES["gpt"].loss(model, CASES["gpt"].batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    dist.barrier(with_limit)
+    for of in (group, dist.new_group(timeout=timedelta(seconds=5))):  # first without hurry
+        model = CASES["gpt"].build()
+        optimizer = sharded(model, of, param_dtype=BF16, autocast=False, pack_params=6)
+        dist.barrier(group)
+        for step in range(2):
+            CASES["gpt"].loss(model, CASES["gpt"].batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     if group.rank() == 0:
         return None
     with pytest.raises(RuntimeError) as raised:
@@ -158,11 +163,8 @@ def telling(patience: float) -> Iterator[list[str]]:
 
 def until(done: Callable[[], object]) -> None:
     """Wait for what another rank, or another thread, does."""
-    for _ in range(3000):
-        if done():
-            return
+    while not done():  # the time limit of the test ends it
         time.sleep(0.01)
-    raise TimeoutError("it never came")
 
 
 def averaged(optimizer: Any) -> None:
@@ -224,7 +226,8 @@ def test_a_rank_that_waits_for_long_says_in_which_call_and_where_the_other_is(
 
 def leaves_out_a_step(group: Any, size: int, clears: bool, goes_on: bool) -> str:
     """The error of a rank, of which rank 1 alone leaves out the second step."""
-    with_limit: Any = dist.new_group([*range(size)], timeout=timedelta(seconds=5))
+    with_limit: Any = dist.new_group([*range(size)])
+    store = dist.distributed_c10d._get_default_store()
     if group.rank() >= size:
         return ""
     with telling(0.4):
@@ -233,16 +236,19 @@ def leaves_out_a_step(group: Any, size: int, clears: bool, goes_on: bool) -> str
         try:
             for step in range(3):
                 CASES["mlp"].loss(model, CASES["mlp"].batch(step)).backward()
+                if step == 1:  # what follows is to time out
+                    limit(with_limit, 3.0)
                 if step == 1 and group.rank() == 1:
                     if clears:
                         optimizer.zero_grad()
                     if not goes_on:
-                        time.sleep(7)  # it evaluates, say, until the others have given up
+                        until(lambda: store.check(["given up"]))  # it evaluates, say
                         return ""
                     continue
                 optimizer.step()
                 optimizer.zero_grad()
         except RuntimeError as error:
+            store.set("given up", "")
             return str(error)
         finally:
             with contextlib.suppress(RuntimeError):
@@ -267,7 +273,7 @@ def test_a_step_that_one_rank_leaves_out_is_named_with_what_that_rank_did_last(
         assert "in step at test_waiting.py:" in known
         last = "backward" if goes_on else "no call of shardcast"
         assert f"rank 1: in {last} at test_waiting.py:" in known
-        assert goes_on or "`time.sleep(7)" in known
+        assert goes_on or "`time.sleep(0.01)`" in known
 
 
 def late_thread(group: Any, messages: list[str], known: bool) -> None:

@@ -85,7 +85,7 @@ SEVERAL = (
 import time
 
 def ended():
-    for _ in range(400):
+    for _ in range(2000):
         if any(thread.name == "shardcast waiting" for thread in threading.enumerate()):
             time.sleep(0.05)
     return changed()
