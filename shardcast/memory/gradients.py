@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,6 @@ class Act(Enum):
     CLEARED = "dropped before another backward of the step"
     ASSIGNED = "replaced before another backward of the step"
     GONE = "dropped after the reduction that the coming step uses"
-    QUIET = "given a gradient by a backward that sends nothing, upon a mean of the same step"
 
 
 class Gradients:
@@ -56,11 +56,14 @@ class Gradients:
         whole: whether the own span is the whole pack.
         owned: per slot, whether part of it lies in the own span.
         has: slots for which this rank's gradient is part of the mean.
-        additions: per slot, number of gradients accumulated since it was sent or cleared.
-        shown: slots whose ``.grad`` shows the mean, unless a script changed it afterwards.
+        additions: per slot, number of gradients that earlier backwards accumulated since it was
+            sent or cleared.
+        arrived: slots that got a gradient in the running backward, and how many, the last one last.
+        shown: slots whose ``.grad`` shows the mean, unless a script changed it afterwards, or they
+            are in ``arrived``.
         adds: slots to whose mean the next reduction adds.
-        aside: slots whose mean made room for a gradient of this rank, the last one last, with a
-            weak reference to that gradient after its backward has ended.
+        held: gradients of this rank that the next reduction adds to a mean that ``.grad`` shows,
+            after a backward that failed or sent nothing; for a DTensor, DTensors.
         acts: what a script did to means since the last step.
         used: whether a step has used the mean.
         in_flight: whether the pack is being sent, so that the mean must not be edited.
@@ -95,10 +98,11 @@ class Gradients:
         # The last shown views; weak references, because a script may keep one.
         self._views: list[Callable[[], Tensor | None]] = [nothing] * len(slots)
         self.additions = [0] * len(slots)
+        self.arrived: dict[int, int] = {}
         self.has: set[int] = set()
         self.shown: set[int] = set()
         self.adds: set[int] = set()
-        self.aside: dict[int, Callable[[], Tensor | None] | None] = {}
+        self.held: dict[int, Any] = {}
         self.acts: dict[int, Act] = {}
         self.used = self.in_flight = False
         self.holders: Tensor | None = None
@@ -136,13 +140,13 @@ class Gradients:
                 grad.nbytes
                 for n, grad in enumerate(grads)
                 if grad is not None and not self.holds(n, grad)
-            )
+            ) + sum(_compat.local_tensor(grad).nbytes for grad in self.held.values())
         return sum(held.values()) + local
 
     @property
     def is_clear(self) -> bool:
         """Return whether no ``.grad`` shows a mean or will be added to one."""
-        return not self.shown and not self.aside
+        return not self.shown
 
     def part(self, position: int) -> Tensor:
         """Return one slot's part of the mean."""
@@ -168,13 +172,15 @@ class Gradients:
         """Return one slot's part, for a script that is about to edit it.
 
         Raises:
-            RuntimeError: the pack is being sent, for example after a failed backward.
+            RuntimeError: the pack is being sent, for example after a failed backward, or the mean
+                is only a part of the gradient.
         """
-        if self.in_flight:
+        if self.in_flight or position in self.held:
             raise RuntimeError(
                 f"backward: .grad of {self.pack.layout.slots[position].name!r} was edited or "
-                "zeroed in place after a failed backward had sent it: call "
-                "optimizer.zero_grad() after such a backward, or set every .grad to None"
+                "zeroed in place while a part of it was not in the mean yet, after a failed "
+                "backward, or one inside no_sync() before zero_grad(): call optimizer.zero_grad() "
+                "first, or set every .grad to None"
             )
         self._before_edit()
         self.adds.add(position)
@@ -191,7 +197,6 @@ class Gradients:
         """Zero the mean of one slot: a gradient stays present, with nothing to add to."""
         self.edited(position).zero_()
         self.adds.discard(position)
-        self._undo_quiet(position)
 
     def own_mean(self) -> Tensor | None:
         """Prepare ``own`` for a reduction; return it in fp32 if the reduction adds to it."""
@@ -289,9 +294,12 @@ class Gradients:
         return grad.data_ptr() == data.data_ptr() + offset * data.element_size() or not grad.numel()
 
     def show(self, position: int) -> None:
-        """Set ``.grad`` to the mean: a view if this rank has all of it, otherwise a stand-in."""
+        """Set ``.grad`` to the mean: a view if this rank has all of it, otherwise a stand-in.
+
+        If the mean is only a part of the gradient, ``.grad`` is a stand-in, too.
+        """
         self.shown.add(position)
-        if self.whole and not self.in_flight:
+        if self.whole and not self.in_flight and position not in self.held:
             self._show_view(position, self.own)
             return
         param, held = self.pack.params[position], self._stand_ins[position]
@@ -331,36 +339,6 @@ class Gradients:
         if last is not None and self._full is None:
             last.data = last.detach().clone()
 
-    def take(self, position: int, is_quiet: bool) -> None:
-        """Make room for a gradient that autograd is about to accumulate.
-
-        Args:
-            is_quiet: the backward sends nothing.
-        """
-        param = self.pack.params[position]
-        if self.given(position) is None and param.grad is not None:
-            param.grad = None  # the mean stays, and the gradient is added to it
-            self.shown.discard(position)
-            self.aside[position] = None
-            if is_quiet and position in self.adds and not self.used:
-                self.acts[position] = Act.QUIET
-
-    def give_back(self) -> int | None:
-        """Show a mean again if the gradient for which it made room never came; return its slot.
-
-        A script's hook may raise between :meth:`take` and the gradient.
-        """
-        position = next(reversed(self.aside), None)
-        if position is None or self.aside[position] is not None:
-            return None
-        if self.pack.params[position].grad is not None:
-            return None
-        del self.aside[position]
-        self.additions[position] -= 1
-        self._undo_quiet(position)
-        self.show(position)
-        return position
-
     def given(self, position: int) -> Tensor | None:
         """Return the ``.grad`` that is this rank's own; note what a script did to the mean.
 
@@ -369,17 +347,14 @@ class Gradients:
         """
         grad = self.pack.params[position].grad
         if grad is None:
-            if position in self.shown or position in self.aside:
+            if position in self.shown:
                 self._drop(position, Act.CLEARED)
             return None
-        if position in self.aside:
-            known = self.aside[position]
-            if known is not None and known() is not grad:
+        if position not in self.arrived:
+            if self.holds(position, grad):
+                return None
+            if position in self.shown:
                 self._drop(position, Act.ASSIGNED)
-        elif self.holds(position, grad):
-            return None
-        elif position in self.shown:
-            self._drop(position, Act.ASSIGNED)
         return grad if self._accepts(position, grad) else None
 
     def _accepts(self, position: int, grad: Tensor) -> bool:
@@ -400,16 +375,94 @@ class Gradients:
 
     def _drop(self, position: int, act: Act | None = None) -> None:
         """Drop the mean of one slot, because of a script's act."""
-        self._undo_quiet(position)
         if act is not None and position in self.adds and not self.used:
             self.acts[position] = act
         for positions in (self.shown, self.adds, self.has):
             positions.discard(position)
-        self.aside.pop(position, None)
+        self.held.pop(position, None)
 
-    def _undo_quiet(self, position: int) -> None:
-        if self.acts.get(position) is Act.QUIET:
-            del self.acts[position]
+    # -- a backward -----------------------------------------------------------------------------
+
+    def begin(self, sends: bool) -> None:
+        """Begin to accumulate.
+
+        Args:
+            sends: a reduction follows, not a backward on this rank alone.
+        """
+        self.arrived = {}
+        if self.whole:
+            self.restart()
+        if sends and not self.used:
+            self._refuse_local()
+
+    def arrive(self, position: int, makes_room: bool) -> None:
+        """Note a gradient that autograd is about to accumulate; in fp32 after too many.
+
+        Args:
+            makes_room: ``.grad`` may show a mean. It becomes this rank's own; the mean stays, and
+                the gradient is added to it.
+        """
+        if makes_room and self.given(position) is None:
+            self._lend(position)
+        self.arrived[position] = count = self.arrived.pop(position, 0) + 1
+        if self._widens and self.additions[position] + count > SHORT_SUM:
+            self._widen(position)
+
+    def widen(self) -> None:
+        """Widen sums that a backward will make too long, because its hooks may only count."""
+        for position, count in enumerate(self.additions if self._widens else ()):
+            if count >= SHORT_SUM and position not in self.held:
+                self._widen(position)
+
+    def _lend(self, position: int) -> None:
+        """Set ``.grad`` to this rank's own gradient, if any, in the place of a mean."""
+        param, held = self.pack.params[position], self.held.pop(position, None)
+        param.grad = None
+        if held is not None:
+            self._set_dtype(position, held.dtype)
+            self.pack.in_model[position].grad = held
+
+    def _refuse_local(self) -> None:
+        """Refuse gradients that backwards without a reduction added to means of the same step."""
+        for position in sorted(self.held.keys() & self.adds):
+            grad = self.pack.params[position].grad
+            if grad is not None and self.holds(position, grad):
+                name = self.pack.layout.slots[position].name
+                self.refuse(
+                    RuntimeError(
+                        f"backward: {name!r} got a gradient inside no_sync() or attempt() after an "
+                        "earlier backward of the same step had been reduced; run the backward "
+                        "outside no_sync() last, or call optimizer.zero_grad() in between"
+                    )
+                )
+
+    def keep(self, has_failed: bool = False) -> None:
+        """Keep the gradients of a backward that sent nothing; show means again.
+
+        They get memory of their own. Graphed callables return the same memory in each backward.
+        Autograd uses it as ``.grad``, and the next backward would overwrite it.
+
+        Args:
+            has_failed: a script's hook may have raised before the last gradient was accumulated.
+        """
+        arrived, self.arrived = self.arrived, {}
+        last = next(reversed(arrived), None) if has_failed else None
+        for position, count in arrived.items():
+            param, grad = self.pack.params[position], self.pack.params[position].grad
+            if position == last and grad is None:  # it never came
+                if position in self.shown:
+                    self.show(position)
+                continue
+            self.additions[position] += count
+            if grad is None or self.holds(position, grad):
+                continue
+            if type(grad) is Tensor and _compat.is_shared(grad):
+                param.grad = grad.detach().clone()
+            if position in self.adds:
+                self.held[position] = self.pack.in_model[position].grad
+                self.show(position)
+            elif position in self.shown:  # zeros, to which nothing is added
+                self._drop(position)
 
     # -- a reduction ----------------------------------------------------------------------------
 
@@ -434,9 +487,14 @@ class Gradients:
                 if (grad := param.grad) is not None and self._accepts(position, grad)
             }
         else:
-            found = ((position, self.given(position)) for position in range(len(params)))
-            grads = {position: grad for position, grad in found if grad is not None}
-            self._refuse_quiet()
+            grads = {}
+            for position in range(len(params)):
+                grad = self.given(position)
+                if position in self.held:
+                    self._lend(position)
+                    grad = params[position].grad
+                if grad is not None and self._accepts(position, grad):
+                    grads[position] = grad
         absent = [position for position in range(len(params)) if position not in grads]
         without = [n for n in grads if left_out(n)] if left_out is not None else []
         sent = self._packed(grads, empty)
@@ -444,7 +502,7 @@ class Gradients:
             slot = layout.slots[position]
             sent[slot.offset : slot.end].zero_()
         self.has |= grads.keys()
-        self.aside.clear()
+        self.arrived = {}
         self.additions = [0] * len(params)
         self.acts = {n: act for n, act in self.acts.items() if act is not Act.GONE}
         self.in_flight, self.used = True, False
@@ -456,17 +514,6 @@ class Gradients:
             if param.requires_grad or position in grads:
                 self.show(position)
         return sent
-
-    def _refuse_quiet(self) -> None:
-        for position in sorted(n for n, act in self.acts.items() if act is Act.QUIET):
-            name = self.pack.layout.slots[position].name
-            self.refuse(
-                RuntimeError(
-                    f"backward: {name!r} got a gradient inside no_sync() or attempt() after an "
-                    "earlier backward of the same step had been reduced; run the backward "
-                    "outside no_sync() last, or call optimizer.zero_grad() in between"
-                )
-            )
 
     def _packed(
         self, grads: dict[int, Tensor], empty: Callable[[int, torch.dtype], Tensor]
@@ -499,42 +546,6 @@ class Gradients:
         """Return the own span of ``sent``."""
         return sent[self.pack.own.start : self.pack.own.stop]
 
-    def keep(self, positions: Iterable[int]) -> None:
-        """Keep the gradients of a backward that sent nothing, in memory of their own.
-
-        Graphed callables return the same memory in each backward. Autograd uses it as ``.grad``,
-        and the next backward would overwrite it.
-        """
-        for position in positions:
-            param = self.pack.params[position]
-            grad = param.grad
-            if grad is not None and type(grad) is Tensor and _compat.is_shared(grad):
-                param.grad = grad.detach().clone()
-            if position in self.aside:
-                self._refer(position)
-
-    def _refer(self, position: int) -> None:
-        """Note the gradient that will be added to a mean, to detect when a script replaces it."""
-        grad = self.pack.params[position].grad
-        self.aside[position] = nothing if grad is None else weakref.ref(grad)
-
-    @property
-    def is_part(self) -> bool:
-        """Return whether a ``.grad`` of this rank will be added to a mean, so it is incomplete."""
-        return not self.adds.isdisjoint(self.aside)
-
-    def count(self, position: int) -> None:
-        """Count a gradient that is about to be accumulated; in fp32 after too many."""
-        self.additions[position] += 1
-        if self._widens and self.additions[position] > SHORT_SUM:
-            self._widen(position)
-
-    def widen(self) -> None:
-        """Widen sums that a backward will make too long, because its hooks may only count."""
-        for position, count in enumerate(self.additions if self._widens else ()):
-            if count >= SHORT_SUM:
-                self._widen(position)
-
     def _widen(self, position: int) -> None:
         """Accumulate one gradient in fp32 from now on, until it is sent or cleared."""
         if self.whole:
@@ -559,6 +570,8 @@ class Gradients:
         else:
             self._own, self._mean = wide, None
         for position in range(len(params)) if self.whole else views:
+            if position in self.held:
+                continue
             if position in views:
                 params[position].grad = None  # so that they are not cast one by one
             self._set_dtype(position, MASTER_DTYPE)
@@ -575,12 +588,8 @@ class Gradients:
 
     def _set_dtype(self, position: int, dtype: torch.dtype) -> None:
         # After clearing a gradient, a script may set one in the parameter's dtype.
-        param, known = self.pack.params[position], self.aside.get(position)
         self._is_wide = self._is_wide or dtype != self.low
-        is_known = known is not None and known() is param.grad
-        set_grad_dtype(param, dtype, is_only=dtype == self.low)
-        if is_known:
-            self._refer(position)
+        set_grad_dtype(self.pack.params[position], dtype, is_only=dtype == self.low)
 
     # -- one rank: nothing is sent ----------------------------------------------------------------
 
@@ -609,7 +618,7 @@ class Gradients:
         self.adopt()
         self.has = {n for n, param in enumerate(self.pack.params) if param.grad is not None}
         self.shown.clear()
-        self.aside.clear()
+        self.held.clear()
         for position in range(len(self.pack.params)):
             if position not in self.has:
                 self.part(position).zero_()
@@ -645,10 +654,14 @@ class Gradients:
         if set_to_none:
             self.has.clear()
             self.shown.clear()
-            self.aside.clear()
+            self.held.clear()
             self._own = self._full = self.holders = None
             self.narrow()
-        elif self._own is not None:
+            return
+        held, self.held = self.held, {}
+        for position in held:
+            self.show(position)
+        if self._own is not None:
             self._own.zero_()
             if self._full is not None:
                 self._full.zero_()

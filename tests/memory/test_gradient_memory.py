@@ -196,10 +196,10 @@ def test_what_a_failed_backward_left_and_nobody_could_keep_is_an_error_on_all(
     """As where memory is short, of which it has failed; no exception leaves the callback."""
     keep = Gradients.keep
 
-    def short(self: Gradients, positions: Any) -> None:
-        if positions and self.pack.comm.rank == 1:
+    def short(self: Gradients, has_failed: bool = False) -> None:
+        if self.arrived and self.pack.comm.rank == 1:
             raise torch.OutOfMemoryError("not 8 bytes more")
-        keep(self, positions)
+        keep(self, has_failed)
 
     def run(group: Any) -> None:
         model = nn.ParameterList(torch.zeros(8) for _ in range(2))

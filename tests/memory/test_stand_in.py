@@ -408,17 +408,32 @@ def test_a_model_is_converted_with_gradients_that_are_at_their_owners():
     on_ranks(script, param_dtype="bf16")
 
 
-def test_a_gradient_that_is_added_to_one_that_was_not_cleared_is_warned_of_in_no_sync():
-    """It is this rank's part, where under DDP ``.grad`` is the sum; the step has both."""
+@pytest.mark.parametrize("shard_ranks", ["all", 1])
+def test_a_mean_that_was_not_cleared_is_never_part_of_a_gradient_that_can_be_read(shard_ranks: Any):
+    """Under DDP ``.grad`` is the sum; here a part of it is at its owners, and a part here."""
 
-    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
-        for number in range(2):
-            model(batch).square().mean().backward()
-            optimizer.step()
-            if number == 0:
-                optimizer.zero_grad()
-            with optimizer.no_sync():
+    def run(mesh: Any) -> None:
+        model, batch = mlp(), BATCH.chunk(2)[mesh.get_rank()]
+        make = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = shardcast.shard(model, make, param_dtype="fp32", shard_ranks=shard_ranks)
+        model(batch).square().mean().backward()
+        optimizer.step()
+        with optimizer.no_sync():
+            for _ in range(2):
                 model(batch).square().mean().backward()
+                for param in model.parameters():
+                    with pytest.raises(RuntimeError, match=r"reads \.grad"):
+                        param.grad.sum()
+                    with pytest.raises(RuntimeError, match="edited or zeroed in place"):
+                        param.grad.mul_(0.5)
+        norms = [param.grad.norm() for param in model.parameters()]  # sends the rest
+        optimizer.gather_gradients()
+        whole = [param.grad.norm() for param in model.parameters()]
+        torch.testing.assert_close(norms, whole)
+        optimizer.zero_grad(set_to_none=False)
+        with optimizer.no_sync():
+            model(batch).square().mean().backward()
+            for param in model.parameters():
+                assert type(param.grad) is Tensor and param.grad.norm() > 0
 
-    with pytest.warns(UserWarning, match=r"inside no_sync\(\) \.grad is what this rank adds"):
-        on_ranks(script)
+    ThreadedWorld({"dp": 2}).run(run)

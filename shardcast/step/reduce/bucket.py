@@ -27,7 +27,6 @@ class Bucket:
         sums: other groups over which gradients are summed.
         repeated: mesh dimensions along which the ranks at coordinate 0 send a whole gradient for
             all.
-        arrived: slots with a gradient in the running backward, or in one that failed.
         counts: the hook only records further gradients.
         late: its other sums involve ranks whose backward waits for different ranks, so it is among
             the last packs sent, at the end.
@@ -40,7 +39,6 @@ class Bucket:
     divisor: Divisor
     sums: Sequence[Comm] = ()
     repeated: Sequence[str] = ()
-    arrived: set[int] = field(default_factory=set)
     counts: bool = False
     at_end: bool = field(init=False)
     _reduction: Reduction | None = None
@@ -61,13 +59,12 @@ class Bucket:
     @property
     def complete(self) -> bool:
         """Return whether all gradients have arrived in this backward."""
-        return len(self.arrived) == len(self.grads.pack.params)
+        return len(self.grads.arrived) == len(self.grads.pack.params)
 
-    def begin(self) -> None:
-        """Begin a pass; keep what a failed one has produced."""
-        self.arrived, self.counts = set(), False
-        if self.grads.whole:
-            self.grads.restart()
+    def begin(self, sends: bool) -> None:
+        """Begin a pass, or a backward that sends nothing; keep what a failed one has produced."""
+        self.counts = False
+        self.grads.begin(sends)
 
     def arrive(
         self, position: int, sends: bool, is_alone: bool, is_outer: bool, is_sent: bool
@@ -89,7 +86,7 @@ class Bucket:
                     "or use torch.utils.checkpoint with use_reentrant=False"
                 )
             )
-        if not self.arrived and grads.pack.pending:
+        if not grads.arrived and grads.pack.pending:
             grads.refuse(
                 RuntimeError(
                     f"overlap_sync: a backward reached {first!r} or a parameter in its pack "
@@ -102,20 +99,15 @@ class Bucket:
         is_first = is_outer and not is_sent
         self.counts = is_first and is_clear
         self.at_end = self.at_end or (sends and not is_first)
-        if not is_clear:
-            grads.take(position, is_quiet=not sends)
-        self.arrived.add(position)
-        grads.count(position)
+        grads.arrive(position, makes_room=not is_clear)
         if grads.pack.data.device.type != "cpu":
             self._streams.add(_compat.current_stream(grads.pack.data.device))
 
     def failed(self) -> None:
         """Called when the backward failed, possibly before the last gradient was accumulated."""
         try:
-            if (position := self.grads.give_back()) is not None:
-                self.arrived.discard(position)
             # Now, because the next backward may write before its first hook runs.
-            self.grads.keep(self.arrived)
+            self.grads.keep(has_failed=True)
         except Exception as error:  # most likely out of memory, like the backward itself
             lost = RuntimeError(
                 "backward: gradients of a backward that failed could not be kept "
@@ -141,11 +133,9 @@ class Bucket:
         Args:
             synchronizes: see :meth:`adopt`; false for a pack that was adopted already.
         """
-        if self.arrived and is_alone:
+        if self.grads.arrived and is_alone:
             self.adopt(synchronizes)
-        elif self.arrived:
-            self.grads.keep(self.arrived)
-        self.arrived = set()
+        self.grads.keep()
 
     def send(self, buffers: Buffers) -> None:
         """Launch the collective, with memory from ``buffers``."""
@@ -161,7 +151,7 @@ class Bucket:
             return self._packed.data
 
         sent = grads.collect(empty, self._is_repeated if self.repeated else None)
-        self.arrived, self.counts = set(), False
+        self.counts = False
         # there is none with one rank
         reduction = REDUCTIONS[layout.algorithms.reduce or "all_to_all"]
         take = partial(buffers.take, dtype=sent.dtype, device=device)

@@ -288,7 +288,7 @@ class Reducer:
     def brings(self) -> bool:
         """Return whether there are gradients outside the mean, or that no step has used."""
         return any(
-            not (grads.used and grads.holds(position, grad))
+            not (grads.used and grads.holds(position, grad)) or position in grads.held
             for grads in self.grads
             for position, param in enumerate(grads.pack.params)
             if (grad := param.grad) is not None
@@ -482,7 +482,7 @@ class Reducer:
         self.due = True  # stays true if a backward fails
         self._gathered = False
         for bucket in self.buckets.values():
-            bucket.begin()
+            bucket.begin(sends)
         self.counting = None
         if sends or self.alone:
             self._pass = ReducePass(self.buckets.values(), self.alone)
@@ -546,16 +546,14 @@ class Reducer:
         if not backward.started:
             return
         if backward.sends:
+            self._meets = bool(self._meets)
             if self._pass is not None:  # false if step() was called in a hook
                 self._flush()
-            self._meets = bool(self._meets)
-            return
+                return
         left = {} if self._pass is None else self._pass.left
         self._pass = None
         for bucket in self.buckets.values():
             bucket.end_local(self.alone, self._syncs and bucket in left)
-        if any(grads.is_part for grads in self.grads):
-            self.warn_of_part()
 
     def complete(self) -> None:
         """End the pass of a failed backward, before another call that all ranks make.
@@ -577,14 +575,6 @@ class Reducer:
             "backward(create_graph=True): .grad becomes the mean over ranks, which has no graph, "
             "so a loss that is computed from .grad trains nothing; take the gradients for it from "
             "torch.autograd.grad(..., create_graph=True)"
-        )
-
-    def warn_of_part(self) -> None:
-        """Warn about gradients that will be added to means that were not cleared."""
-        self._warn_once(
-            "no_sync: gradients of the previous step were not cleared; inside no_sync() .grad "
-            "is what this rank adds to them, not their sum as under DDP: call "
-            "optimizer.zero_grad() after each step"
         )
 
     def _warn_once(self, message: str) -> None:
@@ -624,9 +614,9 @@ def _hooks(me: weakref.ref[Reducer], bucket: Bucket, count: int) -> Iterator[Cal
             if reducer is None:
                 return
             if bucket.counts and reducer.counting == running:
-                bucket.arrived.add(position)
-                bucket.grads.additions[position] += 1
-                if len(bucket.arrived) == count:
+                arrived = bucket.grads.arrived
+                arrived[position] = arrived.get(position, 0) + 1
+                if len(arrived) == count:
                     reducer.counting = None
             elif grad is not None:  # as a function may give, which autograd does not accumulate
                 reducer.arrive(bucket, position, running)

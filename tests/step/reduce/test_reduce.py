@@ -432,6 +432,22 @@ def test_clearing_one_gradient_between_two_backwards_of_a_step_drops_its_mean_al
     compare(actions, accumulate=accumulate)
 
 
+@pytest.mark.parametrize("fails_at", [0, 2, COUNT])
+@pytest.mark.parametrize("layout", ["even", "shard_ranks: one"])
+def test_what_is_assigned_after_a_backward_that_failed_replaces_the_mean_and_its_part(
+    layout: str, fails_at: int
+):
+    """Packs that were sent, packs with a gradient of this rank, and packs without one."""
+    actions: list[Action] = [
+        *failed_apart((fails_at, fails_at), "step")[:-3],
+        FIRST,
+        (Side.failed, (1, ALL[:2], fails_at)),
+        (Side.assign, (5, use(1, 3))),
+        *LAST,
+    ]
+    compare(actions, Cell(layout=layout, pack_params=1))
+
+
 def test_a_group_that_is_added_after_the_backward_has_its_gradients_averaged():
     def run(group: Any) -> list[float]:
         model = nn.ParameterList(torch.ones(4) for _ in range(2))
