@@ -30,11 +30,10 @@ def nothing(*_: object) -> None:
 
 
 class Act(Enum):
-    """The last thing that a script did to the mean of a slot since the last step."""
+    """The last thing that a script did to the mean of a slot before another backward."""
 
-    CLEARED = "dropped before another backward of the step"
-    ASSIGNED = "replaced before another backward of the step"
-    GONE = "dropped after the reduction that the coming step uses"
+    CLEARED = "dropped"
+    ASSIGNED = "replaced"
 
 
 class Gradients:
@@ -64,8 +63,7 @@ class Gradients:
         adds: slots to whose mean the next reduction adds.
         held: gradients of this rank that the next reduction adds to a mean that ``.grad`` shows,
             after a backward that failed or sent nothing; for a DTensor, DTensors.
-        acts: what a script did to means since the last step.
-        used: whether a step has used the mean.
+        acts: what a script did to means since the first backward of a step.
         in_flight: whether the pack is being sent, so that the mean must not be edited.
         holders: for copies whose gradients are summed, the number of ranks at one data-parallel
             coordinate that had a gradient of each slot, fp32.
@@ -104,7 +102,7 @@ class Gradients:
         self.adds: set[int] = set()
         self.held: dict[int, Any] = {}
         self.acts: dict[int, Act] = {}
-        self.used = self.in_flight = False
+        self.in_flight = False
         self.holders: Tensor | None = None
         self.culprits: Collection[int] = ()
         self._before_edit, self._norm_of = before_edit, norm_of
@@ -165,8 +163,9 @@ class Gradients:
 
     @property
     def gone(self) -> set[int]:
-        """Slots that a script cleared after the reduction that the coming step uses."""
-        return {position for position, act in self.acts.items() if act is Act.GONE}
+        """Slots that a script cleared after the reduction, which shows every trained one."""
+        params = enumerate(self.pack.params)
+        return {n for n, param in params if n not in self.shown and param.requires_grad}
 
     def edited(self, position: int) -> Tensor:
         """Return one slot's part, for a script that is about to edit it.
@@ -255,7 +254,6 @@ class Gradients:
             if grad is None:
                 if position in self.shown:
                     self._drop(position)
-                    self.acts[position] = Act.GONE
                     self.part(position).zero_()
                     if self.holders is not None:
                         self.holders[position].fill_(0.0)
@@ -375,7 +373,7 @@ class Gradients:
 
     def _drop(self, position: int, act: Act | None = None) -> None:
         """Drop the mean of one slot, because of a script's act."""
-        if act is not None and position in self.adds and not self.used:
+        if act is not None and position in self.adds:
             self.acts[position] = act
         for positions in (self.shown, self.adds, self.has):
             positions.discard(position)
@@ -383,16 +381,16 @@ class Gradients:
 
     # -- a backward -----------------------------------------------------------------------------
 
-    def begin(self, sends: bool) -> None:
+    def begin(self, refuses: bool) -> None:
         """Begin to accumulate.
 
         Args:
-            sends: a reduction follows, not a backward on this rank alone.
+            refuses: the means are of this step, and a reduction follows.
         """
         self.arrived = {}
         if self.whole:
             self.restart()
-        if sends and not self.used:
+        if refuses:
             self._refuse_local()
 
     def arrive(self, position: int, makes_room: bool) -> None:
@@ -504,8 +502,7 @@ class Gradients:
         self.has |= grads.keys()
         self.arrived = {}
         self.additions = [0] * len(params)
-        self.acts = {n: act for n, act in self.acts.items() if act is not Act.GONE}
-        self.in_flight, self.used = True, False
+        self.in_flight = True
         if self.whole:
             for position in range(len(params)):
                 self._part_with(position)
@@ -638,9 +635,8 @@ class Gradients:
     # -- after a step -----------------------------------------------------------------------------
 
     def use(self) -> None:
-        """Note that a step has used the mean; count additions from zero."""
-        self.used, self.additions = True, [0] * len(self.owned)
-        self.acts.clear()
+        """Count additions from zero, because a step has used the mean."""
+        self.additions = [0] * len(self.owned)
 
     def forget(self, set_to_none: bool = True) -> None:
         """Drop the mean, because all gradients were cleared.
@@ -650,7 +646,7 @@ class Gradients:
         """
         self.adds.clear()
         self.acts.clear()
-        self.mistake, self.used, self.additions = None, False, [0] * len(self.owned)
+        self.mistake, self.additions = None, [0] * len(self.owned)
         if set_to_none:
             self.has.clear()
             self.shown.clear()

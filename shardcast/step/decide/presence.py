@@ -64,7 +64,7 @@ class Presence(Signal):
         if len(self._places) != len(self._grads):
             self._arrange()
         self._here = tuple(
-            CLEARED if slot in gone else -int(is_here)
+            -1 if is_here else CLEARED * (slot in gone)
             for grads in self._grads
             for gone in (grads.gone,)
             for slot, is_here in enumerate(grads.presence())

@@ -61,10 +61,10 @@ class Bucket:
         """Return whether all gradients have arrived in this backward."""
         return len(self.grads.arrived) == len(self.grads.pack.params)
 
-    def begin(self, sends: bool) -> None:
+    def begin(self, refuses: bool) -> None:
         """Begin a pass, or a backward that sends nothing; keep what a failed one has produced."""
         self.counts = False
-        self.grads.begin(sends)
+        self.grads.begin(refuses)
 
     def arrive(
         self, position: int, sends: bool, is_alone: bool, is_outer: bool, is_sent: bool

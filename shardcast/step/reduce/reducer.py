@@ -287,8 +287,9 @@ class Reducer:
     @property
     def brings(self) -> bool:
         """Return whether there are gradients outside the mean, or that no step has used."""
+        has_run = self.last_backward is not None
         return any(
-            not (grads.used and grads.holds(position, grad)) or position in grads.held
+            has_run or not grads.holds(position, grad)
             for grads in self.grads
             for position, param in enumerate(grads.pack.params)
             if (grad := param.grad) is not None
@@ -343,22 +344,21 @@ class Reducer:
         self._pass.flush()
         self._pass = None
         self.due = False
+        if not self.history[BACKWARDS]:  # the acts were upon means of the step before
+            for grads in self.grads:
+                grads.acts.clear()
         self.history[BACKWARDS] += 1
         self._note_order()
-        acts = [
-            (act, grads.pack.layout, position)
-            for grads in self.grads
-            for position, act in sorted(grads.acts.items())
-        ]
         # If it is also summed over model-parallel ranks, x may be partial or whole.
         data = {self.process_groups.parallel_dims.replicas}
         names: dict[str, list[str]] = {ASSIGNED: [], CLEARED: [], SUMMED: []}
-        for act, layout, position in acts:
-            fact = {Act.ASSIGNED: ASSIGNED, Act.CLEARED: CLEARED}.get(act)
-            if fact is not None:
-                names[fact].append(layout.slots[position].name)
-                if fact == ASSIGNED and not data.issuperset(layout.pack_groups.reduce):
-                    names[SUMMED].append(layout.slots[position].name)
+        for grads in self.grads:
+            layout = grads.pack.layout
+            for position, act in sorted(grads.acts.items()):
+                name = layout.slots[position].name
+                names[ASSIGNED if act is Act.ASSIGNED else CLEARED].append(name)
+                if act is Act.ASSIGNED and not data.issuperset(layout.pack_groups.reduce):
+                    names[SUMMED].append(name)
         self.history.update({fact: listed(some) for fact, some in names.items() if some})
         if names[SUMMED]:  # its number makes it differ between ranks, wherever it happens
             self.history[SUMMED] += f" by rank {self.process_groups.everyone.rank}"
@@ -393,8 +393,8 @@ class Reducer:
                 for param in bucket.grads.pack.params:
                     param.grad = None  # zeros are sent, because there may be no memory for more
             self._complete()
-        landed = any(grads.adds and not grads.used for grads in self.grads)
-        self.history[CLEARS] += landed and not self.due
+        if self.history[BACKWARDS] and not self.due:
+            self.history[CLEARS] += any(grads.adds for grads in self.grads)
         self.history.update({STALE: 0, FAILED: 0, ORDER: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""})
         for grads in self.grads:
             grads.forget(set_to_none)
@@ -482,7 +482,7 @@ class Reducer:
         self.due = True  # stays true if a backward fails
         self._gathered = False
         for bucket in self.buckets.values():
-            bucket.begin(sends)
+            bucket.begin(refuses=sends and self.history[BACKWARDS] > 0)
         self.counting = None
         if sends or self.alone:
             self._pass = ReducePass(self.buckets.values(), self.alone)
