@@ -93,7 +93,7 @@ class ParameterNorms:
             of = PNorm(p, packs[0].own.device)
             parts = [grads.part(n) for grads in packs for n in range(len(grads.pack.params))]
             powers = of.powers(parts).double()
-            every = powers.new_empty(comm.size * len(powers))
+            every = powers.repeat(comm.size)  # a group of one rank gathers nothing
             comm.all_gather(every, powers, call)
             norms = of.root(every.view(comm.size, -1), None).to(MASTER_DTYPE)
             counts = [len(grads.pack.params) for grads in packs]
