@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -141,11 +141,6 @@ class Gradients:
             ) + sum(_compat.local_tensor(grad).nbytes for grad in self.held.values())
         return sum(held.values()) + local
 
-    @property
-    def is_clear(self) -> bool:
-        """Return whether no ``.grad`` shows a mean or will be added to one."""
-        return not self.shown
-
     def part(self, position: int) -> Tensor:
         """Return one slot's part of the mean."""
         return self.own[own_part(self.pack, position)]
@@ -197,14 +192,13 @@ class Gradients:
         self.edited(position).zero_()
         self.adds.discard(position)
 
-    def own_mean(self) -> Tensor | None:
-        """Prepare ``own`` for a reduction; return it in fp32 if the reduction adds to it."""
+    def own_mean(self) -> tuple[Tensor | None, Tensor]:
+        """Return a mean to add to, in fp32, if there is one, and ``own``, which gets the sum."""
         own, adds = self.own, self.adds
         self._full = None
         if not adds:
-            self._own = None
-            self.own  # noqa: B018, allocates ``low`` again
-            return None
+            self._own = None  # allocates ``low`` again
+            return None, self.own
         for position in range(len(self.pack.params)):
             if position not in adds:
                 own[own_part(self.pack, position)].zero_()
@@ -217,7 +211,7 @@ class Gradients:
             # frees the old memory first, because both would take half as much again
             total, self._mean = own.to(MASTER_DTYPE), None
         self._own = total
-        return total
+        return total, total
 
     def landed(self, pieces: Sequence[Tensor], holders: Tensor | None) -> None:
         """Adopt the mean of ``pieces`` that was written to ``own`` (one piece: a finished sum)."""
@@ -393,18 +387,25 @@ class Gradients:
         if refuses:
             self._refuse_local()
 
-    def arrive(self, position: int, makes_room: bool) -> None:
+    def arrive(self, position: int, is_sent: bool = True) -> bool:
         """Note a gradient that autograd is about to accumulate; in fp32 after too many.
 
+        If ``.grad`` shows a mean, it becomes this rank's own. The mean stays, and the gradient is
+        added to it.
+
         Args:
-            makes_room: ``.grad`` may show a mean. It becomes this rank's own; the mean stays, and
-                the gradient is added to it.
+            is_sent: it will be sent; otherwise ``.grad`` itself is the mean.
+
+        Returns:
+            Whether this pack's ``.grad``s show no mean to make room for.
         """
-        if makes_room and self.given(position) is None:
+        is_clear = not (is_sent and self.shown)
+        if not is_clear and self.given(position) is None:
             self._lend(position)
         self.arrived[position] = count = self.arrived.pop(position, 0) + 1
         if self._widens and self.additions[position] + count > SHORT_SUM:
             self._widen(position)
+        return is_clear
 
     def widen(self) -> None:
         """Widen sums that a backward will make too long, because its hooks may only count."""
@@ -478,7 +479,7 @@ class Gradients:
             left_out: returns whether other ranks send the same gradient of a slot.
         """
         layout, params = self.pack.layout, self.pack.params
-        if self.is_clear:
+        if not self.shown:
             grads = {
                 position: grad
                 for position, param in enumerate(params)
@@ -539,10 +540,6 @@ class Gradients:
         parts = [torch.arange(end, start) for end, start in zip(ends, starts, strict=True)]
         return torch.cat(parts).to(self.pack.params[0].device)
 
-    def own_of(self, sent: Tensor) -> Tensor:
-        """Return the own span of ``sent``."""
-        return sent[self.pack.own.start : self.pack.own.stop]
-
     def _widen(self, position: int) -> None:
         """Accumulate one gradient in fp32 from now on, until it is sent or cleared."""
         if self.whole:
@@ -590,12 +587,12 @@ class Gradients:
 
     # -- one rank: nothing is sent ----------------------------------------------------------------
 
-    def adopt(self, positions: Iterable[int] | None = None) -> None:
+    def adopt(self) -> None:
         """Copy gradients from autograd or a script into ``own``, and show views of it."""
         params = self.pack.params
         grads: dict[int, Tensor] = {}
-        for position in range(len(params)) if positions is None else positions:
-            grad = params[position].grad
+        for position, param in enumerate(params):
+            grad = param.grad
             if grad is None or self.holds(position, grad):
                 continue
             if type(grad) is not Tensor or grad.layout != torch.strided:

@@ -108,8 +108,7 @@ class OptionCheck(Signal):
         self.given: dict[str, Any] = {}
         self._names = tuple(dict.fromkeys((*names, "max_grad_norm")))
         self._process_groups, self._device = process_groups, device
-        ranks = process_groups.dp.size
-        self._mask = (1 << min(BITS, (53 - 2 * (ranks - 1).bit_length()) // 2)) - 1
+        self._mask = mask_of(process_groups.dp.size)
         self._arguments: Mapping[str, object] = {}
         self._objects: list[Any] = []  # values in the last step
         self._changing = True  # some objects may change in place
@@ -208,6 +207,11 @@ class OptionCheck(Signal):
             if not param.requires_grad
         }
         warn_of_training(untrained, self._process_groups.dp, self._device)
+
+
+def mask_of(ranks: int) -> int:
+    """Return the bits of a digest; ``(ranks * digest) ** 2`` is exact in fp64."""
+    return (1 << min(BITS, (53 - 2 * (ranks - 1).bit_length()) // 2)) - 1
 
 
 def _on_device(value: Any) -> Iterator[Tensor]:

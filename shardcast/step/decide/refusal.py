@@ -20,7 +20,7 @@ from shardcast.comm import ProcessGroups
 from shardcast.comm.objects import failure_of, raised_elsewhere
 from shardcast.memory.hashing import hasher_of
 from shardcast.messages import by_rank
-from shardcast.step.decide.options import BITS, listed
+from shardcast.step.decide.options import listed, mask_of
 from shardcast.step.decide.signal import Signal, known, to_device
 
 KEPT = 16  # parts that are cached on the device
@@ -52,8 +52,7 @@ class Refusal(Signal):
     def __init__(self, process_groups: ProcessGroups, device: torch.device) -> None:
         self._everyone, self._device = process_groups.everyone, device
         self._ranks, self._in_mesh = process_groups.dp.size, process_groups.model.size > 1
-        bits = min(BITS, (53 - 2 * (self._ranks - 1).bit_length()) // 2)
-        self._mask = (1 << bits) - 1
+        self._mask = mask_of(self._ranks)
         self._model = 1  # its number, since one of the same shapes has messages of the same length
         if (group := process_groups.dp.group) is not None:
             self._model = _MODELS[group] = _MODELS.get(group, 0) + 1

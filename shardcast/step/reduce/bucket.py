@@ -68,13 +68,16 @@ class Bucket:
 
     def arrive(
         self, position: int, sends: bool, is_alone: bool, is_outer: bool, is_sent: bool
-    ) -> None:
+    ) -> bool:
         """Note a gradient that is about to be accumulated.
 
         Args:
             sends: the backward sends gradients.
             is_outer: it belongs to the backward itself, not to one inside it.
             is_sent: this backward has already sent the pack.
+
+        Returns:
+            Whether all gradients have arrived.
         """
         grads, first = self.grads, self.grads.pack.layout.slots[0].name
         if is_sent:  # other ranks may not launch it again
@@ -95,13 +98,12 @@ class Bucket:
                     "before such a forward, or leave overlap_sync off"
                 )
             )
-        is_clear = is_alone or grads.is_clear
         is_first = is_outer and not is_sent
-        self.counts = is_first and is_clear
+        self.counts = grads.arrive(position, not is_alone) and is_first
         self.at_end = self.at_end or (sends and not is_first)
-        grads.arrive(position, makes_room=not is_clear)
         if grads.pack.data.device.type != "cpu":
             self._streams.add(_compat.current_stream(grads.pack.data.device))
+        return self.complete
 
     def failed(self) -> None:
         """Called when the backward failed, possibly before the last gradient was accumulated."""
@@ -155,7 +157,8 @@ class Bucket:
         # there is none with one rank
         reduction = REDUCTIONS[layout.algorithms.reduce or "all_to_all"]
         take = partial(buffers.take, dtype=sent.dtype, device=device)
-        self._reduction = reduction(grads.pack.comm, layout, sent, grads.own_of(sent), take)
+        own = sent[grads.pack.own.start : grads.pack.own.stop]
+        self._reduction = reduction(grads.pack.comm, layout, sent, own, take)
         if not self.late:
             for group in self.sums:
                 self._reduction = ReplicaSumReduction(
@@ -188,7 +191,7 @@ class Bucket:
         mean = self.mean if usual else mean_in_chunks_  # compiled again for each other divisor
         if reduction.mean_ is not None:
             mean = reduction.mean_
-        mean(pieces, divisor, grads.own_mean(), grads.own)
+        mean(pieces, divisor, *grads.own_mean())
         self._reduction = None
         grads.landed(pieces if reduction.by_rank else pieces[:1], holders)
         # Hazard: from here on nothing may read the sent or received data.

@@ -511,9 +511,9 @@ class Reducer:
                 reduce_pass.advance(bucket.grads.pack.data.device, self._syncs)
             is_sent = backward.sends and reduce_pass is not None and bucket not in reduce_pass.left
             is_outer = running == backward.number
-            bucket.arrive(position, backward.sends, self.alone, is_outer, is_sent)
+            is_complete = bucket.arrive(position, backward.sends, self.alone, is_outer, is_sent)
             # A full pack is sent when the next gradient arrives, whichever pack that belongs to.
-            self.counting = running if is_outer and not bucket.complete else None
+            self.counting = running if is_outer and not is_complete else None
         except BaseException:
             self._failed(backward.number)
             raise
