@@ -91,7 +91,6 @@ class Gradients:
         self._own: Tensor | None = None
         self._mean: Tensor | None = None  # in ``low``; this memory stays allocated
         self._full: Tensor | None = None  # means of all owners, after a gather
-        self._is_wide = False  # whether a ``.grad`` is in fp32
         self._stand_ins: list[StandIn | None] = [None] * len(slots)
         # The last shown views; weak references, because a script may keep one.
         self._views: list[Callable[[], Tensor | None]] = [nothing] * len(slots)
@@ -295,7 +294,7 @@ class Gradients:
             self._show_view(position, self.own)
             return
         param, held = self.pack.params[position], self._stand_ins[position]
-        if self._is_wide and param.grad_dtype != self.low:
+        if param.grad_dtype != self.low:
             param.grad = None
             self._set_dtype(position, self.low)
         # References: from the list, ``held``, and the call.
@@ -387,7 +386,7 @@ class Gradients:
         if refuses:
             self._refuse_local()
 
-    def arrive(self, position: int, is_sent: bool = True) -> bool:
+    def arrive(self, position: int, is_sent: bool = True) -> None:
         """Note a gradient that autograd is about to accumulate; in fp32 after too many.
 
         If ``.grad`` shows a mean, it becomes this rank's own. The mean stays, and the gradient is
@@ -395,17 +394,12 @@ class Gradients:
 
         Args:
             is_sent: it will be sent; otherwise ``.grad`` itself is the mean.
-
-        Returns:
-            Whether this pack's ``.grad``s show no mean to make room for.
         """
-        is_clear = not (is_sent and self.shown)
-        if not is_clear and self.given(position) is None:
+        if is_sent and self.shown and self.given(position) is None:
             self._lend(position)
         self.arrived[position] = count = self.arrived.pop(position, 0) + 1
         if self._widens and self.additions[position] + count > SHORT_SUM:
             self._widen(position)
-        return is_clear
 
     def widen(self) -> None:
         """Widen sums that a backward will make too long, because its hooks may only count."""
@@ -574,15 +568,13 @@ class Gradients:
 
     def narrow(self) -> None:
         """Accumulate in ``low`` again, without the wider gradients."""
-        for position, param in enumerate(self.pack.params if self._is_wide else ()):
+        for position, param in enumerate(self.pack.params):
             if param.grad_dtype != self.low:
                 param.grad = None
                 self._set_dtype(position, self.low)
-        self._is_wide = False
 
     def _set_dtype(self, position: int, dtype: torch.dtype) -> None:
         # After clearing a gradient, a script may set one in the parameter's dtype.
-        self._is_wide = self._is_wide or dtype != self.low
         set_grad_dtype(self.pack.params[position], dtype, is_only=dtype == self.low)
 
     # -- one rank: nothing is sent ----------------------------------------------------------------

@@ -27,11 +27,10 @@ class Bucket:
         sums: other groups over which gradients are summed.
         repeated: mesh dimensions along which the ranks at coordinate 0 send a whole gradient for
             all.
-        counts: the hook only records further gradients.
         late: its other sums involve ranks whose backward waits for different ranks, so it is among
             the last packs sent, at the end.
-        at_end: it is sent at the end of a backward: it is late, or a backward inside another one
-            produced a gradient.
+        at_end: it is sent at the end of a backward, because a backward inside another one produced
+            a gradient.
     """
 
     grads: Gradients
@@ -39,14 +38,10 @@ class Bucket:
     divisor: Divisor
     sums: Sequence[Comm] = ()
     repeated: Sequence[str] = ()
-    counts: bool = False
-    at_end: bool = field(init=False)
+    at_end: bool = False
     _reduction: Reduction | None = None
     _packed: Buffer | None = None  # buffer of the sent gradients
     _streams: set[Any] = field(default_factory=set)  # streams on which gradients were made
-
-    def __post_init__(self) -> None:
-        self.at_end = self.late
 
     @cached_property
     def late(self) -> bool:
@@ -60,11 +55,6 @@ class Bucket:
     def complete(self) -> bool:
         """Return whether all gradients have arrived in this backward."""
         return len(self.grads.arrived) == len(self.grads.pack.params)
-
-    def begin(self, refuses: bool) -> None:
-        """Begin a pass, or a backward that sends nothing; keep what a failed one has produced."""
-        self.counts = False
-        self.grads.begin(refuses)
 
     def arrive(
         self, position: int, sends: bool, is_alone: bool, is_outer: bool, is_sent: bool
@@ -98,9 +88,8 @@ class Bucket:
                     "before such a forward, or leave overlap_sync off"
                 )
             )
-        is_first = is_outer and not is_sent
-        self.counts = grads.arrive(position, not is_alone) and is_first
-        self.at_end = self.at_end or (sends and not is_first)
+        self.at_end = self.at_end or (sends and (is_sent or not is_outer))
+        grads.arrive(position, not is_alone)
         if grads.pack.data.device.type != "cpu":
             self._streams.add(_compat.current_stream(grads.pack.data.device))
         return self.complete
@@ -124,7 +113,6 @@ class Bucket:
         Args:
             synchronizes: it is not inside ``no_sync()``, so this may be the mean of the step.
         """
-        self.counts = False
         self.grads.adopt()
         if synchronizes:
             self.grads.has_come(self.grads)
@@ -153,7 +141,6 @@ class Bucket:
             return self._packed.data
 
         sent = grads.collect(empty, self._is_repeated if self.repeated else None)
-        self.counts = False
         # there is none with one rank
         reduction = REDUCTIONS[layout.algorithms.reduce or "all_to_all"]
         take = partial(buffers.take, dtype=sent.dtype, device=device)

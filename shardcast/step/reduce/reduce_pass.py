@@ -96,7 +96,8 @@ class ReducePass:
         """
         while self.left:
             bucket = next(iter(self.left))
-            if bucket.at_end or not bucket.complete or bucket.grads.pack.data.device != device:
+            is_at_end = bucket.late or bucket.at_end
+            if is_at_end or not bucket.complete or bucket.grads.pack.data.device != device:
                 return
             if self.alone:
                 del self.left[bucket]

@@ -481,8 +481,8 @@ class Reducer:
         """Start to accumulate and send: the first gradient is about to come, or there is none."""
         self.due = True  # stays true if a backward fails
         self._gathered = False
-        for bucket in self.buckets.values():
-            bucket.begin(refuses=sends and self.history[BACKWARDS] > 0)
+        for grads in self.grads:
+            grads.begin(refuses=sends and self.history[BACKWARDS] > 0)
         self.counting = None
         if sends or self.alone:
             self._pass = ReducePass(self.buckets.values(), self.alone)
@@ -613,8 +613,8 @@ def _hooks(me: weakref.ref[Reducer], bucket: Bucket, count: int) -> Iterator[Cal
             reducer, running = me(), _compat.current_backward()
             if reducer is None:
                 return
-            if bucket.counts and reducer.counting == running:
-                arrived = bucket.grads.arrived
+            grads = bucket.grads
+            if (arrived := grads.arrived) and not grads.shown and reducer.counting == running:
                 arrived[position] = arrived.get(position, 0) + 1
                 if len(arrived) == count:
                     reducer.counting = None
