@@ -79,7 +79,7 @@ class Progress:
         elif self._made == 10 and step < self._steps:
             seconds = (time.perf_counter() - self._warm) / (10 - WARM_UP)
             left = timedelta(seconds=round(seconds * (self._steps - step)))
-            self.say(f"{seconds:.2f} seconds per step: the other {self._steps - step} take {left}")
+            self.say(f"{seconds:.2f} seconds per step: {self._steps - step} more take {left}")
 
     def validation(self, step: int, loss: float) -> None:
         self._metrics.write("validation", step=step, loss=loss)

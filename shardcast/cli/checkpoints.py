@@ -69,7 +69,7 @@ def _table(info: checkpoint.Manifest) -> list[str]:
     made = info.optimizer_steps
     return [
         f"checkpoint  {info.path}",
-        f"step        {info.step}" + ("" if made is None else f", {made} made by the optimizer"),
+        f"step        {info.step}" + ("" if made is None else f", after {made} optimizer steps"),
         f"saved by    {info.world_size} ranks, partition {info.partition}, {info.optimizer}",
         f"written by  torch {info.torch}, Python {info.python}",
         f"parameters  {trained:,} trained, {others:,} others and buffers",

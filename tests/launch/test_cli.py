@@ -218,7 +218,7 @@ def test_inspect_and_export_find_the_checkpoint_in_the_folders_of_frameworks(
         checkpoint.save(tmp_path / folder.format(made) / "shardcast", model, optimizer, step=made)
     for number, given in enumerate((tmp_path, tmp_path / folder.format(10))):
         lines = command("inspect", str(given)).splitlines()
-        assert "step        10, 2 made by the optimizer" in lines
+        assert "step        10, after 2 optimizer steps" in lines
         out = tmp_path / f"out-{number}"
         assert str(out / "optimizer.pt") in command("export", str(given), str(out)).split()
     (tmp_path / "none").mkdir()
