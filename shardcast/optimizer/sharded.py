@@ -915,13 +915,14 @@ class Clip:
         self._seen = self._reduce.versions()
 
     def pending(self) -> Decision | None:
-        """Return the last clip, unless a backward came after it."""
+        """Return the last clip, unless a backward came after it, or sleep dropped its gradients."""
         if self.decision is not None and self._reduce.last_backward != self._backward:
             self.decision = None
-            warn_first(
-                "a backward came after clip_grad_norm_, so that this clip is lost: it would have "
-                "been folded into the step; clip once, after the last backward of a step"
-            )
+            if self._reduce.last_backward is not None:
+                warn_first(
+                    "a backward came after clip_grad_norm_, so that this clip is lost: it would "
+                    "have been folded into the step; clip once, after the last backward of a step"
+                )
         return self.decision
 
 

@@ -154,6 +154,23 @@ def test_closing_after_a_failed_backward_waits_for_what_it_sent():
     assert on_ranks(script, pack_params=1, accumulate="sharded") == [True] * 2, "it was on the way"
 
 
+def test_an_empty_no_sync_of_one_rank_before_all_clear_is_no_difference():
+    """Otherwise each later step, too, would raise that ranks differ in clears of gradients."""
+
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group)
+        CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+        if group.rank() == 1:
+            with optimizer.no_sync():
+                pass
+        optimizer.zero_grad()
+        CASES["mlp"].loss(model, CASES["mlp"].batch(1)).backward()
+        optimizer.step()
+
+    ThreadedWorld(2).run(run)
+
+
 def test_sgd_takes_a_plain_state_of_a_buffer_not_begun():
     def script(model: nn.Module, optimizer: Any, _batch: Tensor, _sharded: bool) -> None:
         state = {n: {"momentum_buffer": None} for n in range(6)}

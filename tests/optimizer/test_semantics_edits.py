@@ -198,6 +198,15 @@ def with_a_graph(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
         optimizer.zero_grad()
 
 
+def a_clip_before_a_sleep(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+    """It drops the gradients, as zero_grad() does; no backward came after the clip."""
+    model(batch).square().mean().backward()
+    optimizer.clip_grad_norm_(0.1)
+    with optimizer.asleep():
+        pass
+    optimizer.step()
+
+
 def own_clips_and_gradients_by_hand(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
     for step in range(3):
         model(batch).square().mean().backward()
@@ -219,6 +228,7 @@ def own_clips_and_gradients_by_hand(model: nn.Module, optimizer: Any, batch: Ten
         (with_a_graph, 1, "which has no graph"),
         (with_a_graph, 2, "which has no graph"),
         (own_clips_and_gradients_by_hand, 2, ""),
+        (a_clip_before_a_sleep, 1, ""),
     ],
 )
 def test_what_trains_otherwise_than_it_seems_is_warned_of_once(script: Any, size: int, told: str):

@@ -393,7 +393,7 @@ class Reducer:
                 for param in bucket.grads.pack.params:
                     param.grad = None  # zeros are sent, because there may be no memory for more
             self._complete()
-        if self.history[BACKWARDS] and not self.due:
+        if self.history[BACKWARDS]:
             self.history[CLEARS] += any(grads.adds for grads in self.grads)
         self.history.update({STALE: 0, FAILED: 0, ORDER: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""})
         for grads in self.grads:
