@@ -142,13 +142,12 @@ class StateDict:
 
     def _check_head(self, head: Mapping[str, Any]) -> None:
         expected, comm = self._head(), self._packed.comm
-        head = {"mesh": {}, **head}  # older states have no mesh
         if any(head.get(key) != value for key, value in expected.items()):
             raise ValueError(
                 "state_dict: expected the local state of this rank and layout (rank "
                 f"{comm.rank} of {comm.size}), got one of rank {head.get('rank')}"
                 + (", another layout" if head.get("layout") != expected["layout"] else "")
-                + (", another place in the mesh" if head["mesh"] != expected["mesh"] else "")
+                + (", another place in the mesh" if head.get("mesh") != expected["mesh"] else "")
                 + "; a rank's part fits no other rank or layout: save with "
                 "shardcast.checkpoint.save, or call full_state_dict() on every rank, which gives "
                 "rank 0 the state of all"
