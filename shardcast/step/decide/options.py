@@ -236,11 +236,11 @@ def error_of(values: Mapping[str, str], comm: Comm, device: torch.device) -> Run
     On a CPU all ranks of ``comm`` call it and exchange their ``values``, by name.
     """
     text = _differences(known(values, comm, device), "None")
+    remedies = (remedy for fact, remedy in REMEDIES.items() if fact in text)
+    remedy = next(remedies, REMEDY)
     if not text:  # only this rank's values are known
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
         text = f"the ranks differ in options; rank {comm.rank} has {shown}"
-    remedies = (remedy for fact, remedy in REMEDIES.items() if fact in text)
-    remedy = next(remedies, REMEDY)
     return RuntimeError(f"step: {text}. {remedy}")
 
 

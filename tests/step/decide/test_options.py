@@ -13,7 +13,7 @@ from torch import nn
 from shardcast import _compat
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.step.decide import report
-from shardcast.step.decide.options import OptionCheck
+from shardcast.step.decide.options import REMEDY, OptionCheck
 from shardcast.step.decide.report import HostCopy
 from shardcast.testing import fake_world
 
@@ -348,3 +348,4 @@ def test_on_an_accelerator_such_steps_are_skipped_and_the_report_follows(
     if name == "lr":
         for rank, text in enumerate(told):
             assert f"rank {rank} has lr of group 0 {0.5 + rank}" in text
+            assert REMEDY in text
