@@ -5,6 +5,7 @@ All ranks together can compute its norm.
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -353,8 +354,25 @@ def _local(value: object, hidden: DistributedStandIn, local: StandIn) -> object:
 def _reads(name: str, hidden: StandIn) -> RuntimeError:
     return RuntimeError(
         f"{name} reads .grad of {hidden.of!r}, but after the backward each rank holds only the "
-        f"elements of the mean gradient that it owns. {DOORS}"
+        f"elements of the mean gradient that it owns. {_second_phase()}{DOORS}"
     )
+
+
+def _second_phase() -> str:
+    """Return a remedy if one of torch's optimizers reads the gradient in its step.
+
+    A gathered gradient would let it train the published weights, without masters.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        by = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(by, torch.optim.Optimizer) and type(by).__module__.startswith("torch.optim"):
+            return (
+                f"To train with another optimizer ({type(by).__name__}), call close() of the "
+                "sharded one on every rank, then shard(model, optimizer) with the other. "
+            )
+        frame = frame.f_back
+    return ""
 
 
 def _described(hidden: StandIn) -> str:

@@ -282,6 +282,23 @@ def test_what_was_kept_before_the_gather_is_told_of_and_not_read():
     on_ranks(script)
 
 
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_another_optimizer_of_torch_is_told_to_take_over_by_close(cls: Any, foreach: bool):
+    """With gathered gradients it would train weights in bf16, without masters."""
+
+    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).float().square().mean().backward()
+        with pytest.raises(RuntimeError, match=rf"\({cls.__name__}\), call close\(\)"):
+            cls(model.parameters(), lr=0.1, foreach=foreach).step()
+        with pytest.raises(RuntimeError, match=r"reads \.grad") as caught:
+            model[0].weight.grad.add(1)
+        assert "close()" not in str(caught.value)
+
+    on_ranks(script)
+
+
 def test_a_read_that_mixes_dtypes_is_a_read_and_a_view_of_a_wrong_shape_is_torchs_own_error():
     """Gradients are fp32 under DDP and bf16 here."""
 
