@@ -1048,7 +1048,8 @@ class OptimizerHandle(torch.optim.Optimizer):
             raise RuntimeError(
                 f"step() of the handle of {_named(self)} was called twice before that of "
                 f"{_names(waiting)}: the optimizers step together; call step() of every handle "
-                "once, or step() of the optimizer that shardcast.shard returned"
+                "once, or step() of the optimizer that shardcast.shard returned; to leave one out "
+                "of a step, set .grad of its parameters to None before"
             )
         state = self._packed.reduce.state()
         if any(handle._stepped_with not in (None, state) for handle in handles):
