@@ -14,7 +14,10 @@ class CollectiveError(RuntimeError):
 
 
 # Matrix products and factorizations, which round differently in batches.
-PRODUCTS = re.compile(r"aten::.*(mm|matmul|linalg_(?!vector_norm)|svd|qr|eig|cholesky|solve)").match
+# Whole words, because "sqrt" has "qr" in it.
+PRODUCTS = re.compile(
+    r"aten::_?(\w*mm|matmul|linalg_(?!vector_norm)\w+|svd|qr|geqrf|cholesky\w*|\w*solve)_?(\.|$)"
+).match
 
 
 class StepObserver(TorchDispatchMode):

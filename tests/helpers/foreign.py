@@ -116,6 +116,17 @@ class DecayOfAll(Rule):
                 param.sub_(param.grad.sign(), alpha=rate)
 
 
+class RootedDecayOfAll(DecayOfAll):
+    """The same beside a root, as Adam takes one of each second moment."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            roots = [param.abs().sqrt() for param in group["params"]]
+            torch._foreach_sqrt_(roots)
+        super().step()
+
+
 class Stacked(Rule):
     """Works on all parameters of one shape at once; ``scales`` gives a factor for each of them."""
 

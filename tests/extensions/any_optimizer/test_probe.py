@@ -16,6 +16,7 @@ from oracle import mlp, set_grads, steps
 from torch import Tensor, nn
 
 import shardcast
+from shardcast._compat import observer
 from shardcast.extensions.any_optimizer import traits_of
 from shardcast.testing import SpawnedWorld, ThreadedWorld
 
@@ -105,6 +106,7 @@ REFUSED: list[tuple[Build, int, tuple[str, ...]]] = [
     (foreign.StepSizeOfAll, 2, ("StepSizeOfAll",)),
     (in_two_groups(foreign.StepSizeOfAll), 2, ("StepSizeOfAll",)),
     (lambda params: foreign.DecayOfAll(params, weight_decay=1e-4), 2, ("DecayOfAll",)),
+    (lambda params: foreign.RootedDecayOfAll(params, weight_decay=1.0), 2, ("RootedDecayOfAll",)),
     (foreign.ScaledBySpread, 2, ("ScaledBySpread",)),
     (
         lambda params: foreign.Lookahead(torch.optim.SGD(params, lr=0.1)),
@@ -137,6 +139,42 @@ def test_a_class_that_cannot_be_sharded_is_refused_by_name_and_nothing_is_change
 
     for message in ThreadedWorld(size).run(run):
         assert all(name in message for name in names), message
+
+
+def test_products_are_told_from_roots_and_other_words_by_the_operators_that_torch_calls():
+    """Products may round otherwise for several parameters at once; nothing else may."""
+
+    def multiplies(run: Callable[[Tensor], object]) -> bool:
+        matrix = torch.eye(3)
+        with observer.StepObserver() as seen:
+            run(matrix)
+        return seen.multiplies
+
+    products: list[Callable[[Tensor], object]] = [
+        lambda m: m @ m,
+        lambda m: torch.addmm(m, m, m),
+        lambda m: torch.addmm(m, m, m, out=m.clone()),
+        lambda m: torch.bmm(m[None], m[None]),
+        lambda m: torch.baddbmm(m[None], m[None], m[None]),
+        lambda m: torch.einsum("ij,jk->ik", m, m),
+        torch.linalg.qr,
+        torch.linalg.svd,
+        torch.linalg.eigh,
+        torch.linalg.inv,
+        torch.linalg.cholesky,
+        lambda m: torch.linalg.solve(m, m),
+        torch.cholesky_inverse,
+    ]
+    others: list[Callable[[Tensor], object]] = [
+        torch.sqrt,
+        torch.rsqrt,
+        lambda m: torch._foreach_sqrt([m]),
+        torch.linalg.vector_norm,
+        lambda m: m.norm(),
+        lambda m: m.lerp(m, 0.5).addcdiv(m, m),
+    ]
+    assert [multiplies(run) for run in products] == [True] * len(products)
+    assert [multiplies(run) for run in others] == [False] * len(others)
 
 
 def test_sums_of_several_parameters_at_once_may_round_differently():
