@@ -4,6 +4,7 @@ import importlib
 import warnings
 
 MODULES = """
+without_vllm
 accelerate diffusers lightning.pytorch pytest sentence_transformers timm torch._dynamo torchao.optim
 diffusers.models.unets.unet_2d diffusers.models.unets.unet_2d_condition diffusers.training_utils
 transformers.trainer transformers.models.bert.modeling_bert transformers.models.clip.modeling_clip
