@@ -833,12 +833,7 @@ def clip_value(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe(
-    "clip_grad_norm_ of torch left in the script",
-    "torch",
-    error=RuntimeError,
-    match="clip_grad_norm_",
-)
+@recipe("clip_grad_norm_ of torch left in the script", "torch")
 def clip_of_torch(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)

@@ -425,13 +425,7 @@ def rsl_unported(variant: Variant) -> Report:
     return legged(variant, ported=False)
 
 
-@recipe(
-    "A2C.train() as it stands: clip_grad_norm_ left in",
-    "stable-baselines3",
-    shipped="none",
-    error=RuntimeError,
-    match="gather_gradients",
-)
+@recipe("A2C.train() as it stands: clip_grad_norm_ left in", "stable-baselines3", shipped="none")
 def sb3_unported(variant: Variant) -> Report:
     from stable_baselines3 import A2C
 
