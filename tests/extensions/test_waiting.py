@@ -297,6 +297,9 @@ def test_ranks_that_are_threads_tell_of_each_other_too():
 def test_the_last_optimizer_ends_the_thread_beside_one_whose_group_is_gone():
     """One that a script still holds, not closed: its group was destroyed."""
 
+    gc.collect()
+    until(lambda: not watching())  # that of an earlier test, which would be shared
+
     def run(group: Any) -> list[threading.Thread]:
         before = threading.enumerate()
         last, gone = (ProcessGroups.flat(Comm(FakeGroup(0, 2))) for _ in range(2))
