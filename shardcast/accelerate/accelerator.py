@@ -348,7 +348,7 @@ class ShardcastAccelerator(Accelerator):
             return getattr(super(), call)(params, *bounds)  # of a model that is not sharded
         if len(clipped) > 1:
             raise ValueError(
-                f"{call}: expected parameters of one optimizer, got those of {len(clipped)}, "
+                f"{call}: expected parameters of one optimizer, got parameters of {len(clipped)}, "
                 "which are sharded separately and have separate norms; call it once for each"
             )
         if not self.sync_gradients:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,15 @@ from shardcast.step.decide.norm import PNorm
 Land = Callable[[str, Callable[[], None]], None]
 
 
+class Known(NamedTuple):
+    """Norms of a pack's parameters, and the state of the mean that they were computed from."""
+
+    mean: weakref.ref[Tensor]
+    version: int
+    backward: int | None
+    norms: Tensor
+
+
 class ParameterNorms:
     """The norm of each parameter's mean gradient.
 
@@ -31,12 +40,9 @@ class ParameterNorms:
     a mean changes.
     """
 
-    def __init__(
-        self, packed: PackedOptimizer, land: Callable[[str, Callable[[], None]], None]
-    ) -> None:
+    def __init__(self, packed: PackedOptimizer, land: Land) -> None:
         self._packed, self._land = packed, land
-        # By norm type: of the gradients of each pack, the mean that was read, and the norms.
-        self._known: dict[float, dict[Gradients, tuple[Any, Tensor]]] = {}
+        self._known: dict[float, dict[Gradients, Known]] = {}  # by norm type and pack
         me = weakref.ref(self)
 
         def of(grads: Gradients, position: int, p: float) -> Tensor:
@@ -57,18 +63,19 @@ class ParameterNorms:
         """
         self._packed.reduce.before_edit()  # applies a pending clip
         known = self._known.get(p, {}).get(grads)
-        if known is None or known[0] != self._state(grads):
+        if known is None or not self._is_current(grads, known):
             self._compute(p)
             known = self._known[p][grads]
-        return known[1][position].clone()  # a script may edit it
+        return known.norms[position].clone()  # a script may edit it
 
-    def _state(self, grads: Gradients) -> Any:
-        """Return a value that changes when a mean is reduced or edited.
+    def _is_current(self, grads: Gradients, known: Known) -> bool:
+        """Return whether the mean was neither reduced nor edited since.
 
         A compiled kernel may write a mean without a new version, but only after a backward.
         """
-        own = grads.own
-        return weakref.ref(own), own._version, self._packed.reduce.last_backward
+        own, backward = grads.own, self._packed.reduce.last_backward
+        # By identity: weak references compare what they refer to, here by elements.
+        return known.mean() is own and (known.version, known.backward) == (own._version, backward)
 
     def _compute(self, p: float) -> None:
         """Compute the norms of all parameters. Collective: every rank."""
@@ -98,4 +105,5 @@ class ParameterNorms:
             norms = of.root(every.view(comm.size, -1), None).to(MASTER_DTYPE)
             counts = [len(grads.pack.params) for grads in packs]
             for grads, values in zip(packs, norms.split(counts), strict=True):
-                known[grads] = self._state(grads), values
+                backward = packed.reduce.last_backward
+                known[grads] = Known(weakref.ref(grads.own), grads.own._version, backward, values)

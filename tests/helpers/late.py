@@ -31,7 +31,7 @@ class Pending:
 
 
 class Late(offload.Copies):
-    """Copies of a pretended device: as late as permitted, or by chance at any time before."""
+    """Copies of a pretended device: as late as permitted, or at any random time before."""
 
     def __init__(self, chance: random.Random | None = None) -> None:
         self.chance, self.own = chance, threading.local()

@@ -51,7 +51,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of ``offload`` on a CPU are as late as permitted, or by chance at any time before."""
+    """Copies of ``offload`` on a CPU are as late as permitted, or at any random time before."""
     bus, of_device = Late(random.Random(0)), offload.copies_of
     monkeypatch.setattr(
         offload, "copies_of", lambda device: bus if device.type == "cpu" else of_device(device)

@@ -146,6 +146,20 @@ def test_a_norm_is_that_of_the_mean_as_it_is_now():
     assert not torch.allclose(more, clipped) and not zero.any() and torch.allclose(again, once)
 
 
+def test_a_norm_is_new_if_the_mean_moves_and_its_old_memory_stays():
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        model(batch).square().mean().backward()
+        grads = optimizer._packed.reduce.grads
+        kept = [it.own for it in grads]
+        before = get_total_norm([param.grad for param in model.parameters()])
+        optimizer.clip_grad_norm_(0.01)
+        after = get_total_norm([param.grad for param in model.parameters()])
+        assert before > 0.02 and after == pytest.approx(0.01, rel=0.01)
+        assert all(it.own is not own for it, own in zip(grads, kept, strict=True))
+
+    on_ranks(script, param_dtype="bf16")
+
+
 def test_all_norms_are_one_collective():
     def count(read: Read) -> int:
         counts = []
