@@ -54,7 +54,8 @@ class ShardcastConfig(ValidatedOptions):
     keep_fp32: tuple[KeepRule, ...] = option(
         (),
         "modules kept in fp32: 'norms', glob patterns of parameter names, module classes or "
-        "predicates (name, parameter) -> bool; a module keeps all of its own parameters, or none",
+        "predicates (name, parameter) -> bool; a module keeps all of its own parameters in fp32, "
+        "or none",
     )
     cast_forward_inputs: bool = option(
         True, "cast activations to param_dtype where a module with low-precision weights takes them"
@@ -66,7 +67,7 @@ class ShardcastConfig(ValidatedOptions):
     )
     convert_rest: bool = option(
         False,
-        "store parameters that are not trained in param_dtype, too; false: they keep their dtype, "
+        "cast parameters that are not trained to param_dtype, too; false: they keep their dtype, "
         "and autocast casts them in each forward. autocast: false implies true",
     )
     fp32_outputs: tuple[str, ...] = option(
@@ -101,8 +102,8 @@ class ShardcastConfig(ValidatedOptions):
     )
     shard_ranks: str | int = option(
         "all",
-        "number of neighboring ranks over which masters and state are sharded; each such group "
-        "holds a copy, which takes more memory, and updated parameters stay within the group",
+        "shard masters and state over groups of this many neighboring ranks; each group holds a "
+        "copy, which takes more memory, and the sync stays within the group",
         (
             "all or a number of ranks >= 1",
             lambda value: value == "all" if isinstance(value, str) else value >= 1,
@@ -158,9 +159,9 @@ class ShardcastConfig(ValidatedOptions):
     on_error: Any = extension("raise", "on_error")
     accumulate: str = option(
         "local",
-        "meaning of no_sync(). local: gradients accumulate on each rank, 2 bytes per parameter in "
-        "bf16; sharded: every backward is reduced, and each rank keeps its own part, in fp32 from "
-        "the second one on",
+        "what no_sync() does. local: gradients accumulate on each rank, 2 bytes per parameter in "
+        "bf16; sharded: every backward is reduced, and each rank keeps only its own part, in fp32 "
+        "from the second backward on",
         one_of("local", "sharded"),
     )
     master: str = extension("fp32", "split_masters")

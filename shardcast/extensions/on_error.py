@@ -386,7 +386,7 @@ def _signal(
 OPTION = Option(
     help="if a rank raises inside optimizer.attempt(): skip the step on all ranks, or drop that "
     "rank's gradients and use the mean of the others; {action: skip, max_failed_steps: 5} raises "
-    "after so many failed steps in a row",
+    "after 5 failed steps in a row",
     within=("raise, skip, drop or a mapping", lambda _: True),
     read=_read,
     check=_check,

@@ -176,7 +176,7 @@ class ReplicaCheck(StepHook):
 
 
 OPTION = Option(
-    help="every so many steps, compare hashes of data that ranks hold as copies (parameters, "
+    help="every n steps, compare hashes of data that ranks hold as copies (parameters, "
     "buffers, masters of replicas) and wait for the device; if they differ, all ranks raise and "
     "name the rank; 0: never",
     within=("a number of steps >= 0", lambda steps: steps >= 0),

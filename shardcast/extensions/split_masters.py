@@ -78,8 +78,8 @@ def _check(config: ShardcastConfig) -> None:
 
 
 OPTION = Option(
-    help="how masters are stored: fp32; or split16: only the 16 bits that the published bf16 "
-    "lacks, which is also exact",
+    help="how masters are stored: fp32, or split16: only the 16 bits that the published bf16 "
+    "lacks; both are exact",
     within=one_of("fp32", "split16"),
     codec=lambda _config, _name: Split16(),
     check=_check,
