@@ -182,7 +182,8 @@ class ShardcastConfig(ValidatedOptions):
     sync: str = option(
         "auto",
         "how updated parameters reach all ranks; all_gather needs the even partition; auto: "
-        "all_gather if all spans are equal, else broadcast; messages on gloo within a node",
+        "all_gather if all spans are equal, else broadcast; on gloo within a node, point-to-point "
+        "messages",
         one_of("auto", "broadcast", "all_gather"),
     )
     overlap_sync: bool = extension(False, "overlap_sync")

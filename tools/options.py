@@ -13,9 +13,8 @@ from shardcast import ShardcastConfig
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 HEAD = """# Options
 
-`python tools/options.py` writes this page from `ShardcastConfig`. Give an option as a keyword of
-`shard()`, as `SHARDCAST_<OPTION>` in the environment, or in the YAML file that `SHARDCAST_CONFIG`
-names; the first of these wins. Unknown names are errors.
+Give an option as a keyword of `shard()`, as `SHARDCAST_<OPTION>` in the environment, or in the YAML
+file that `SHARDCAST_CONFIG` names. The first of these wins. Unknown names are errors.
 """
 GROUPS = {
     "Common": (
