@@ -1,19 +1,12 @@
 """Measure shardcast: its update, the collectives behind it, and whole steps beside other systems.
 
     python -m benchmarks update                      # against a copy of the same bytes
-    python -m benchmarks averages --ranks 2          # averages= against the usual EMAs
-    python -m benchmarks buffers --ranks 2           # BatchNorm's, beside DDP's
-    python -m benchmarks worlds                      # the host's part, of 8 to 1,024 ranks
     python -m benchmarks host                        # of a step on an accelerator, by packs
-    python -m benchmarks launches --packs 15         # of a step on an accelerator, by stage
     python -m benchmarks groups                      # collectives and launches, by parameter groups
-    python -m benchmarks step --model ernie          # shardcast's variants and a crude floor
     python -m benchmarks peers --model gpt --markdown
     python -m benchmarks stages --model gpt          # where the time of a step goes
-    python -m benchmarks matrix --ranks 2            # Muon + AdamW beside DDP and FSDP2
     python -m benchmarks replicas --ranks 2          # replica_check, amortized over 100 steps
     python -m benchmarks checkpoint --elements 100000000  # beside torch.save and dcp.save
-    python -m benchmarks forms                       # steps with published forms, beside bf16
     python -m benchmarks fine-tuning --record        # published forms: what changes in a step
     python -m benchmarks digests --against ../other-tree  # whether two trees have the same bits
     python -m benchmarks all --idle --minutes 15     # the tables of BENCHMARKS.md
@@ -35,26 +28,20 @@ from typing import Any
 from products import multiplied
 
 from benchmarks import (
-    averages,
-    buffers,
     checkpoint,
     digests,
     document,
     fine_tuning,
-    forms,
     groups,
     host,
-    launches,
-    matrix,
     replicas,
     report,
     stages,
     step,
     update,
-    worlds,
 )
 from benchmarks.models import WORKLOADS
-from benchmarks.systems import LOCAL, OWN, SYSTEMS
+from benchmarks.systems import LOCAL, SYSTEMS
 from shardcast.testing import spawn
 
 TIMEOUT = 3600.0
@@ -77,13 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         title = f"update of {args.elements:,} elements, {args.threads} thread(s), AdamW, bf16"
         lines = update.rows(update.measure(args.elements, args.threads, args.rounds))
         columns: tuple[str, ...] = ("form", "ms", "x")
-    elif args.command == "worlds":
-        title = f"processor time of one rank's step, {worlds.PACKS} packs, nothing is sent, bf16"
-        lines, columns = worlds.rows(worlds.measure(args.sizes, args.rounds)), worlds.COLUMNS
-    elif args.command == "forms":
-        title = f"one step of {forms.LAYERS * forms.WIDTH**2:,} weights, AdamW, 1 rank, 1 thread"
-        title += ", processor time"
-        lines, columns = forms.rows(forms.measure(args.rounds)), forms.COLUMNS
     elif args.command == "fine-tuning":
         title = f"GPT of {fine_tuning.CONFIG.depth} blocks, {args.steps} steps on text, 1 rank"
         runs = on_ranks(fine_tuning.measure, 1, args.pretraining, args.steps, args.interval)
@@ -94,28 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         title = "processor time of a step on an accelerator, compiled, nothing is sent, bf16"
         costs = host.measure(args.packs, args.ranks, args.rounds)
         lines, columns = host.rows(costs), host.COLUMNS
-    elif args.command == "launches":
-        title = f"one step on an accelerator, {args.packs} packs, nothing is sent or computed, bf16"
-        lines, columns = launches.rows(launches.measure(args.packs, args.rounds)), launches.COLUMNS
     elif args.command == "groups":
         title = f"a step of {groups.TENSORS} tensors of {groups.WIDTH}x{groups.WIDTH}, AdamW, "
         title += f"{groups.RANKS} ranks, bf16, by parameter groups; processor time"
         lines, columns = groups.rows(groups.measure(args.groups, args.rounds)), groups.COLUMNS
-    elif args.command == "averages":
-        numel = averages.LAYERS * averages.WIDTH * (averages.WIDTH + 1)
-        title = f"averages of {numel:,} weights in bf16, {args.ranks} ranks, AdamW, 1 thread"
-        title += ", processor time"
-        lines = on_ranks(averages.measure, args.ranks, args.rounds)
-        columns = averages.COLUMNS
-    elif args.command == "buffers":
-        title = f"{buffers.LAYERS} linear layers with BatchNorm, {args.ranks} ranks, fp32"
-        lines = on_ranks(buffers.measure, args.ranks, args.rounds)
-        columns = buffers.COLUMNS
-    elif args.command == "matrix":
-        title = f"Muon + AdamW, {WORKLOADS[args.model].title}, {args.ranks} ranks"
-        run = args.model, args.rounds
-        lines = matrix.rows(on_ranks(matrix.measure, args.ranks, *run))
-        columns = matrix.COLUMNS
     elif args.command == "stages":
         title = f"{WORKLOADS[args.model].title}, {args.ranks} ranks, stages of a step, ms"
         lines = stages.rows(on_ranks(stages.measure, args.ranks, args.model, args.rounds))
@@ -146,11 +108,11 @@ def on_ranks(measure: Callable[..., Any], ranks: int, *given: Any) -> Any:
 
 def names(args: argparse.Namespace) -> tuple[str, ...]:
     """The systems to measure: always shardcast, what ratios refer to."""
-    wanted = list(OWN if args.command == "step" else SYSTEMS)
-    if args.systems:
-        wanted = [name for name in SYSTEMS if any(part in name for part in args.systems)]
+    parts = args.systems or [""]
     return tuple(
-        name for name in SYSTEMS if name not in LOCAL and (name in wanted or name == "shardcast")
+        name
+        for name in SYSTEMS
+        if name not in LOCAL and (name == "shardcast" or any(part in name for part in parts))
     )
 
 
@@ -163,17 +125,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rounds_of = {
         "update": 9,
-        "averages": 60,
-        "buffers": 60,
-        "worlds": 9,
         "host": 40,
-        "launches": 200,
         "groups": 40,
-        "matrix": 9,
         "stages": 15,
-        "forms": 9,
         "replicas": 60,
-        "step": 15,
         "peers": 15,
     }
     every = commands.add_parser("all", allow_abbrev=False)
@@ -191,30 +146,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         sub = commands.add_parser(name, allow_abbrev=False)
         sub.add_argument("--rounds", type=int, default=rounds)
         sub.add_argument("--markdown", action="store_true", help="print the table in Markdown")
-        if name == "worlds":
-            sub.add_argument("--sizes", type=int, nargs="+", default=[8, 64, 1024])
-            continue
         if name == "host":
             sub.add_argument("--packs", type=int, nargs="+", default=[16, 40, 131])
             sub.add_argument("--ranks", type=int, default=8)
             continue
-        if name == "launches":
-            sub.add_argument("--packs", type=int, default=15)
-            continue
         if name == "groups":
             sub.add_argument("--groups", type=int, nargs="+", default=[1, 2, 48, 300])
-            continue
-        if name == "forms":
             continue
         if name == "update":
             sub.add_argument("--threads", type=int, default=1)
             sub.add_argument("--elements", type=int, default=1 << 24)
             continue
         sub.add_argument("--ranks", type=int, default=2)
-        if name in ("averages", "buffers"):
-            continue
         sub.add_argument("--model", choices=WORKLOADS, default="gpt")
-        if name in ("matrix", "stages"):
+        if name == "stages":
             continue
         sub.add_argument(
             "--clock",

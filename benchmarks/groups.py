@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcast
-from benchmarks.launches import Launches, accelerator
-from benchmarks.worlds import Idle
+from benchmarks.host import Idle
+from shardcast import _compat
+from shardcast.step.update import fusion
 from shardcast.testing import fake_world
 
 TENSORS, WIDTH, RANKS = 300, 32, 8
@@ -71,6 +74,44 @@ class Run:
         return seconds
 
 
+class Launches(TorchDispatchMode):
+    """Counts operations but views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += not func.is_view and "empty" not in str(func) and func.namespace == "aten"
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def accelerator() -> Iterator[None]:
+    """A CPU passes for one, and an update of a range is one operation, as where it is compiled."""
+    is_host, in_pieces = _compat.is_host, fusion.in_pieces
+    _compat.is_host = lambda _device: False
+    fusion.in_pieces = lambda _fusion, operands, *_: operands[-1].relu_()
+    try:
+        yield
+    finally:
+        _compat.is_host, fusion.in_pieces = is_host, in_pieces
+
+
+def launches(groups: int, **fields: Any) -> int:
+    """Return the launches of a step on an accelerator."""
+    with accelerator():
+        run = Run(groups, Idle(0, RANKS), fuse="eager", **fields)
+        for _ in range(2):
+            run.step()
+        run.backward()
+        with Launches() as counter:
+            run.optimizer.step()
+    return counter.count
+
+
 def measure(counts: Sequence[int], rounds: int) -> list[Cost]:
     """Costs for each number of groups."""
     torch.set_num_threads(1)
@@ -82,14 +123,7 @@ def measure(counts: Sequence[int], rounds: int) -> list[Cost]:
                 before = len(group.rank_log)
                 run.step()
             cost.packs, cost.collectives = run.packs, len(group.rank_log) - before
-        with accelerator():
-            run = Run(cost.groups, Idle(0, RANKS), fuse="eager")
-            for _ in range(2):
-                run.step()
-            run.backward()
-            with Launches() as counter:
-                run.optimizer.step()
-            cost.launches = sum(counter.by_stage.values())
+        cost.launches = launches(cost.groups)
     runs = [Run(cost.groups, Idle(0, RANKS)) for cost in costs]
     for number in range(rounds + 3):
         for cost, run in zip(costs, runs, strict=True):

@@ -11,17 +11,61 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import shardcast
-from benchmarks.worlds import Given, Idle
 from shardcast import _compat
+from shardcast.testing import FakeGroup
 
 CPU = torch.device("cpu")
 ELEMENTS = 128  # of the span of a rank
 COLUMNS = ("packs", "ranks", "backward us", "least", "step us", "least", "us per pack")
+
+
+class Idle(FakeGroup):
+    """A fake group without the part of it whose cost grows with the world."""
+
+    def _issue(self, call: Any) -> dist.Work:
+        raise NotImplementedError
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        tensors[0].mul_(self.size())
+        return _Done()
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return _Done()
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return _Done()
+
+    def all_to_all_single(self, output: Tensor, input: Tensor, *_args: Any) -> dist.Work:
+        output.copy_(input)  # gradients of no world are NaN
+        return _Done()
+
+    _allgather_base, alltoall_base = all_gather_single, all_to_all_single
+
+
+class _Done(dist.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class Given(torch.autograd.Function):
+    """Gives every parameter the same gradient, in one node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *params: Tensor) -> Tensor:
+        ctx.grads = grad, len(params)
+        return grad.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, count = ctx.grads
+        return (None, *[grad] * count)
 
 
 @dataclass

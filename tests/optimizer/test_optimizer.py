@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import launches
+from benchmarks import groups
 from models import CASES, MLP, assert_same_bits, parts, sharded, values
 from oracle import BATCH, adamw, check, equal, mlp, on_ranks, sgd, steps
 from oracle import values as values_of
@@ -210,10 +210,9 @@ def test_the_default_dtype_of_a_script_changes_no_number():
 
 
 def test_a_step_launches_once_for_each_pack_and_32_times_beside():
-    with launches.accelerator():
-        by_stage, _ = launches.one(15, 1, {})
-    packs = by_stage.pop("packs")
-    assert sum(by_stage.values()) + 1 <= packs + 32, "one is the sync, which nothing sends here"
+    packs = 15
+    launched = groups.launches(1, pack_params=groups.TENSORS // packs)
+    assert launched + 1 <= packs + 32, "one is the sync, which nothing sends here"
 
 
 def test_shard_says_in_one_line_what_it_did_and_the_report_has_a_total(
