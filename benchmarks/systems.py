@@ -174,7 +174,7 @@ class Crude(System):
 class Shardcast(System):
     def __init__(self, model: nn.Module, _workload: Workload, **fields: Any) -> None:
         super().__init__(model, "bf16")
-        plain = torch.optim.AdamW(model.parameters(), lr=LR, fused=fields.pop("fused", True))
+        plain = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         self.optimizer = shardcast.shard(model, plain, param_dtype=BF16, **fields)
 
     def quiet(self) -> AbstractContextManager[Any]:
@@ -194,18 +194,11 @@ LOCAL: dict[str, Build] = {
 }
 OWN: dict[str, Build] = {
     "shardcast": Shardcast,
-    "shardcast, plain AdamW": partial(Shardcast, fused=False),
-    "shardcast, fuse=compile": partial(Shardcast, fuse="compile"),
     "shardcast, overlap_sync": partial(Shardcast, overlap_sync=True),
     "shardcast, overlap_sync, compile": partial(Shardcast, overlap_sync=True, fuse="compile"),
     "shardcast, configs/lean.yaml": partial(
         Shardcast, accumulate="sharded", master="split16", moments="bf16"
     ),
-    "shardcast, lean.yaml, fuse=compile": partial(
-        Shardcast, accumulate="sharded", master="split16", moments="bf16", fuse="compile"
-    ),
-    "shardcast, int8 moments": partial(Shardcast, moments="int8"),
-    "shardcast, int8 moments, fuse=compile": partial(Shardcast, moments="int8", fuse="compile"),
     "crude floor": Crude,
 }
 PEERS: dict[str, Build] = {

@@ -92,7 +92,7 @@ def test_systems_are_measured_next_to_each_other(
 
     monkeypatch.setattr(benchmark, "spawn", shared)
     words = "peers --model tiny --rounds 1 --micros 2 --clock processor --markdown --systems"
-    benchmark.main([*words.split(), "floor", "plain", "autocast", "views", "in fp32"])
+    benchmark.main([*words.split(), "floor", "lean", "autocast", "views", "in fp32"])
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.startswith("|")]
     assert "WRONG" not in printed
