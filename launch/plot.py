@@ -51,7 +51,7 @@ def memory_and_losses(
     measured: dict[str, tuple[int, int]],
     runs: dict[str, list[Record]],
     titles: tuple[str, str],
-    *paths: Path,
+    path: Path,
 ) -> str:
     """Draw bytes per rank over ranks, and below them the loss curves of two runs.
 
@@ -60,10 +60,10 @@ def memory_and_losses(
         measured: number of ranks and bytes of a run, as a ring on its line.
         runs: the records of each, drawn in the color of the same name above.
         titles: of both.
-        paths: of the same picture as PNG or SVG; readable on light and dark pages.
+        path: of a PNG or SVG, which is readable on light and dark pages.
     """
     try:
-        figure = empty_figure(5.5, 6)  # on a phone its letters are as large as those of the text
+        figure = empty_figure(6)  # on a phone its letters are as large as those of the text
     except RuntimeError:
         return "no picture: it needs matplotlib (the extra `plot`)"
     above, below = figure.subplots(2, 1)
@@ -85,18 +85,14 @@ def memory_and_losses(
     below.set(xlabel="step", ylabel="loss, nats per byte")
     for axes, title in zip((above, below), titles, strict=True):
         axes.set_title(title)
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(figure, path)
-    return f"picture: {paths[0]}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(figure, path)
+    return f"picture: {path}"
 
 
-def held_out_losses(runs: dict[str, list[Record]], *paths: Path) -> str:
+def held_out_losses(runs: dict[str, list[Record]], path: Path) -> str:
     """Draw the losses on held-out text of several runs, for light and dark pages."""
-    try:
-        figure = empty_figure(5.5, 3.5)
-    except RuntimeError:
-        return "no picture: it needs matplotlib (the extra `plot`)"
+    figure = empty_figure(3.5)
     axes = figure.subplots()
     for number, (name, records) in enumerate(runs.items()):
         losses = curve(records, "validation")
@@ -105,17 +101,13 @@ def held_out_losses(runs: dict[str, list[Record]], *paths: Path) -> str:
         axes.plot(losses.keys(), losses.values(), label=name, **style)
     axes.set(xlabel="step", ylabel="loss on held-out text, nats per byte")
     axes.legend(frameon=False, labelcolor=INK)
-    for path in paths:
-        save(figure, path)
-    return f"picture: {paths[0]}"
+    save(figure, path)
+    return f"picture: {path}"
 
 
-def ratios_of_layers(ratios: dict[str, dict[int, float]], *paths: Path) -> str:
+def ratios_of_layers(ratios: dict[str, dict[int, float]], path: Path) -> str:
     """Draw update-to-weight over steps, a line for each layer, for light and dark pages."""
-    try:
-        figure = empty_figure(5.5, 3.5)
-    except RuntimeError:
-        return "no picture: it needs matplotlib (the extra `plot`)"
+    figure = empty_figure(3.5)
     axes = figure.subplots()
     colors = ("#db6d28", "#a371f7", "#2f81f7", "#39a0a0", "#3fb950", "#f85149")
     for number, (name, by_step) in enumerate(ratios.items()):
@@ -124,16 +116,15 @@ def ratios_of_layers(ratios: dict[str, dict[int, float]], *paths: Path) -> str:
     axes.axhline(1e-3, color=INK, linestyle=":", linewidth=1)
     axes.set(xlabel="step", ylabel="update / weight, norms", yscale="log")
     axes.legend(frameon=False, labelcolor=INK, ncols=2, fontsize="small")
-    for path in paths:
-        save(figure, path)
-    return f"picture: {paths[0]}"
+    save(figure, path)
+    return f"picture: {path}"
 
 
 def changes_and_losses(
     shares: Mapping[str, Mapping[float, float]],
     losses: Mapping[str, Mapping[int, float]],
     rate: float,
-    *paths: Path,
+    path: Path,
 ) -> str:
     """Draw what share of published values changes in a step, and losses, for both kinds of pages.
 
@@ -141,10 +132,7 @@ def changes_and_losses(
         shares: of each form, by learning rate.
         losses: of each form on held-out text, by step, with the learning rate ``rate``.
     """
-    try:
-        figure = empty_figure(5.5, 6)
-    except RuntimeError:
-        return "no picture: it needs matplotlib (the extra `plot`)"
+    figure = empty_figure(6)
     above, below = figure.subplots(2, 1)
     colors = dict(zip(shares, ("#db6d28", "#2f81f7", "#39a0a0", "#a371f7"), strict=True))
     for number, form in enumerate(shares):
@@ -157,9 +145,8 @@ def changes_and_losses(
     above.set(xscale="log", yscale="log")
     below.set(xlabel=f"step, learning rate {rate:g}", ylabel="held-out loss, nats per byte")
     below.legend(*above.get_legend_handles_labels(), frameon=False, labelcolor=INK)
-    for path in paths:
-        save(figure, path)
-    return f"picture: {paths[0]}"
+    save(figure, path)
+    return f"picture: {path}"
 
 
 def _color(name: str, number: int) -> str:
@@ -169,7 +156,7 @@ def _color(name: str, number: int) -> str:
 def agreement(runs: dict[str, list[Record]], *paths: Path) -> str:
     """Draw training losses above, and their relative differences from the first run's below."""
     try:
-        figure = empty_figure(5.5, 5)
+        figure = empty_figure(5)
     except RuntimeError:
         return "no picture: it needs matplotlib (the extra `plot`)"
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
@@ -216,8 +203,8 @@ def _over_ranks(axes: Any, sizes: Sequence[int]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def empty_figure(width: float = 11, height: float = 5) -> Any:
-    """An empty figure of so many inches without a window, whatever the backend.
+def empty_figure(height: float) -> Any:
+    """An empty figure of so many inches of height without a window, whatever the backend.
 
     Raises:
         RuntimeError: matplotlib is not installed.
@@ -228,7 +215,7 @@ def empty_figure(width: float = 11, height: float = 5) -> Any:
         raise RuntimeError(
             "expected matplotlib, which is not installed; install it with pip install matplotlib"
         ) from error
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(5.5, height), layout="constrained")
 
 
 def save(figure: Any, path: Path) -> None:

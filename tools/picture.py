@@ -1,4 +1,4 @@
-"""Draw docs/memory-and-loss.svg and .png, the picture of README; and others of docs.
+"""Draw docs/memory-and-loss.svg, the picture of README; and others of docs.
 
     python tools/picture.py                                    # from the recorded run
     bash launch/quickstart.sh                                   # and after your own run:
@@ -54,7 +54,7 @@ def record(directories: list[Path], path: Path) -> None:
                     writer.writerow([name_of(records), kind, step, f"{loss:.4f}"])
 
 
-def recorded(path: Path = RECORDED) -> dict[str, list[Record]]:
+def recorded(path: Path) -> dict[str, list[Record]]:
     """Records by run, as metrics.read gives them."""
     runs: dict[str, list[Record]] = {}
     with path.open(newline="", encoding="utf-8") as file:
@@ -76,17 +76,17 @@ def record_ratios(directory: Path, path: Path) -> None:
             writer.writerow([row["step"], *(f"{row[name]:.3e}" for name in layers)])
 
 
-def recorded_ratios(path: Path = UPDATE_TO_WEIGHT) -> dict[str, dict[int, float]]:
+def recorded_ratios() -> dict[str, dict[int, float]]:
     """By layer and step."""
-    with path.open(newline="", encoding="utf-8") as file:
+    with UPDATE_TO_WEIGHT.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     layers = [name for name in rows[0] if name != "step"]
     return {name: {int(row["step"]): float(row[name]) for row in rows} for name in layers}
 
 
-def fine_tuning(path: Path = FINE_TUNING) -> tuple[Any, Any, float]:
+def fine_tuning() -> tuple[Any, Any, float]:
     """Of each form shares by learning rate, and losses by step at the greatest one."""
-    with path.open(newline="", encoding="utf-8") as file:
+    with FINE_TUNING.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     rate = max(float(row["rate"]) for row in rows)
     shares: dict[str, dict[float, float]] = {}
@@ -121,25 +121,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--fine-tuning", action="store_true", help="that of docs/serving.md")
     parsed = parser.parse_args(arguments)
     if parsed.fine_tuning:
-        paths = [ROOT / "docs" / f"fine-tuning{suffix}" for suffix in (".svg", ".png")]
-        print(changes_and_losses(*fine_tuning(), *paths))
+        print(changes_and_losses(*fine_tuning(), ROOT / "docs" / "fine-tuning.svg"))
         return
     if parsed.update_to_weight:
         if parsed.record:
             record_ratios(parsed.record[0], UPDATE_TO_WEIGHT)
-        paths = [ROOT / "docs" / f"update-to-weight{suffix}" for suffix in (".svg", ".png")]
-        print(ratios_of_layers(recorded_ratios(), *paths))
+        print(ratios_of_layers(recorded_ratios(), ROOT / "docs" / "update-to-weight.svg"))
         return
     source = BF16_LOSS if parsed.bf16_loss else RECORDED
     if parsed.record:
         record(parsed.record, source)
-    name = "bf16-loss" if parsed.bf16_loss else "memory-and-loss"
-    paths = [ROOT / "docs" / f"{name}{suffix}" for suffix in (".svg", ".png")]
     if parsed.bf16_loss:
-        print(held_out_losses(recorded(source), *paths))
+        print(held_out_losses(recorded(source), ROOT / "docs" / "bf16-loss.svg"))
         return
     titles = "6.7 B parameters, AdamW: memory", "quickstart, 0.9 M parameters, 2 ranks: loss"
-    print(memory_and_losses(memory_of_7b(), {}, recorded(), titles, *paths))
+    path = ROOT / "docs" / "memory-and-loss.svg"
+    print(memory_and_losses(memory_of_7b(), {}, recorded(RECORDED), titles, path))
 
 
 if __name__ == "__main__":
