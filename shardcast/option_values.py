@@ -106,11 +106,11 @@ class Option(NamedTuple):
         hook: ``hook(optimizer)`` makes a :class:`.StepHook`.
         signal: ``signal(config, process_groups, device)`` makes a :class:`.Signal`.
         codec: ``codec(config, name)`` returns the :class:`.Codec` of masters, or of the state
-            tensor that ``torch.optim`` calls ``name``.
+            tensor that ``torch.optim`` calls ``name``. Such an option needs an update by a rule of
+            :mod:`.rules`, not by an optimizer class.
         check: ``check(config)`` raises ValueError if another option is incompatible.
         fits: ``fits(plan, parallel_dims)`` raises ValueError if the ranks, or parameters of the
             :class:`.Plan`, are incompatible.
-        fused: whether it needs an update by a rule of :mod:`.rules`, not by an optimizer class.
         publishing: ``publishing(config)`` returns :class:`.Publishing`, how masters become
             published values. The first option that has one decides for all.
     """
@@ -124,7 +124,6 @@ class Option(NamedTuple):
     codec: Callable[[ShardcastConfig, str], Codec] | None = None
     check: Callable[[ShardcastConfig], None] | None = None
     fits: Callable[[Plan, ParallelDims], None] | None = None
-    fused: bool = False
     publishing: Callable[[ShardcastConfig], Publishing] | None = None
 
 

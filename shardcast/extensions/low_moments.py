@@ -96,5 +96,4 @@ OPTION = Option(
     within=one_of("fp32", *CODECS),
     # A second moment is never negative.
     codec=lambda config, name: CODECS[config.moments](signed=not name.endswith("_sq")),
-    fused=True,
 )

@@ -83,5 +83,4 @@ OPTION = Option(
     within=one_of("fp32", "split16"),
     codec=lambda _config, _name: Split16(),
     check=_check,
-    fused=True,
 )

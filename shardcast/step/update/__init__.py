@@ -39,7 +39,7 @@ def _update_of(
     if type(optimizer) in rules.STATE_NAMES:
         return FusedUpdate(optimizer, config, epilogues_of(config), ready)
     for name, option in config.extensions().items():
-        if option.fused:
+        if option.codec is not None:
             raise ValueError(
                 f"{name}: {getattr(config, name)!r} needs Adam, AdamW or SGD of torch.optim, got "
                 f"{type(optimizer).__name__}, which keeps its state itself; use the default "
