@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from shardcast import checkpoint
 from shardcast.checkpoint.directory import is_checkpoint, steps
@@ -48,20 +46,21 @@ def _located(directory: str) -> str:
 def _table(info: checkpoint.Manifest) -> list[str]:
     """Print each parameter with its optimizer state."""
     prefix, state = "model.", "optimizer.state."
+    tensors, of_optimizer = info.tensors, info.trained  # read from files
     states: dict[str, list[str]] = {}  # names of state tensors, by parameter
-    for key in info.tensors:
+    for key in tensors:
         if key.startswith(state):
             param, _, name = key.removeprefix(state).rpartition(".")
             states.setdefault(param, []).append(name)
     rows = [("tensor", "shape", "dtype", "state of the optimizer")]
     trained, others = 0, 0
-    for key, stored in info.tensors.items():
+    for key, stored in tensors.items():
         if key.startswith(prefix):
             name = key.removeprefix(prefix)
             dtype = str(stored.dtype).removeprefix("torch.")
             shape = "x".join(map(str, stored.shape)) or "-"
             rows.append((name, shape, dtype, ", ".join(states.get(name, ()))))
-            if name in info.trained:
+            if name in of_optimizer:
                 trained += math.prod(stored.shape)
             else:
                 others += math.prod(stored.shape)
@@ -94,36 +93,27 @@ def export(arguments: list[str]) -> int:
         "--weights", metavar="NAME", help=("name of an average to write instead of the weights")
     )
     parsed = parser.parse_args(arguments)
-    options: dict[str, Any] = {"max_shard_mb": parsed.max_shard_mb, "weights": parsed.weights}
-    options["optimizer"] = not parsed.model_only
-    with _progress("exported") as progress:
-        folder = _located(parsed.directory)
-        written = checkpoint.export(folder, parsed.out, progress=progress, **options)
+    written = checkpoint.export(
+        _located(parsed.directory),
+        parsed.out,
+        max_shard_mb=parsed.max_shard_mb,
+        optimizer=not parsed.model_only,
+        weights=parsed.weights,
+        progress=_progress(),
+    )
     for path in written:
         print(path)
     return 0
 
 
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show progress in bytes on a terminal: a tqdm bar, or one line per tenth."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]  # optional
-    except ImportError:
-        tenth = 0
+def _progress() -> Callable[[int, int], None]:
+    """Return a function that prints a line per tenth on a terminal."""
+    tenth = 0
 
-        def line(done: int, total: int) -> None:
-            nonlocal tenth
-            if sys.stderr.isatty() and total and done * 10 // total > tenth:
-                tenth = done * 10 // total
-                print(f"{what} {done / 1e9:.3g} of {total / 1e9:.3g} GB", file=sys.stderr)
+    def show(done: int, total: int) -> None:
+        nonlocal tenth
+        if sys.stderr.isatty() and total and done * 10 // total > tenth:
+            tenth = done * 10 // total
+            print(f"exported {done / 1e9:.3g} of {total / 1e9:.3g} GB", file=sys.stderr)
 
-        yield line
-        return
-    with tqdm(desc=what, unit="B", unit_scale=True, disable=None) as bar:  # not into a file
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show
+    return show

@@ -6,11 +6,10 @@ It returns the exit status; the first line of its docstring is its help.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import shardcast
 
@@ -85,19 +84,3 @@ def _usage() -> str:
     return "\n".join(
         ["usage: shardcast COMMAND [arguments], shardcast --version", "", "commands:", *lines]
     )
-
-
-class Parser(argparse.ArgumentParser):
-    """Parser that shows defaults and accepts ``--world-size`` for ``--world_size``."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """Add an argument; see ``argparse``."""
-        dashed = [name.replace("_", "-") for name in names if name[:2] == "--" and "_" in name]
-        default, text = options.get("default"), options.get("help", "")
-        if text and default not in (None, False, argparse.SUPPRESS) and "default" not in text:
-            shown = " ".join(map(str, default)) if isinstance(default, list) else default
-            options["help"] = f"{text} (default: {shown})"
-        return super().add_argument(*names, *dashed, **options)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import textwrap
 from pathlib import Path
 
 import yaml
 
-from shardcast.cli.commands import Parser
 from shardcast.config import ShardcastConfig
 from shardcast.option_files import PRESETS, preset
 
 
 def config(arguments: list[str]) -> int:
     """Write an annotated configuration file with every option and its default, or a preset."""
-    parser = Parser(prog="shardcast config")
+    parser = argparse.ArgumentParser(prog="shardcast config", allow_abbrev=False)
     parser.add_argument(
         "--preset", choices=PRESETS, help=("start from this preset instead of the defaults")
     )

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcast.cli.commands import Parser
 from shardcast.config import ShardcastConfig
 from shardcast.estimate import Estimate, peers, state_tensors
 from shardcast.estimate import estimate as estimated
@@ -59,8 +58,10 @@ def estimate(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="shardcast estimate", epilog=f"The figures are explained in {page('memory')}"
+    parser = argparse.ArgumentParser(
+        prog="shardcast estimate",
+        epilog=f"The figures are explained in {page('memory')}",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "model",
@@ -76,7 +77,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         nargs="+",
         metavar="RANKS",
         default=[1, 2, 4, 8, 16, 64, 256],
-        help="numbers of data-parallel ranks, a column for each",
+        help="numbers of data-parallel ranks, a column for each (default: 1 2 4 8 16 64 256)",
     )
     parser.add_argument(
         "--backend", default="nccl", help="backend of the process group (default: nccl)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import torch
@@ -9,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.cli.commands import Parser
 from shardcast.config import ShardcastConfig
 from shardcast.testing import spawn
 
@@ -18,8 +18,10 @@ TRIED_STEPS = 5
 
 def test(arguments: list[str]) -> int:
     """Check this installation: one process, two over gloo, and NCCL if there are GPUs."""
-    parser = Parser(prog="shardcast test")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each check")
+    parser = argparse.ArgumentParser(prog="shardcast test", allow_abbrev=False)
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds for each check (default: 60)"
+    )
     timeout = parser.parse_args(arguments).timeout
     worlds = [("one process", 1, "gloo", "cpu"), ("two processes over gloo", 2, "gloo", "cpu")]
     gpus = min(2, torch.cuda.device_count())

@@ -226,9 +226,7 @@ def test_inspect_and_export_find_the_checkpoint_in_the_folders_of_frameworks(
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])
-@pytest.mark.parametrize("has_tqdm", [True, False])
 def test_an_export_shows_how_far_it_is_on_a_terminal_alone(
-    has_tqdm: bool,
     on_terminal: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -237,15 +235,11 @@ def test_an_export_shows_how_far_it_is_on_a_terminal_alone(
     model = torch.nn.Linear(300, 200)
     optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
     checkpoint.save(tmp_path / "run", model, optimizer, step=1)
-    if not has_tqdm:
-        monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     told = capsys.readouterr().err
     if not on_terminal:
         assert told == ""
-    elif has_tqdm:
-        assert "exported: 100%|" in told
     else:
         assert told == "exported 0.00024 of 0.000241 GB\nexported 0.000241 of 0.000241 GB\n"
 
@@ -415,7 +409,7 @@ REFUSED = {
     "estimate misbuilt:triple": "got Linear, SGD, NoneType",
     "estimate misbuilt:unlike": "got Linear, str",
     **{
-        f"estimate misbuilt:pair {option} {text}": f"{option}/{option.replace('_', '-')}: {COUNT}"
+        f"estimate misbuilt:pair {option} {text}": f"{option}: {COUNT}"
         for option in ("--ranks_per_node", "--world_size")
         for text in ("0", "-1", "1.5", "many")
     },
