@@ -229,18 +229,19 @@ class Snapshot:
             "published": as_yaml(self._packed.config.published),
         }
 
-    def digest(self) -> dict[str, str]:
-        """Return the digest of masters and state, and the forms of these. Collective."""
-        return {"digest": self._sharded.digest(), "digest_of": self.forms()}
+    def digest(self) -> str:
+        """Return the digest of masters and state. Collective."""
+        digest: str = self._sharded.digest()
+        return digest
 
-    def note_loaded(self, folder: Path) -> None:
-        """Remember that masters and state now come from ``folder``. Collective."""
-        _loaded[self._sharded] = str(folder), self._sharded.digest()
+    def note_loaded(self, folder: Path, digest: str) -> None:
+        """Remember that masters and state, whose digest is given, come from ``folder``. Local."""
+        _loaded[self._sharded] = str(folder), digest
 
     def is_as_loaded(self, folder: Path) -> bool:
         """Return whether masters and state are unchanged since they were loaded. Collective."""
         place, digest = _loaded.get(self._sharded, ("", ""))
-        return place == str(folder) and digest == self._sharded.digest()
+        return place == str(folder) and digest == self.digest()
 
     def forms(self) -> str:
         """Return options that determine the state and its precision. Collective."""

@@ -142,17 +142,16 @@ def _resume(
 
     source, resumed, manifest = snapshot.together(compared, "load")
     take(snapshot, source, "load")
-    if is_whole and manifest.digest is not None and manifest.digest_of == snapshot.forms():
-        loaded = snapshot.digest()["digest"]
-        if loaded != manifest.digest:
+    if is_whole:
+        loaded = snapshot.digest()
+        if manifest.digest not in (None, loaded) and manifest.digest_of == snapshot.forms():
             raise DamagedCheckpointError(
                 f"checkpoint {str(folder)!r}: the digest of masters and state was "
                 f"{manifest.digest} when it was saved and is {loaded} after loading, although "
                 "the files have the right checksums: memory or a copy was corrupted, then or "
                 "now; load it again, or load an earlier checkpoint"
             )
-    if is_whole:
-        snapshot.note_loaded(folder)
+        snapshot.note_loaded(folder, loaded)
     if snapshot.comm.rank == 0:
         note_speed(f"loaded {str(folder)!r}", manifest.nbytes, began)
     return resumed

@@ -325,7 +325,7 @@ def begin(
     }
     facts |= {"torch": torch.__version__, "python": platform.python_version()}
     if digest:
-        facts |= snapshot.digest()
+        facts |= {"digest": snapshot.digest(), "digest_of": snapshot.forms()}
     rank = snapshot.comm.rank
     return RankSave(
         rank, writing, target, own.getvalue(), once, facts, keep, timeout, overwrite, name is None
