@@ -26,8 +26,6 @@ class Entry:
     match: str
     warned: str
     """Warned of instead, with these words: its figures are not those of DDP."""
-    silent: str
-    """What goes wrong without a word, and is to be repaired."""
     shipped: str | None
     """For a loop that the package ships: what was changed in it, of the README's diff."""
 
@@ -48,15 +46,12 @@ def recipe(
     error: type[Exception] | None = None,
     match: str = "",
     warned: str = "",
-    silent: str = "",
     shipped: str | None = None,
 ) -> Callable[[Recipe], Recipe]:
     """Enter the function that follows."""
 
     def entered(train: Recipe) -> Recipe:
-        entry = Entry(
-            title, train, packages, fp32, ratio, remark, error, match, warned, silent, shipped
-        )
+        entry = Entry(title, train, packages, fp32, ratio, remark, error, match, warned, shipped)
         ENTRIES.append(entry)
         return train
 
@@ -79,7 +74,7 @@ launch/test.sh --ecosystem` writes this page; with `-k NAME` it writes only some
 distance of the weights from DDP's in fp32, relative to the distance that training moved them.
 *autocast* is the same for DDP under autocast, so it is the noise of bf16 itself. *Refused* means
 that every rank raises an error that names cause and remedy. *Warned* means that the script
-trains, and a warning says what differs. **Not noticed** means a wrong result without a warning.
+trains, and a warning says what differs.
 """
 
 SHIPPED = """## Loops that packages ship
@@ -137,7 +132,7 @@ def _key(line: str) -> tuple[str, ...]:
 def line_of(row: Row) -> str:
     entry, figures = row
     packages = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in entry.packages)
-    cells = ["" if entry.silent else "refused", "", ""]
+    cells = ["refused", "", ""]
     remark = entry.remark
     if figures is not None:
         cells = [_power(figures.fp32), _percent(figures.bf16), _percent(figures.autocast)]
@@ -145,9 +140,7 @@ def line_of(row: Row) -> str:
             remark = f"equals DDP; {remark}" if remark else "equals DDP"
     if entry.warned:
         remark = f"warned: {entry.warned}"
-    if entry.silent:
-        remark = f"**not noticed**: {entry.silent}"
-    elif entry.error is not None:
+    if entry.error is not None:
         remark = f"{entry.error.__name__} names `{entry.match}`"
     if entry.shipped is not None:
         cells = [entry.shipped or "nothing", *cells]
@@ -159,7 +152,7 @@ def _summary(lines: Sequence[str]) -> str:
     equal = sum("| equals DDP" in line for line in lines)
     refused = sum("| refused |" in line for line in lines)
     others = len(lines) - equal - refused
-    rest = f", {others} are warned of or not noticed" if others else ""
+    rest = f", {others} are warned of" if others else ""
     return SHIPPED.format(
         count=len(lines), packages=len(packages), equal=equal, refused=refused, rest=rest
     )

@@ -29,11 +29,11 @@ def steps(variant: Variant, model: Any, optimizer: Any, first: int, last: int) -
     return losses
 
 
-def through_file(state: Any, weights_only: bool = True) -> Any:
+def through_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file, weights_only=weights_only)
+    return torch.load(file, weights_only=True)
 
 
 @recipe("a checkpoint of plain torch, resumed", "torch")

@@ -52,7 +52,6 @@ def round_trip(
     side: Any,
     build: Callable[[], nn.Module],
     kind: Any,
-    frozen: bool = False,
     flatten: bool = False,
     compiles: bool = False,
     **options: Any,
@@ -60,7 +59,7 @@ def round_trip(
     """``_test_save_load``: train ten steps, compare the states, and load them into another one."""
     verify, asked = (
         Verify(),
-        StateDictOptions(ignore_frozen_params=frozen, flatten_optimizer_state_dict=flatten),
+        StateDictOptions(flatten_optimizer_state_dict=flatten),
     )
     torch.manual_seed(42)
     plain = build()
@@ -93,8 +92,6 @@ def round_trip(
         return ours, our_state
 
     ours, our_state = compare(model, optimizer)
-    if frozen:
-        return
     model, optimizer = sharded()
     set_model_state_dict(model, ours, options=asked)
     with plainly(optimizer):

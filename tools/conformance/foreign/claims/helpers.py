@@ -50,11 +50,10 @@ def train_beside(
     ref_optimizer: Any,
     optimizer: Any,
     draw: Callable[[], Tensor],
-    steps: int = 10,
     delays: tuple[float, float] = (0, 0),
 ) -> None:
     """Train both on the same batches; their losses are equal in every step."""
-    for index in range(steps):
+    for index in range(10):
         batch, losses = draw(), []
         for one, steps_by in ((ref, ref_optimizer), (model, optimizer)):
             steps_by.zero_grad(set_to_none=index % 2 == 0)
