@@ -1,11 +1,16 @@
-"""Files of code that pages link to become pages of the site, under the same links."""
+"""Files of code that pages link to become pages of the site, under the same links.
+
+The search lists guides before reference pages, which have most words.
+"""
 
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}
+REFERENCE = ("docs/api/", "docs/evidence", "docs/tested-scripts", "CHANGELOG", "BENCHMARKS")
 
 
 class Code(File):
@@ -30,3 +35,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.remove(file)
             files.append(Code.generated(config, file.src_uri, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> None:
+    if page.file.src_uri.startswith(REFERENCE):
+        page.meta["search"] = {"boost": 0.2}
