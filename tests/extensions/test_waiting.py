@@ -294,11 +294,13 @@ def test_ranks_that_are_threads_tell_of_each_other_too():
     assert "rank 1: in no call of shardcast at test_waiting.py:" in messages[-1]
 
 
-def test_the_last_optimizer_ends_the_thread_beside_one_whose_group_is_gone():
+def test_the_last_optimizer_ends_the_thread_beside_one_whose_group_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """One that a script still holds, not closed: its group was destroyed."""
 
-    gc.collect()
-    until(lambda: not watching())  # that of an earlier test, which would be shared
+    # an optimizer of an earlier test, which something still holds, would keep the shared thread
+    monkeypatch.setattr(waiting, "_LOOKOUT", waiting.Lookout())
 
     def run(group: Any) -> list[threading.Thread]:
         before = threading.enumerate()
