@@ -114,9 +114,6 @@ class ShardcastTrainerMixin(_Trainer):
     optimizer: Any
     state: TrainerState
     _exact_state: dict[str, Any] | None = None  # of the model, while it is saved
-    _shardcast_config: ConfigSource = None
-    _evaluate_average: str | None = None
-    _log_metrics: str | Mapping[str, str] | None = None
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ def all_gather_several(
     return work
 
 
-def coalesced(group: Any, device: torch.device, async_op: bool = False) -> Any:
+def coalesced(group: Any, device: torch.device, async_op: bool) -> Any:
     """Return a context in which collectives on ``device`` are one launch (NCCL's group calls).
 
     Without ``async_op`` they run on the current stream, as each of them alone would. With it, the

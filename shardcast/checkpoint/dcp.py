@@ -256,7 +256,7 @@ class Reader(FileSystemReader):
         metadata: Metadata = unpickled((self.folder / METADATA).read_bytes())
         return metadata
 
-    def names_in(self, file: str, beyond: int = 0) -> list[str]:
+    def names_in(self, file: str, beyond: int) -> list[str]:
         """Return the keys with data in ``file`` at or beyond the byte ``beyond``."""
         return sorted(
             {

@@ -48,7 +48,7 @@ def clip_beside(
             norm = side.clip(model, optimizer, max_norm, norm_type)
         assert_close(side.whole(norm), expected.to(norm.dtype))
         reductions = {key: n for key, n in seen.get_comm_counts().items() if "reduce" in str(key)}
-        assert 1 <= sum(reductions.values()) <= side.norm_reductions, reductions
+        assert sum(reductions.values()) == 1, reductions
     for steps in (ref_optimizer, optimizer):
         steps.step()
     assert_close(side.weights(model, optimizer), [p.detach() for p in ref.parameters()])

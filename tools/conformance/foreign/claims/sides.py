@@ -27,7 +27,6 @@ Kind = Callable[..., torch.optim.Optimizer]
 class FSDP2:
     """``fully_shard`` of each of some modules and of the model, then the optimizer."""
 
-    norm_reductions = 1
     whole = staticmethod(lambda tensor: whole(tensor))
 
     def shard(
@@ -99,7 +98,6 @@ class FSDP2:
 class Shardcast:
     """``shardcast.shard`` of the whole model; FSDP2's groups of modules are nothing to it."""
 
-    norm_reductions = 1
     whole = staticmethod(lambda tensor: whole(tensor))
 
     def shard(
