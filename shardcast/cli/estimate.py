@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,6 @@ from shardcast.messages import page
 from shardcast.plan.layout import PackLayout
 from shardcast.plan.originals import ELEMENTWISE, OptimizerList
 
-BYTES = (
-    "parameters",
-    "gradients",
-    "masters",
-    "state",
-    "averages",
-    "offload",
-    "outside",
-    "frozen",
-    "total",
-    "host",
-    "encoded",
-    "setup_peak",
-    "sent",
-)
-COUNTS = ("sender", "packs", "collectives", "imbalance", "cost_imbalance")
 Row = dict[str, Any]  # the figures of one world size
 
 
@@ -108,15 +93,15 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def function_of(parameter: str, name: str) -> Callable[[], object]:
-    """Import the function ``name``, given as ``module:function`` for ``parameter``."""
+def function_of(name: str) -> Callable[[], object]:
+    """Import the function ``name``, given as ``module:function``."""
     module, _, function = name.partition(":")
     sys.path.insert(0, "")  # as python -m does
     try:
         named: Callable[[], object] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{parameter}: expected MODULE:FUNCTION that can be imported from here, got {name!r} "
+            f"model: expected MODULE:FUNCTION that can be imported from here, got {name!r} "
             f"({error})"
         ) from error
     return named
@@ -124,7 +109,7 @@ def function_of(parameter: str, name: str) -> Callable[[], object]:
 
 def _build(name: str, kind: str | None) -> tuple[nn.Module, OptimizerList]:
     """Call the function ``name``; add an optimizer ``kind`` unless it returns one."""
-    build = function_of("model", name)
+    build = function_of(name)
     with torch.device("meta"):
         built = build()
     model, *optimizers = built if isinstance(built, tuple) else (built,)
@@ -155,17 +140,20 @@ def row_of(
     config: ShardcastConfig,
     joined: Mapping[str, Any],
 ) -> Row:
-    """Return one world size for JSON: :data:`BYTES`, :data:`COUNTS`, and peers in bytes.
+    """Return one world size for JSON: the figures of :class:`.Estimate`, and peers in bytes.
 
     Args:
         joined: keywords of ``estimate`` for links and micro-batches.
     """
     held = estimated(model, originals, size, config, **joined)
     numel = sum(param.numel() for param in model.parameters())
+    figures = {each.name: getattr(held, each.name) for each in fields(held)}
+    del figures["layout"]
     return {
-        "world_size": held.world_size,
+        **figures,
+        "total": held.total,
+        "packs": held.packs,
         "shard_ranks": held.layout.world_size,
-        **{name: getattr(held, name) for name in (*BYTES, *COUNTS)},
         "algorithms": _algorithms(held),
         "others": peers(numel, _moments(originals), size),
         **joined,

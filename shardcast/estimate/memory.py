@@ -76,11 +76,6 @@ class Estimate:
     cost_imbalance: float
 
     @property
-    def copies(self) -> int:
-        """Number of groups of ranks that hold copies of masters and state."""
-        return self.world_size // self.layout.world_size
-
-    @property
     def packs(self) -> int:
         """Number of packs of the layout."""
         return len(self.layout.packs)
