@@ -14,7 +14,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -43,31 +43,6 @@ if dist.is_available():
     # The names in torch >= 2.13, and the earlier ones.
     all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def all_to_all_flat(
-    group: Any,
-    output: Tensor,
-    input: Tensor,
-    received: Sequence[int],
-    sent: Sequence[int],
-) -> dist.Work:
-    """Start ``dist.all_to_all_single`` of plain tensors, in a third of its host time.
-
-    Args:
-        received, sent: lengths by rank; empty: all are equal.
-    """
-    name = "all_to_all_single"  # the name in torch >= 2.13, and the earlier one
-    launch: Any = getattr(group, name, None) or group.alltoall_base
-    work: dist.Work = launch(output, input, received, sent, _exchange())
-    return work
-
-
-@functools.cache
-def _exchange() -> Any:
-    options: Any = torch._C._distributed_c10d.AllToAllOptions()
-    options.asyncOp = True
-    return options
 
 
 def own_storage(view: Tensor) -> Tensor:

@@ -218,8 +218,9 @@ class TensorCollectives:
             self._send_and_receive(outputs, inputs, work)
             return work
         with work:
-            flat = _compat.all_to_all_flat
-            work.launched += [flat(self.group, output, input, received or (), sent or ())]
+            work.launched += [
+                dist.all_to_all_single(output, input, received, sent, self.group, async_op=True)
+            ]
         return work
 
     def send_to_all(self, pieces: Sequence[Tensor], about: object = "") -> Work:
