@@ -29,8 +29,10 @@ from shardcast.plan.originals import ELEMENTWISE, OptimizerTraits, ParamGroup, i
 # larger one, which exceeds any bound in one step and not in another. RAdam starts in its sixth
 # step.
 SCALES = ((1.0, 1e-3, 1.0, 30.0) * 2, (1e4, 1.0, 1e-4, 1.0) * 2)
-# Rows, columns and other lengths of parameters. Some classes quantize state of large ones.
-SMALL, LARGE = (6, 4, 3), (160, 128, 1)
+# Rows, columns and other lengths of parameters, and of vectors. Some classes quantize state of
+# large ones. Shampoo makes a square matrix of each vector, so vectors beside matrices are short.
+SMALL, LARGE = (6, 4, 3, 24), (160, 128, 1, 128)
+LARGE_VECTORS = (*LARGE[:3], 160 * 128)
 # Tolerance for the update of a parameter alone, and for bf16 products that may be batched.
 ALONE, PRODUCTS = 1e-6, 0.05
 ROUNDED = 4 * torch.finfo(torch.float32).eps  # of a parameter, because the order of sums may differ
@@ -177,7 +179,8 @@ def _measured(optimizer: torch.optim.Optimizer) -> str:
     tolerance = PRODUCTS if small.multiplies else ALONE
     dependence = _dependence(twins, samples, together, tolerance)
     if not dependence:
-        _refuse_subclasses(twins.stepped(twins.samples(LARGE, [(1.0, 30.0)])))
+        large = LARGE if any(param.dim() > 1 for param in params) else LARGE_VECTORS
+        _refuse_subclasses(twins.stepped(twins.samples(large, [(1.0, 30.0)])))
     return _entangled(optimizer, dependence, tolerance) if dependence else ""
 
 

@@ -89,17 +89,19 @@ class Twins:
             dims_of_kinds.get(kind, set()).update(dims)
         self._dims = [sorted(dims) for dims in dims_of_kinds.values()]
 
-    def samples(self, lengths: tuple[int, int, int], scales: Sequence[Sequence[float]]) -> Samples:
+    def samples(
+        self, lengths: tuple[int, int, int, int], scales: Sequence[Sequence[float]]
+    ) -> Samples:
         """Return a parameter for each of ``scales``, every group and number of dimensions.
 
         Args:
-            lengths: lengths of the first two dimensions, and of each further one.
+            lengths: lengths of the first two dimensions, of each further one, and of vectors.
         """
         generator = torch.Generator("cpu").manual_seed(0)
-        rows, columns, more = lengths
+        rows, columns, more, vector = lengths
 
         def shape(dim: int) -> tuple[int, ...]:
-            return (rows, columns, *[more] * (dim - 2)) if dim > 1 else (rows * columns,) * dim
+            return (rows, columns, *[more] * (dim - 2)) if dim > 1 else (vector,) * dim
 
         return [
             [TwinParam.drawn(shape(dim), each, generator) for dim in dims for each in scales]

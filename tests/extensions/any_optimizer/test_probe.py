@@ -186,6 +186,26 @@ def test_sums_of_several_parameters_at_once_may_round_differently():
     assert ThreadedWorld(2).run(run) == ["whole"] * 2
 
 
+def test_a_probe_makes_no_large_square_of_a_vector():
+    """Shampoo takes a root of one, which took minutes."""
+    lengths = []
+
+    class Squares(foreign.Rule):
+        def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+            lengths.extend(param.shape)
+            return grad
+
+    model = mlp()
+    shardcast.shard(model, Squares(model.parameters()))
+    assert 0 < max(lengths) < 200
+
+
+@pytest.mark.parametrize("of", [nn.Linear(3, 3), nn.LayerNorm(3)], ids=["matrices", "vectors"])
+def test_state_that_only_large_parameters_have_is_measured(of: nn.Module):
+    with pytest.raises(TypeError, match=r"'exp_avg' is of\s+type Wrapped"):
+        shardcast.shard(of, foreign.QuantizedState(of.parameters()))
+
+
 def test_one_rank_has_all_parameters_so_that_nothing_is_refused():
     model = mlp()
     optimizer = shardcast.shard(model, foreign.StepSizeOfAll(model.parameters()))
