@@ -115,10 +115,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """Make one optimizer step: unscale, clip, update, cast and sync.
 
-        With Adam, AdamW and SGD it waits for the device only with ``offload``; other classes wait
-        once per step. If any rank has a non-finite gradient, the step changes nothing. On several
-        accelerators ``clip_grad_norm_`` makes this decision; gradients that a script writes after
-        it are used even if they are not finite.
+        With Adam, AdamW and SGD it waits for the device only with ``offload``, ``replica_check`` or
+        frozen parameters in the optimizer; other classes wait once per step. If any rank has a
+        non-finite gradient, the step changes nothing. On several accelerators ``clip_grad_norm_``
+        makes this decision; gradients that a script writes after it are used even if they are not
+        finite.
 
         Collective: every rank.
 
