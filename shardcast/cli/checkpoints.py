@@ -87,8 +87,12 @@ def export(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="shardcast export", allow_abbrev=False)
     parser.add_argument("directory", help=CHECKPOINT_HELP)
     parser.add_argument("out", help="directory to write, new or empty")
-    parser.add_argument("--max_shard_mb", type=float, default=5000.0, help="cut the model at this")
-    parser.add_argument("--model_only", action="store_true", help="leave the optimizer state out")
+    parser.add_argument(
+        "--max_shard_mb", "--max-shard-mb", type=float, default=5000.0, help="cut the model at this"
+    )
+    parser.add_argument(
+        "--model_only", "--model-only", action="store_true", help="leave the optimizer state out"
+    )
     parser.add_argument(
         "--weights", metavar="NAME", help=("name of an average to write instead of the weights")
     )

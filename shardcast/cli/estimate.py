@@ -58,6 +58,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, metavar="YAML", help="shardcast configuration")
     parser.add_argument(
         "--world_size",
+        "--world-size",
         type=_positive,
         nargs="+",
         metavar="RANKS",
@@ -69,6 +70,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--ranks_per_node",
+        "--ranks-per-node",
         type=_positive,
         default=8,
         metavar="RANKS",
@@ -76,6 +78,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--micro_batches",
+        "--micro-batches",
         type=_positive,
         default=1,
         metavar="BACKWARDS",

@@ -409,7 +409,7 @@ REFUSED = {
     "estimate misbuilt:triple": "got Linear, SGD, NoneType",
     "estimate misbuilt:unlike": "got Linear, str",
     **{
-        f"estimate misbuilt:pair {option} {text}": f"{option}: {COUNT}"
+        f"estimate misbuilt:pair {option} {text}": f"{option}/{option.replace('_', '-')}: {COUNT}"
         for option in ("--ranks_per_node", "--world_size")
         for text in ("0", "-1", "1.5", "many")
     },
