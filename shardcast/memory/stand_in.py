@@ -9,7 +9,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -291,7 +291,7 @@ def _run(call: TorchCall) -> object:
             return _norm(call, first)
     elif name in METADATA:
         return call.run()
-    raise _reads(name, hidden)
+    _refuse_read(name, hidden)
 
 
 def _run_distributed(call: TorchCall, hidden: DistributedStandIn) -> object:
@@ -313,7 +313,7 @@ def _run_distributed(call: TorchCall, hidden: DistributedStandIn) -> object:
     if name in NORMS:
         return _norm(call, hidden)
     if not (name in ELEMENTWISE or views or sets_data or name in CONVERSIONS):
-        raise _reads(name, local)
+        _refuse_read(name, local)
     here = tuple(_local(it, hidden, local) for it in call.args)
     named = {key: _local(value, hidden, local) for key, value in call.kwargs.items()}
     result = _run(TorchCall(call.func, here, named))
@@ -351,8 +351,9 @@ def _local(value: object, hidden: DistributedStandIn, local: StandIn) -> object:
     return _compat.local_tensor(value)
 
 
-def _reads(name: str, hidden: StandIn) -> RuntimeError:
-    return RuntimeError(
+@_compat.untraced  # the walk over frames breaks a graph, after which torch 2.11 cannot raise
+def _refuse_read(name: str, hidden: StandIn) -> NoReturn:
+    raise RuntimeError(
         f"{name} reads .grad of {hidden.of!r}, but after the backward each rank holds only the "
         f"elements of the mean gradient that it owns. {_second_phase()}{DOORS}"
     )
@@ -393,7 +394,7 @@ def _attribute(call: TorchCall) -> object:
         if attribute in VIEWING:
             return _views(call, first)
         if attribute == "imag":
-            raise _reads(attribute, first)
+            _refuse_read(attribute, first)
     elif attribute == "data" and call.name == "__set__":
         other = call.args[1]
         if isinstance(other, StandIn) and other.of == first.of:  # from model.to() or model.float()
@@ -411,7 +412,7 @@ def _views(call: TorchCall, base: StandIn) -> object:
     rest = TorchCall(call.func, call.args[1:], dict(call.kwargs))
     for number, view in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
         if not isinstance(view, Tensor) or not _compat.is_alias(view, base):
-            raise _reads(call.name, base)  # indices that are tensors copy
+            _refuse_read(call.name, base)  # indices that are tensors copy
         if view is base:
             return base
         step = ViewStep(rest, number if several else None)
@@ -450,9 +451,9 @@ def _each(call: TorchCall) -> None:
             continue
         for value in tensors((rest, keywords)):
             if isinstance(value, (StandIn, DistributedStandIn)):
-                raise _reads(call.name, _local_of(value))
+                _refuse_read(call.name, _local_of(value))
         if method is None:
-            raise _reads(call.name, next(t for t in tensors(call.args) if isinstance(t, StandIn)))
+            _refuse_read(call.name, next(t for t in tensors(call.args) if isinstance(t, StandIn)))
         method(target, *rest, **keywords)
 
 
@@ -465,14 +466,14 @@ def _out(call: TorchCall, out: object) -> object:
     hidden = [t for t in tensors((args, named)) if isinstance(t, StandIn)]
     in_place = f"{call.name}_"
     if not isinstance(out, StandIn):
-        raise _reads(call.name, hidden[0])
+        _refuse_read(call.name, hidden[0])
     if not hidden:
         _edit(TorchCall(Tensor.copy_, (out, func(*args, **named)), {}), "copy_", out)
         return out
     if args and args[0] is out and in_place in ELEMENTWISE:
         method = getattr(Tensor, in_place, lambda own, *rest, **k: own.copy_(func(own, *rest, **k)))
         return _edit(TorchCall(method, args, named), in_place, out)
-    raise _reads(call.name, hidden[0])
+    _refuse_read(call.name, hidden[0])
 
 
 def _edit(call: TorchCall, name: str, target: StandIn) -> object:
@@ -480,7 +481,7 @@ def _edit(call: TorchCall, name: str, target: StandIn) -> object:
     rest = call.args[1:], call.kwargs
     for other in tensors(rest):
         if isinstance(other, StandIn) and not _same(other, target):
-            raise _reads(name, other)
+            _refuse_read(name, other)
     grads = _grads_of(target)
     if grads is None:
         raise RuntimeError(
@@ -526,7 +527,7 @@ def _norm(call: TorchCall, of: Tensor) -> Tensor:
         if norm is not None and here is not of:
             norm = dtensor.norm_over(of, norm, float(p))
     if norm is None:
-        raise _reads(call.name, here)
+        _refuse_read(call.name, here)
     return norm.to(dtype) if isinstance(dtype, torch.dtype) else norm
 
 
