@@ -223,7 +223,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scale, has_run = packed.decider.loss_scale, packed.reduce.last_backward is not None
         if scale is not None:
             scale.look(packed.reduce.grads, has_run)
-        packed.reduce.finish()
+        packed.reduce.finish(call)
         if frozen:
             # After the reduction, which other ranks started in their backward. This reduces newly
             # trained packs. Ranks in another call would issue another all-reduce, so ranks first

@@ -378,7 +378,7 @@ AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
     "step inside no_sync": (
         step_inside_no_sync,
         RuntimeError,
-        r"step\(\) was called inside no_sync\(\)",
+        r"step: called inside no_sync\(\)",
     ),
     "strangers": (
         lambda _, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),

@@ -222,19 +222,22 @@ class Reducer:
         if not self._local and self._backward is None and _compat.accumulates():
             self._begin()
 
-    def finish(self) -> None:
+    def finish(self, call: str) -> None:
         """Finish the means of the own spans; the last call of this stage before a step.
 
         Collective: every rank. It makes the pass for gradients without a synchronized backward (set
         by hand, or accumulated in :meth:`no_sync`). Afterwards :meth:`check` returns errors,
         including a call inside :meth:`no_sync`: other ranks may be outside of it, and wait for this
         rank's gradients.
+
+        Args:
+            call: what the script called, for that error.
         """
         if not self._syncs:
             self._syncs = True  # from here on, as on ranks outside of no_sync()
             self._mistake = RuntimeError(
-                "step() was called inside no_sync(): the gradients were not reduced; leave the "
-                "context before the last backward and the step"
+                f"{call}: called inside no_sync(), where gradients are not reduced; leave the "
+                "block before the last backward and this call"
             )
         self._complete()
         if self.due or self.alone:  # with one rank no backward makes a pass due

@@ -106,7 +106,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         f"{call} inside no_sync{' with its backward' * again}": (
             inside_no_sync(call, *arguments, again=again),
             RuntimeError,
-            "step() was called inside no_sync()",
+            f"{call}: called inside no_sync()",
         )
         for call, *arguments in (["step"], ["clip_grad_norm_", 1.0], ["gather_gradients"])
         for again in (False, True)
