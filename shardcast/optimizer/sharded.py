@@ -9,7 +9,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from itertools import compress
 from numbers import Real
@@ -992,9 +992,9 @@ class OptimizerHandle(torch.optim.Optimizer):
     """Stands for one of several optimizers that were sharded together.
 
     Schedulers accept it. A loop that steps every handle works as it did with plain optimizers:
-    ``step()`` of the last handle steps all of them, and ``zero_grad()`` in between is deferred
-    until then. ``state_dict`` and ``load_state_dict`` raise, because only the sharded optimizer has
-    the state.
+    ``step()`` of the last handle steps all of them. Each uses the options that its groups had at
+    its own ``step()``, and ``zero_grad()`` in between is deferred until then. ``state_dict`` and
+    ``load_state_dict`` raise, because only the sharded optimizer has the state.
 
     Attributes:
         name: class of the optimizer.
@@ -1011,6 +1011,7 @@ class OptimizerHandle(torch.optim.Optimizer):
     ) -> None:
         self._sharded, self._packed, self._handles, self._place = sharded, packed, handles, place
         self._stepped_with: object = None  # gradients at the first step, until all have stepped
+        self._options: list[Group] = []  # of its groups, at that step
         self._zero_grad_after: bool | None = None  # set_to_none of a deferred zero_grad
         original = packed.originals.optimizers[place]
         self.name = type(original).__name__
@@ -1062,10 +1063,15 @@ class OptimizerHandle(torch.optim.Optimizer):
                 f"backward. {LOSSES}"
             )
         self._stepped_with = state
+        self._options = [options_of(group) for group in self.param_groups]
         if waiting == [self]:
             for handle in handles:
                 handle._stepped_with = None
-            self._sharded.step()
+            with ExitStack() as stack:  # a scheduler may have set the next step's rate since
+                for handle in handles:
+                    for group, options in zip(handle.param_groups, handle._options, strict=False):
+                        stack.enter_context(having(group, options))
+                self._sharded.step()
             for handle in handles:
                 set_to_none, handle._zero_grad_after = handle._zero_grad_after, None
                 if set_to_none is not None:
@@ -1102,6 +1108,27 @@ class OptimizerHandle(torch.optim.Optimizer):
     def state(self, value: Any) -> None:
         if self._ready:
             refuse_write()
+
+
+def options_of(group: ParamGroup) -> Group:
+    """Return a copy of its options, which later edits of the group do not change."""
+    options = {name: value for name, value in group.items() if name != "params"}
+    return {name: v.clone() if isinstance(v, Tensor) else v for name, v in options.items()}
+
+
+@contextmanager
+def having(group: Group, options: ParamGroup) -> Iterator[None]:
+    """Give the group earlier options, where they differ, until the block ends."""
+    changed = {
+        name: group[name]
+        for name, value in options.items()
+        if name in group and (isinstance(value, Tensor) or group[name] is not value)
+    }
+    group.update((name, options[name]) for name in changed)
+    try:
+        yield
+    finally:
+        group.update(changed)
 
 
 def check_stepped(handles: Sequence[OptimizerHandle]) -> None:

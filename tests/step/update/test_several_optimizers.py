@@ -168,6 +168,26 @@ def test_schedulers_of_each_optimizer_work_on_handles_and_on_originals(on: str):
             assert difference(model, expected) <= TOL
 
 
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["a number", "a tensor"])
+def test_a_scheduler_between_the_steps_of_two_handles_sets_the_rate_of_the_next_step(lr: Any):
+    """``for opt, sched in zip(...): opt.step(); sched.step()``, as modded-nanogpt has it."""
+
+    def build(model: nn.Module) -> Optimizers:
+        return [torch.optim.AdamW(layer.parameters(), lr=copy.deepcopy(lr)) for layer in model[::2]]
+
+    def script(model: nn.Module, optimizers: Any) -> None:
+        schedulers = [LambdaLR(each, lambda n: (1 + n) / 4) for each in optimizers]
+        for step in range(4):
+            set_grads(model, step)
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        assert [float(o.param_groups[0]["lr"]) for o in optimizers] == [pytest.approx(0.125)] * 3
+
+    check(script, build)
+
+
 def test_handles_show_the_groups_of_their_own_optimizer():
     model = mlp()
     originals = pair(model)
