@@ -468,3 +468,18 @@ def test_gradients_that_change_beside_their_edits_are_an_error():
             model[0].weight.grad.mul_(2)
 
     on_ranks(script)
+
+
+def test_a_state_dict_warns_that_edits_of_it_are_lost():
+    """``optimizer.state_dict()["state"][1]["exp_avg"][dead] = 0`` is what torch's would keep."""
+
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        digest = optimizer.digest()
+        for moments in optimizer.state_dict()["state"].values():
+            moments["exp_avg"].zero_()
+        assert optimizer.digest() == digest
+
+    with pytest.warns(UserWarning, match=r"`with optimizer.whole.*edits of a copy change nothing"):
+        on_ranks(script, build=adamw)
