@@ -13,8 +13,9 @@ from shardcast import ShardcastConfig
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 HEAD = """# Options
 
-Give an option as a keyword of `shard()`, as `SHARDCAST_<OPTION>` in the environment, or in the YAML
-file that `SHARDCAST_CONFIG` names. The first of these wins. Unknown names are errors.
+Give an option as a keyword of `shard()`, as `SHARDCAST_<OPTION>` in the environment, or in a YAML
+file. The first of these wins. Pass the file as `shard(model, optimizer, "my.yaml")`, or name it in
+`SHARDCAST_CONFIG`. Unknown names are errors.
 """
 GROUPS = {
     "Common": (
