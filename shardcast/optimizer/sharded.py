@@ -10,10 +10,10 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import compress
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import BACKWARDS
 from shardcast.step.reduce.reducer import Reducer
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Parameters = Iterable[Tensor] | Tensor
 # Name of such a step when ranks compare their calls.
 STEP_AFTER_EDIT = "step (gradients were edited, replaced or cleared after the clip)"
@@ -58,6 +60,22 @@ LOSSES = (
 )
 # Callers that load a rank's part on the same rank; AcceleratedOptimizer() does so at once.
 KEEP_PARTS = ("shardcast", "accelerate.optimizer")
+
+
+def _parameters_once(clip: Callable[P, T]) -> Callable[P, T]:
+    """Name a bound that is given where parameters belong, and ``parameters=`` besides."""
+
+    @wraps(clip)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if len(args) > 1 and "parameters" in kwargs:
+            name, bound = clip.__name__, args[1]
+            raise TypeError(
+                f"{name}: expected parameters once, got {bound!r} in their place and parameters=; "
+                f"write {name}(parameters, {bound!r})"
+            )
+        return clip(*args, **kwargs)
+
+    return checked
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -459,6 +477,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return doors.whole(self._packed, wanted, self._land)
 
     @_compat.uncompiled
+    @_parameters_once
     def clip_grad_norm_(
         self,
         parameters: Parameters | float | None = None,
@@ -503,6 +522,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return decision.norm.float()
 
     @_compat.uncompiled
+    @_parameters_once
     def clip_grad_value_(
         self,
         parameters: Parameters | float | None = None,
@@ -951,6 +971,11 @@ def clip_bound(
         validate.check_limit(group, optimizer.defaults, number)
     if parameters is not None:
         params: Any = [parameters] if isinstance(parameters, Tensor) else parameters
+        if isinstance(params, (Real, str)):
+            raise TypeError(
+                f"{call}: expected parameters, got {params!r} besides {name} {bound!r}; write "
+                f"{call}(parameters, {bound!r}) or {call}({bound!r})"
+            )
         _check_clipped(call, originals.groups, params)
     return validate.bound_of(name, bound)
 

@@ -364,6 +364,16 @@ AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
         "skipped on all ranks",
     ),
     "clip without a norm": (clip(list), TypeError, "max_norm: expected a number"),
+    "a bound and a bound": (
+        clip(0.05, 2.0),
+        TypeError,
+        r"expected parameters, got 0\.05 besides max_norm 2\.0; write",
+    ),
+    "a bound before parameters": (
+        lambda model, optimizer: optimizer.clip_grad_norm_(0.05, parameters=model.parameters()),
+        TypeError,
+        r"expected parameters once, got 0\.05 .*write clip_grad_norm_\(parameters, 0\.05\)",
+    ),
     "clip misspelt": (clip(1.0, max_nrom=1.0), TypeError, "unexpected keyword argument 'max_nrom'"),
     "values without one": (
         lambda model, optimizer: optimizer.clip_grad_value_(list(model.parameters())[:-1], 1.0),
