@@ -269,6 +269,11 @@ class Gradients:
             for position, param in enumerate(self.pack.params)
         )
 
+    def assigned(self) -> bool:
+        """Return whether a ``.grad`` is a script's own tensor."""
+        grads = enumerate(param.grad for param in self.pack.params)
+        return any(grad is not None and not self.holds(n, grad) for n, grad in grads)
+
     # -- what ``.grad`` shows -------------------------------------------------------------------
 
     def holds(self, position: int, grad: Tensor) -> bool:
@@ -684,7 +689,6 @@ class Gradients:
         Args:
             present: per slot, whether some rank has a gradient.
         """
-        self._before_edit()
         pack, own, span = self.pack, self.own.to(dtype), self.pack.own
         if self.whole:
             full = self._own = own

@@ -185,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with packed.decider.refusal.held():
                 _refuse_loss(loss)
                 if is_edited:
-                    packed.reduce.refuse_edits()
+                    self._clip.refuse_edits()
             packed.decider.meet(STEP_AFTER_EDIT if is_edited else "step")
             take_moved(packed.shards)  # gradients assigned after the clip
             if is_edited:
@@ -912,6 +912,16 @@ class Clip:
     def is_edited(self) -> bool:
         """Return whether a script edited, assigned or cleared gradients after the clip."""
         return self._reduce.versions() != self._seen or self._reduce.replaced()
+
+    def refuse_edits(self) -> None:
+        """Raise RuntimeError if a script edited or assigned gradients that do not show the clip."""
+        for grads, version in zip(self._reduce.grads, self._seen, strict=True):
+            if grads.waits_for_clip and (grads.own._version != version or grads.assigned()):
+                raise RuntimeError(
+                    "step: gradients were edited or replaced after clip_grad_norm_, which in low "
+                    "precision clips them within the step on one rank; edit before you clip, or "
+                    "call optimizer.gather_gradients() after the clip, which multiplies it in"
+                )
 
     @torch.no_grad()
     def apply(self) -> None:

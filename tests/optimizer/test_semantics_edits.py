@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import run_world
-from oracle import check, on_ranks, set_grads, sgd
+from oracle import check, equal, on_ranks, set_grads, sgd
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -120,6 +120,75 @@ def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(
 
     monkeypatch.setattr(_compat, "is_host", lambda _device: is_host)
     check(sgd, script, tol=1e-6)
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+@pytest.mark.parametrize("edit", [one_cleared, all_replaced, all_in_place])
+def test_edits_after_a_clip_that_one_rank_leaves_to_its_update_need_a_gather(
+    edit: Any, is_gathered: bool
+):
+    """In bf16 its ``.grad`` is the mean itself, and does not show the clip. Clears need none."""
+
+    def run(group: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer: Any = shardcast.shard(
+            model, sgd(model), process_group=group, param_dtype="bf16", pack_params=1
+        )
+        for step in range(2):
+            (model(torch.ones(1, 8)) * (1 + step)).float().sum().backward()
+            optimizer.clip_grad_norm_(0.1)
+            if is_gathered:
+                optimizer.gather_gradients()
+            edit(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(optimizer.full_parameters().values())
+
+    expected = ThreadedWorld(2, timeout=20).run(run)[0]
+    if is_gathered or edit is one_cleared:
+        for mine, theirs in zip(ThreadedWorld(1).run(run)[0], expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        return
+    with pytest.raises(RuntimeError, match=r"edited or replaced after .*gather_gradients"):
+        ThreadedWorld(1).run(run)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_step_after_gradients_were_read_has_the_bits_of_one_without(dtype: str, size: int):
+    def norm(_optimizer: Any, model: nn.Module) -> None:
+        next(model.parameters()).grad.norm()  # type: ignore[union-attr]
+
+    def part(optimizer: Any, _model: nn.Module) -> None:
+        with optimizer.owned() as parts:
+            for it in parts:
+                assert it.grad is not None
+
+    readers: list[Callable[..., Any]] = [lambda it, _: it.gather_gradients(), part]
+    readers += [norm] if dtype == "bf16" else []  # refused beside a loss scale
+
+    def run(group: Any, clips: bool, read: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 7))
+        optimizer: Any = shardcast.shard(
+            model, sgd(model), process_group=group, param_dtype=dtype, pack_params=1
+        )
+        for step in range(3):
+            batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            optimizer.scale_loss(model(batch).float().square().sum()).backward()
+            if clips:
+                optimizer.clip_grad_norm_(0.1)
+            read(optimizer, model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(optimizer.full_parameters().values())
+
+    world = ThreadedWorld(size, timeout=20)
+    for clips in (False, True):
+        expected = world.run(run, clips, lambda *_: None)[0]
+        for read in readers:
+            assert equal(world.run(run, clips, read)[0], expected)
 
 
 @pytest.mark.parametrize("edits", ["none", "all", "on one rank"])

@@ -276,6 +276,9 @@ class Reducer:
 
         Call it after :meth:`finish`; the next step and backwards continue from there.
         """
+        # First: clipped means are in fp32 and are gathered so, because rounding them again would
+        # make a step after a gather differ from one without.
+        self.before_edit()
         if self.alone:
             return
         for pack, (*present, is_wide) in self._anywhere("gather_gradients").items():
@@ -429,15 +432,6 @@ class Reducer:
     def shows(self) -> bool:
         """Return whether ``.grad``s have values that a script can read."""
         return any(grads.shows for grads in self.grads)
-
-    def refuse_edits(self) -> None:
-        """Raise RuntimeError if a script edited gradients that did not show a clip."""
-        if any(grads.waits_for_clip for grads in self.grads):
-            raise RuntimeError(
-                "step: gradients were edited, replaced or cleared after clip_grad_norm_, which in "
-                "low precision clips them within the step on one rank; edit before you clip, or "
-                "call optimizer.gather_gradients() after the clip, which multiplies it in"
-            )
 
     def versions(self) -> list[int]:
         """Return numbers that change when a mean is edited in place."""
