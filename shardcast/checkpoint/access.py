@@ -248,7 +248,7 @@ class Snapshot:
         config = self._packed.config
         averages = [(average.name, average.stored) for average in config.averages]
         forms = f"moments={config.moments!r}, averages={averages!r}"
-        if "int8" in (config.moments, *(stored for _, stored in averages)):
+        if config.moments == "int8":
             # Values of a row share a scale, so other rows give other values.
             rows = [
                 (slot.name, row_of(config, layout.dtype), self._regions[slot.name])

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardcast
 from shardcast.optimizer.sharded import packed_of
+from shardcast.optimizer.state import MASTER
 from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -126,6 +127,26 @@ def test_parameters_without_a_state_go_round_too(dtype: str, options: Any, build
         with resumed.as_plain():
             set_optimizer_state_dict(other, resumed, state, options=dcp_options)
         assert_goes_on_alike((model, optimizer), (other, resumed))
+
+    ThreadedWorld(2).run(run)
+
+
+def test_a_parameter_without_a_master_in_the_state_keeps_its_own():
+    def run(group: Any) -> None:
+        model, optimizer = shard(group, param_dtype="bf16")
+        train(model, optimizer)
+        state = plain_state(model, optimizer, StateDictOptions(**{FLAT: True}))
+        wanted = optimizer.full_parameters()
+        other, resumed = shard(group, param_dtype="bf16")
+        kept, name = resumed.full_parameters(), "0.weight"
+        del state[f"state.{name}.{MASTER}"]
+        with resumed.as_plain():
+            options = StateDictOptions(**{FLAT: True})
+            set_optimizer_state_dict(other, resumed, state, options=options)
+        loaded = resumed.full_parameters()
+        if loaded:  # on rank 0
+            assert_same_bits(loaded, {**wanted, name: kept[name]})
+            assert not torch.equal(kept[name], wanted[name])
 
     ThreadedWorld(2).run(run)
 

@@ -210,6 +210,27 @@ def test_a_loaded_average_counts_its_steps_on_ranks_that_own_nothing(ranks: int,
         assert len({*digests}) == 1
 
 
+def test_half_lives_are_decays_and_a_frozen_parameter_gets_the_average_that_is_loaded_for_it():
+    def run(group: Any, frozen: bool, ema: Any) -> dict[str, Tensor]:
+        model, optimizer = small(group, averages={"ema": ema}, pack_params=1)
+        if frozen:
+            model.a.weight.requires_grad_(False)
+        before = values(model)
+        optimizer.load_average("ema", {name: value + 1 for name, value in before.items()}, 2)
+        assert_same_bits(values(model), before)
+        steps(model, optimizer)
+        return optimizer.full_parameters("ema")
+
+    for frozen in (False, True):
+        of_decay, of_half_life = (
+            run_world(2, lambda group, ema=ema, frozen=frozen: run(group, frozen, ema))[0][0]
+            for ema in (0.5**0.5, {"half_life": 2})
+        )
+        assert_same_bits(of_decay, of_half_life)
+    kept = small()[0].a.weight.detach().float()
+    assert float((of_decay["a.weight"] - kept).min()) > 0.3  # 1 times the decay's third power
+
+
 def test_a_full_state_has_averages_and_every_rank_takes_its_part():
     def run(group: Any, full: Any = None) -> Any:
         model, optimizer = small(group)

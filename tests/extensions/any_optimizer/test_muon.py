@@ -17,7 +17,7 @@ from models import exact_muon
 from torch import Tensor, nn
 
 import shardcast
-from shardcast.extensions.any_optimizer import muon
+from shardcast.extensions.any_optimizer import muon, update
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
@@ -87,7 +87,7 @@ def plain(case: Case, steps: int) -> list[Tensor]:
     return [matrix.detach() for matrix in matrices]
 
 
-def sharded(case: Case, steps: int, group: Any) -> list[Tensor]:
+def sharded(case: Case, steps: int, group: Any, **fields: Any) -> list[Tensor]:
     model = nn.ParameterList(map(nn.Parameter, case.values(0)))
     optimizer = torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], **case.options)
     optimizer.param_groups.clear()
@@ -98,7 +98,7 @@ def sharded(case: Case, steps: int, group: Any) -> list[Tensor]:
     for param, splits in given:
         if splits is not None:
             optimizer.add_param_group({"params": [param], "row_splits": splits})
-    both = shardcast.shard(model, optimizer, process_group=group, param_dtype="fp32")
+    both = shardcast.shard(model, optimizer, process_group=group, param_dtype="fp32", **fields)
     for step in range(steps):
         for param, grad in zip(model, case.grads(step + 1), strict=True):
             param.grad = grad
@@ -107,13 +107,15 @@ def sharded(case: Case, steps: int, group: Any) -> list[Tensor]:
     return [matrix.clone() for matrix in case.matrices([param.detach() for param in model])]
 
 
-def difference(seed: int, steps: int = 3) -> float:
+def difference(seed: int, steps: int = 3, **fields: Any) -> float:
     """The largest one of a matrix, relative to its largest element, on any rank."""
     case = case_of(seed)
     expected = plain(case, steps)
     return max(
         float((mine - theirs).abs().max() / theirs.abs().max())
-        for found in ThreadedWorld(case.world).run(lambda group: sharded(case, steps, group))
+        for found in ThreadedWorld(case.world).run(
+            lambda group: sharded(case, steps, group, **fields)
+        )
         for mine, theirs in zip(found, expected, strict=True)
     )
 
@@ -126,6 +128,23 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("start", range(0, 60, 20))
 def test_random_matrices_are_updated_as_each_by_itself(start: int):
     assert max(map(difference, range(start, start + 20))) <= 1e-6
+
+
+def test_a_model_that_is_updated_in_several_turns_equals_one_turn(monkeypatch: pytest.MonkeyPatch):
+    """As every model of more than :data:`muon.BATCH` elements per rank is."""
+    counts: list[int] = []
+    turns = update.AnyOptimizerUpdate._turns
+
+    def counted(self: update.AnyOptimizerUpdate) -> list[Any]:
+        found = turns(self)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(muon, "BATCH", 100)
+    monkeypatch.setattr(update.AnyOptimizerUpdate, "_turns", counted)
+    for fields in ({}, {"overlap_sync": True}, {"averages": {"ema": 0.5}}):
+        assert max(difference(seed, pack_params=1, **fields) for seed in range(8)) <= 1e-6
+    assert max(counts) > 2
 
 
 def test_a_rate_is_adjusted_by_the_shape_as_newer_torch_does():
