@@ -47,7 +47,7 @@ class Gradients:
         dtype: dtype of ``.grad``, and of a mean to which nothing was added.
         wire: dtype in which gradients are sent.
         widens: whether long sums of gradients should be exact.
-        before_edit: called before a script edits or reads the mean.
+        before_edit: called before a script edits the mean.
         norm_of: returns a norm of the mean of a slot of such gradients, over all ranks.
 
     Attributes:
@@ -268,6 +268,11 @@ class Gradients:
             else not self.holds(position, grad)
             for position, param in enumerate(self.pack.params)
         )
+
+    def kept(self) -> bool:
+        """Return whether a ``.grad`` still shows the mean."""
+        grads = enumerate(param.grad for param in self.pack.params)
+        return any(grad is not None and self.holds(n, grad) for n, grad in grads)
 
     def assigned(self) -> bool:
         """Return whether a ``.grad`` is a script's own tensor."""

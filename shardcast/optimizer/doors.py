@@ -558,7 +558,7 @@ def _landed(packed: PackedOptimizer, call: str, land: Land) -> Mapping[Pack, Seq
         land(call)
     if "has" not in found:
         return {}
-    reduce.before_edit()  # applies a pending clip
+    reduce.multiply_in()
     return reduce.anywhere(call)
 
 

@@ -61,7 +61,7 @@ class ParameterNorms:
         Raises:
             RuntimeError: the gradients are multiplied by a loss scale or by a number of tokens.
         """
-        self._packed.reduce.before_edit()  # applies a pending clip
+        self._packed.reduce.multiply_in()
         known = self._known.get(p, {}).get(grads)
         if known is None or not self._is_current(grads, known):
             self._compute(p)

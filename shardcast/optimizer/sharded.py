@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, wraps
@@ -181,15 +180,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = result
             decision = packed.decider.decide(packed.config.max_grad_norm, None, loss)
         else:
-            is_edited = self._clip.is_edited()
+            is_edited = packed.reduce.is_edited()
             with packed.decider.refusal.held():
                 _refuse_loss(loss)
                 if is_edited:
-                    self._clip.refuse_edits()
+                    packed.reduce.refuse_edits()
             packed.decider.meet(STEP_AFTER_EDIT if is_edited else "step")
             take_moved(packed.shards)  # gradients assigned after the clip
             if is_edited:
-                self._clip.apply()
+                packed.reduce.multiply_in()
                 decision = self._decided_again()
         packed.sync.wait()  # the update overwrites what an overlapped sync still sends
         for shard in packed.shards:
@@ -268,7 +267,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for param in compress(pack.in_model, slots)
             ]
         )
-        self._clip.note(None)
+        self._clip.forget()
         self._packed.in_no_sync = False
         self._last_norm, self._last_skip = decision.norm, decision.skip
         packed = self._packed
@@ -297,7 +296,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Local, except after a failed backward: then it waits until the other ranks also clear
         theirs, or make another collective call.
         """
-        self._clip.note(None)
+        self._clip.forget()
         self._drop_tokens()
         self._packed.in_no_sync &= not self._packed.reduce.synchronises  # still inside it
         self._packed.decider.cleared()
@@ -361,7 +360,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _count(self, tokens: float | Tensor) -> None:
         reduce = self._packed.reduce
         if reduce.last_backward is not None and not reduce.has_gradients:
-            self._clip.note(None)
+            self._clip.forget()
             self._drop_tokens()  # gradients were cleared by the model's zero_grad, or one by one
         if self._clip.decision is not None:
             raise RuntimeError(
@@ -405,11 +404,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: on all ranks, if any rank is inside :meth:`no_sync`.
         """
-        clip = self._clip.pending()
         self._land("gather_gradients")
         self._packed.reduce.gather()
-        if clip is not None:
-            self._clip.note(self._clip.decision)
 
     def _land(self, call: str, check: Callable[[], None] = nothing) -> None:
         """Finish the reduction before a script reads the means. Collective: every rank.
@@ -518,7 +514,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         decision = packed.decider.decide(bound, clip, call=call)
         self._clip.note(decision)
         if packed.reduce.shows:
-            self._clip.apply()
+            packed.reduce.multiply_in()
         return decision.norm.float()
 
     @_compat.uncompiled
@@ -549,8 +545,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         clip = self._clip.pending()
         self._reduce(call)
         packed.decider.clip_value(bound, clip)
-        if clip is not None:
-            self._clip.note(clip)
+        packed.reduce.mark()
 
     @property
     def divisor(self) -> float | Tensor:
@@ -768,7 +763,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             loaded = hook(self, loaded) or loaded
         self._states.apply(self._states.plan(loaded))
         self._full.note_loaded()
-        self._clip.note(None)
+        self._clip.forget()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -889,72 +884,39 @@ def _without(name: str, originals: Sequence[torch.optim.Optimizer]) -> Attribute
 
 
 class Clip:
-    """A clip that the script called on the current gradients; the coming step uses it.
+    """The decision of a clip that the script called on the current gradients, for the coming step.
 
-    Attributes:
-        decision: the clip's decision; ``None`` if there is no clip.
+    The :class:`.Reducer` has its factors until they are multiplied in, by the update or before.
     """
 
     def __init__(self, reduce: Reducer) -> None:
         self._reduce = reduce
-        self._seen: list[int] = []  # versions of the means at the clip
+        self._decision: Decision | None = None
         self._backward: int | None = None  # the last one before the clip
-        self.decision: Decision | None = None
-        me = weakref.ref(self)
-        reduce.before_edit = lambda: None if (it := me()) is None else it.apply()
 
-    def note(self, decision: Decision | None) -> None:
-        """Keep a decision on the current gradients; ``None`` forgets it."""
-        self.decision = decision
-        self._seen = self._reduce.versions() if decision else []
-        self._backward = self._reduce.last_backward
+    def note(self, decision: Decision) -> None:
+        """Keep a decision on the current gradients, whose means lack its factors."""
+        self._decision, self._backward = decision, self._reduce.last_backward
+        self._reduce.note_clip(decision)
 
-    def is_edited(self) -> bool:
-        """Return whether a script edited, assigned or cleared gradients after the clip."""
-        return self._reduce.versions() != self._seen or self._reduce.replaced()
+    def forget(self) -> None:
+        """Forget the decision: it was used, or its gradients were dropped."""
+        self._decision = None
 
-    def refuse_edits(self) -> None:
-        """Raise RuntimeError if a script edited or assigned gradients that do not show the clip."""
-        for grads, version in zip(self._reduce.grads, self._seen, strict=True):
-            if grads.waits_for_clip and (grads.own._version != version or grads.assigned()):
-                raise RuntimeError(
-                    "step: gradients were edited or replaced after clip_grad_norm_, which in low "
-                    "precision clips them within the step on one rank; edit before you clip, or "
-                    "call optimizer.gather_gradients() after the clip, which multiplies it in"
-                )
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Multiply the means by the clip's factor, before a script reads or edits one.
-
-        Otherwise the update applies the factor.
-        """
-        clip = self.decision
-        if clip is None or all(factor is clip.unscale for factor in clip.factors.values()):
-            return
-        self.decision = dataclasses.replace(clip, factors=dict.fromkeys(clip.factors, clip.unscale))
-        known: dict[Tensor | None, Tensor | None] = {None: None}
-        for factor in clip.factors.values():
-            if factor is not None and factor not in known:
-                scaled = factor if clip.unscale is None else factor / clip.unscale
-                # If the norm is not finite there is no factor, and the step is skipped. A NaN
-                # factor would also reach the padding, which is never cleared.
-                known[factor] = scaled.nan_to_num(1.0, 1.0, 1.0)
-        factors = {group: known[factor] for group, factor in clip.factors.items()}
-        for grads in self._reduce.grads:
-            if any(factors[group] is not None for group in grads.pack.layout.groups):
-                grads.multiply(factors)
-        self._seen = self._reduce.versions()
+    @property
+    def decision(self) -> Decision | None:
+        """The decision without factors that are multiplied in already; ``None``: no clip."""
+        decision = self._decision
+        if decision is None or self._reduce.clip is not None:
+            return decision
+        return dataclasses.replace(
+            decision, factors=dict.fromkeys(decision.factors, decision.unscale)
+        )
 
     def pending(self) -> Decision | None:
-        """Return the last clip, unless a backward came after it, or sleep dropped its gradients."""
-        if self.decision is not None and self._reduce.last_backward != self._backward:
-            self.decision = None
-            if self._reduce.last_backward is not None:
-                warn_first(
-                    "a backward came after clip_grad_norm_, so that this clip is lost: it would "
-                    "have been folded into the step; clip once, after the last backward of a step"
-                )
+        """Return :attr:`decision`, unless a backward came after it, or sleep dropped gradients."""
+        if self._reduce.last_backward != self._backward:
+            self.forget()
         return self.decision
 
 

@@ -22,6 +22,7 @@ from shardcast.memory.gradients import Act, Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
 from shardcast.plan.parallel_dims import PackGroups
 from shardcast.plan.precision import MASTER_DTYPE, SHORT_SUM, exact_sums, grad_dtype, wire_dtype
+from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import (
     ASSIGNED,
     BACKWARDS,
@@ -64,7 +65,7 @@ class Reducer:
         last_backward: the engine's number of the last backward with gradients; ``None``: there was
             none since the last step or ``zero_grad``.
         due: whether there are gradients that were not reduced; a step needs a pass before it.
-        before_edit: called before a script edits or reads a mean.
+        clip: decision of a clip whose factors the means lack; ``None`` if they lack none.
         norm_of: returns a norm of the mean of one slot of gradients, for a script.
         counting: the backward whose gradients of open packs are only counted, while no further pack
             is complete.
@@ -81,7 +82,7 @@ class Reducer:
         self.grads: list[Gradients] = []
         self.last_backward: int | None = None
         self.due = True
-        self.before_edit: Callable[[], None] = nothing
+        self.clip: Decision | None = None
         self.norm_of: Callable[[Gradients, int, float], Tensor | None] = nothing
         self.counting: int | None = None
         self.history: dict[str, Any] = {**NOTHING}
@@ -89,6 +90,7 @@ class Reducer:
         self._syncs = True
         self._mistake: Exception | None = None  # error of the last finish()
         self._gathered = False  # since the last backward; then all edits are allowed
+        self._seen: list[int] = []  # versions of the means at the last clip
         self._told: set[str] = set()
         self._backward: Backward | None = None  # the running backward
         self._pass: ReducePass | None = None  # pass of the running backward, or of one that failed
@@ -145,7 +147,7 @@ class Reducer:
             grad_dtype(low, self._config),
             wire_dtype(low, self._config),
             exact_sums(SHORT_SUM + 1, self._config),
-            lambda: None if (reducer := me()) is None else reducer.before_edit(),
+            lambda: None if (reducer := me()) is None else reducer.multiply_in(),
             lambda *of: None if (reducer := me()) is None else reducer._norm(*of),
         )
         for param in pack.params:
@@ -278,13 +280,14 @@ class Reducer:
         """
         # First: clipped means are in fp32 and are gathered so, because rounding them again would
         # make a step after a gather differ from one without.
-        self.before_edit()
+        self.multiply_in()
         if self.alone:
             return
         for pack, (*present, is_wide) in self._anywhere("gather_gradients").items():
             grads = self.buckets[pack].grads
             grads.gather(present, MASTER_DTYPE if is_wide else grads.low)
         self._gathered = True
+        self.mark()
 
     def anywhere(self, call: str) -> dict[Pack, list[bool]]:
         """Return per pack and slot whether a rank has a gradient, for a ``call``. Collective."""
@@ -399,6 +402,7 @@ class Reducer:
                 for param in bucket.grads.pack.params:
                     param.grad = None  # zeros are sent, because there may be no memory for more
             self._complete()
+        self.clip = None
         if self.history[BACKWARDS]:
             self.history[CLEARS] += any(grads.adds for grads in self.grads)
         self.history.update({STALE: 0, FAILED: 0, ORDER: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""})
@@ -433,13 +437,56 @@ class Reducer:
         """Return whether ``.grad``s have values that a script can read."""
         return any(grads.shows for grads in self.grads)
 
+    def note_clip(self, clip: Decision) -> None:
+        """Note the decision of a clip, whose factors the means lack."""
+        clips = any(factor is not clip.unscale for factor in clip.factors.values())
+        self.clip = clip if clips else None
+        self.mark()
+
+    @torch.no_grad()
+    def multiply_in(self) -> None:
+        """Multiply a clip into the means that lack it, once.
+
+        Called before a script reads or edits a mean, and before a backward adds to one. Otherwise
+        only the update applies the factors.
+        """
+        clip, self.clip = self.clip, None
+        if clip is None:
+            return
+        known: dict[Tensor | None, Tensor | None] = {None: None, clip.unscale: None}
+        for factor in clip.factors.values():
+            if factor is not None and factor not in known:
+                scaled = factor if clip.unscale is None else factor / clip.unscale
+                # If the norm is not finite there is no factor, and the step is skipped. A NaN
+                # factor would also reach the padding, which is never cleared.
+                known[factor] = scaled.nan_to_num(1.0, 1.0, 1.0)
+        factors = {group: known[factor] for group, factor in clip.factors.items()}
+        for grads in self.grads:
+            if any(factors[group] is not None for group in grads.pack.layout.groups):
+                grads.multiply(factors)
+        self.mark()
+
+    def mark(self) -> None:
+        """Take the means as they are for those that the last clip left."""
+        self._seen = self.versions()
+
     def versions(self) -> list[int]:
         """Return numbers that change when a mean is edited in place."""
         return [grads.own._version for grads in self.grads]
 
-    def replaced(self) -> bool:
-        """Return whether a script has cleared or assigned gradients since they were reduced."""
-        return any(grads.replaced() for grads in self.grads)
+    def is_edited(self) -> bool:
+        """Return whether a script edited, assigned or cleared gradients since the last clip."""
+        return self.versions() != self._seen or any(grads.replaced() for grads in self.grads)
+
+    def refuse_edits(self) -> None:
+        """Raise RuntimeError if a script edited or assigned gradients that do not show the clip."""
+        for grads, version in zip(self.grads, self._seen, strict=True):
+            if grads.waits_for_clip and (grads.own._version != version or grads.assigned()):
+                raise RuntimeError(
+                    "step: gradients were edited or replaced after clip_grad_norm_, which in low "
+                    "precision clips them within the step on one rank; edit before you clip, or "
+                    "call optimizer.gather_gradients() after the clip, which multiplies it in"
+                )
 
     def state(self) -> Any:
         """Return a value that changes when a gradient comes, is edited, replaced or cleared."""
@@ -478,6 +525,10 @@ class Reducer:
         """Start to accumulate and send: the first gradient is about to come, or there is none."""
         self.due = True  # stays true if a backward fails
         self._gathered = False
+        if self.clip is not None:
+            if any(grads.kept() for grads in self.grads):
+                self.multiply_in()  # now, while no mean is on its way
+            self.clip = None  # of gradients that were cleared
         for grads in self.grads:
             grads.begin(refuses=sends and self.history[BACKWARDS] > 0)
         self.counting = None

@@ -39,7 +39,6 @@ from shardcast.testing import SpawnedWorld, ThreadedWorld, spawn_world, threaded
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:.*this clip is lost"),
     pytest.mark.filterwarnings("ignore:no_sync"),
 ]
 
