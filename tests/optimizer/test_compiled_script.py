@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo import convert_frame
 
 import shardcast
+from shardcast.testing import SpawnedWorld
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -59,3 +60,31 @@ def test_a_compiled_step_of_training_has_the_bits_of_one_that_is_not_compiled(
     codes = [code for of_code in convert_frame.input_codes.seen if (code := of_code())]
     inside = {code.co_name for code in codes if "/shardcast/step/" in code.co_filename}
     assert codes and inside <= {"no_sync"}, "what the engine calls is no part of the script"
+
+
+def clipped(group: Any, compiled: bool) -> list[Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = shardcast.shard(
+        model, torch.optim.SGD(model.parameters(), 1.0), param_dtype="fp32", process_group=group
+    )
+
+    def step(x: Tensor) -> list[Tensor]:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        norms = [model[0].weight.grad.norm()]
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        return norms
+
+    run, norms = torch.compile(step, backend="eager") if compiled else step, []
+    for _ in range(2):
+        norms += run(torch.full((3, 4), 1.0 + group.rank()))
+    return [*norms, *(param.detach() for param in model.parameters())]
+
+
+def test_norms_of_gradients_in_a_compiled_step_are_those_of_one_that_is_not(gloo: SpawnedWorld):
+    """TD-MPC2 compiles ``loss.backward(); clip_grad_norm_(...); optimizer.step()`` as a whole."""
+    for plain, compiled in zip(gloo.run(clipped, False), gloo.run(clipped, True), strict=True):
+        assert all(map(torch.equal, plain, compiled))
