@@ -172,6 +172,18 @@ class Counts(Rule):
         return grad
 
 
+class Stacks(Rule):
+    """Updates all parameters of a group in one operation, and has no answer for none."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param, grad in zip(
+                group["params"], torch.stack([p.grad for p in group["params"]]), strict=True
+            ):
+                param.sub_(group["lr"] * grad)
+
+
 class GathersMatrices(Rule):
     """Each rank updates every n-th parameter and all gather; as Keller Jordan's Muon."""
 

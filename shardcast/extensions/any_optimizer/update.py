@@ -187,7 +187,8 @@ class AnyOptimizerUpdate(Update):
         """Step a third-party class, and check what its probe could not see.
 
         Raises:
-            TypeError: on every rank: the step called a collective.
+            TypeError: on every rank: the step called a collective, or failed on a rank that owns no
+                parameter of some group.
             RuntimeError: on every rank: a number in the groups differs between ranks. So it was
                 computed from all of a rank's parameters, and no partition can be right.
         """
@@ -198,6 +199,10 @@ class AnyOptimizerUpdate(Update):
                     self._step()
             except observer.CollectiveError as error:
                 raise probe.collective_refusal(self._optimizer) from error
+            except Exception as error:
+                if any(not group["params"] for group in self._inner.param_groups):
+                    raise self._refused_group(error) from error
+                raise
             return {
                 f"{name!r} of group {number}": value
                 for number, group in enumerate(self._inner.param_groups)
@@ -215,6 +220,15 @@ class AnyOptimizerUpdate(Update):
                     "depends on all of them, so it cannot be sharded; use it with DDP, or use "
                     "another optimizer"
                 )
+
+    def _refused_group(self, error: Exception) -> TypeError:
+        groups = [n for n, group in enumerate(self._inner.param_groups) if not group["params"]]
+        name, rank = type(self._optimizer).__name__, self._comm.rank
+        return TypeError(
+            f"optimizer: step() of {name} failed on rank {rank}, which owns no parameter of group "
+            f"{groups[0]} ({type(error).__name__}: {error}); let its step skip groups without "
+            "parameters, or merge small groups"
+        )
 
     def _take_masters(self, shard: Shard) -> None:
         """Copy masters that the class stored elsewhere, and remove the gradients."""

@@ -324,3 +324,21 @@ def test_a_class_that_no_trial_could_measure_is_watched_in_its_first_steps():
 
     ThreadedWorld(8).run(caught)  # some ranks own nothing, and raise all the same
     assert len(messages) == 8
+
+
+def test_a_class_that_fails_for_a_group_of_which_a_rank_owns_nothing_is_named_on_every_rank():
+    """A combined Muon and AdamW stacks each group's matrices: one of two ranks may have none."""
+    messages = []
+
+    def run(group: Any) -> None:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(3, 3, bias=False))
+        groups = [{"params": list(layer.parameters())} for layer in model]
+        optimizer = shardcast.shard(model, foreign.Stacks(groups), process_group=group)
+        set_grads(model, 0)
+        told = r"step\(\) of Stacks failed on rank \d, which owns no parameter of group \d .*stack"
+        with pytest.raises(TypeError, match=told):
+            optimizer.step()
+        messages.append(group.rank())
+
+    ThreadedWorld(2).run(run)
+    assert len(messages) == 2
