@@ -188,6 +188,8 @@ class StateDict:
         """Write a planned load. Collective: every rank, with a plan of the same kind."""
         packed = self._packed
         packed.ready_to_read()
+        if packed.comm.steps and plan.decider is not None:  # a run that resumes has no steps
+            self._warn_of_weights(plan)
         activate_packs(packed, plan.active)
         forget_averages(packed)
         for shard, number, values, master in plan.fragments:
@@ -203,6 +205,25 @@ class StateDict:
         if plan.masters:
             packed.publish()
         load_groups(self._groups, plan.groups)
+
+    @staticmethod
+    def _warn_of_weights(plan: LoadPlan) -> None:
+        """Warn if the masters of a local state are of other weights than the model's. Local."""
+        for shard, number, _, master in plan.fragments:
+            fragment = shard.fragments[number]
+            now = shard.exact(fragment)
+            assert master is not None  # in each local state
+            given = master.to(now.device, now.dtype)
+            if not torch.equal(*(shard.rounded(fragment.slot, it) for it in (now, given))):
+                warn_first(
+                    "load_state_dict: what state_dict() returns on a rank includes masters, so "
+                    f"this load changes weights of the model, too ({fragment.slot.name!r}), which "
+                    "torch's does not. If you load the model as well, load it first. To keep the "
+                    "weights, replace the masters before: now = optimizer.state_dict()['state']; "
+                    "for k, values in state['state'].items(): values['master'] = now[k]['master']",
+                    "load_state_dict changes weights",
+                )
+                return
 
 
 def plain_dict(state: Mapping[Any, Mapping[str, Any]], groups: Groups) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""A load of the model that matches no name is said."""
+"""A load of the model that matches no name is said, and one of state that changes weights."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from typing import Any
 
@@ -63,3 +64,38 @@ def test_loads_that_match_or_raise_are_not(wrapped: bool):
     for loads in quiet:
         with contextlib.suppress(RuntimeError):
             assert not told(loads, wrapped)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "how", ["state alone", "current masters", "model first", "nothing trained"]
+)
+def test_a_load_of_state_that_changes_weights_is_warned_of(dtype: str, how: str):
+    """Continual learning, Reptile and restarts load an earlier state, and keep the weights."""
+    model = nn.Linear(4, 4)
+    optimizer = shardcast.shard(model, torch.optim.Adam(model.parameters()), param_dtype=dtype)
+
+    def train() -> None:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    first, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    if how != "nothing trained":
+        train()
+    if how == "model first":
+        model.load_state_dict(weights)
+    if how == "current masters":
+        now = optimizer.state_dict()["state"]
+        for number, values in first["state"].items():
+            values["master"] = now[number]["master"]
+    before = model.weight.detach().clone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(first)
+    texts = [str(each.message) for each in caught]
+    assert [text[:50] for text in texts if "changes weights of the model" in text] == (
+        ["load_state_dict: what state_dict() returns on a ra"] if how == "state alone" else []
+    )
+    assert torch.equal(model.weight, before) == (how != "state alone")
