@@ -655,7 +655,8 @@ class Gradients:
             return
         held, self.held = self.held, {}
         for position in held:
-            self.show(position)
+            if self.pack.params[position].grad is not None:  # not cleared before
+                self.show(position)
         if self._own is not None:
             self._own.zero_()
             if self._full is not None:

@@ -184,6 +184,15 @@ SEQUENCES: dict[str, list[Action]] = {
         ]
         for clear in ([], [(Side.clear, ("none",))])
     },
+    "quiet upon used ones, cleared by the model, then zeroed": [
+        FIRST,
+        (Side.step, ()),
+        (Side.backward, (1, ALL[:2], True)),
+        (Side.clear, ("model",)),
+        (Side.clear, ("zeros",)),
+        (Side.step, ()),
+        *LAST,
+    ],
     "a hook fails, and the step follows": [
         FIRST,
         (Side.hook_fails, (1, ALL[:2], 4)),
