@@ -1009,6 +1009,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         self._sharded, self._packed, self._handles, self._place = sharded, packed, handles, place
         self._stepped_with: object = None  # gradients at the first step, until all have stepped
         self._options: list[Group] = []  # of its groups, at that step
+        self._versions: list[int] = []  # of its parameters, likewise
         self._zero_grad_after: bool | None = None  # set_to_none of a deferred zero_grad
         original = packed.originals.optimizers[place]
         self.name = type(original).__name__
@@ -1061,9 +1062,16 @@ class OptimizerHandle(torch.optim.Optimizer):
             )
         self._stepped_with = state
         self._options = [options_of(group) for group in self.param_groups]
+        self._versions = self._versions_now()
         if waiting == [self]:
             for handle in handles:
                 handle._stepped_with = None
+            if written := [each for each in handles if each._versions != each._versions_now()]:
+                raise RuntimeError(
+                    f"step() of the handle of {_named(self)}: weights of {_names(written)} were "
+                    "written after its step(), but the optimizers step together, after that; "
+                    "write weights (clamps, norms, masks) after step() of all handles"
+                )
             with ExitStack() as stack:  # a scheduler may have set the next step's rate since
                 for handle in handles:
                     for group, options in zip(handle.param_groups, handle._options, strict=False):
@@ -1088,6 +1096,9 @@ class OptimizerHandle(torch.optim.Optimizer):
                 f"gradients of the same backwards. {LOSSES}"
             )
         super().zero_grad(set_to_none)
+
+    def _versions_now(self) -> list[int]:
+        return [param._version for group in self.param_groups for param in group["params"]]
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return this optimizer's full state on rank 0. Collective: every rank."""

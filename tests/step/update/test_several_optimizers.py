@@ -248,6 +248,24 @@ def test_gradients_that_change_between_the_steps_of_handles_are_named(between: s
         adamw.step()
 
 
+def test_weights_that_are_written_between_the_steps_of_handles_are_named():
+    """With optimizers apart the clamp would see the first one's update."""
+    model = mlp()
+    muon, adamw = shard(model, pair(model)).optimizers
+    for step, writes in enumerate((False, True)):
+        set_grads(model, step)
+        muon.step()
+        if writes:
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.1, 0.1)
+            with pytest.raises(RuntimeError, match="AdamW: weights of Muon were written after its"):
+                adamw.step()
+        else:
+            adamw.step()
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.1, 0.1)
+
+
 @pytest.mark.parametrize("remove", [True, False], ids=["removed", "overwritten"])
 def test_row_splits_that_are_removed_from_a_group_stay_away(remove: bool):
     def run(then: Callable[[dict[str, Any]], Any]) -> nn.Module:
