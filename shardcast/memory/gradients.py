@@ -656,6 +656,7 @@ class Gradients:
         held, self.held = self.held, {}
         for position in held:
             if self.pack.params[position].grad is not None:  # not cleared before
+                self.has.add(position)
                 self.show(position)
         if self._own is not None:
             self._own.zero_()

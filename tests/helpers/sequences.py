@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import shardcast
 from shardcast.testing import SpawnedWorld, ThreadedWorld, assert_same_sequence
 
-RATE = 1e-2
+RATE, NO_BOUND = 1e-2, 1e30
 SHAPES = (3,), (2, 32), (5,), (4, 32), (3, 32)
 COUNT = len(SHAPES)
 MATRICES = "layers.1.weight", "layers.3.weight", "layers.4.weight"
@@ -273,15 +274,22 @@ class Side:
         for number in numbers:
             self.models[0].all[number].grad = None
 
-    def clip(self) -> None:
+    def clip(self, bound: float = NO_BOUND) -> None:
         params = list(self.models[0].parameters())
         if self.group is None:
-            self.seen.append(nn.utils.clip_grad_norm_(params, 1e30))
+            norm = nn.utils.clip_grad_norm_(params, bound)
         else:
-            self.seen.append(self.optimizers[0].clip_grad_norm_(1e30))
+            norm = self.optimizers[0].clip_grad_norm_(bound)
+        self.seen.append(norm.clone())
 
-    def norm(self) -> None:
-        """See the norm of the first model's gradients, as torch computes it from ``.grad``."""
+    def norm(self, bound: float = NO_BOUND) -> None:
+        """See the norm of the first model's gradients, as torch computes it from ``.grad``.
+
+        With a ``bound``, torch clips them, too.
+        """
+        if bound < NO_BOUND:
+            self.seen.append(nn.utils.clip_grad_norm_(self.models[0].parameters(), bound))
+            return
         grads = [grad for param in self.models[0].parameters() if (grad := param.grad) is not None]
         norms = [torch.linalg.vector_norm(grad, 2.0, dtype=torch.float32) for grad in grads]
         self.seen.append(torch.linalg.vector_norm(torch.stack(norms)))
@@ -312,6 +320,7 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+CLIPS = Side.clip, Side.norm
 QUIET = "inside no_sync"  # the error of a quiet backward upon means
 
 
@@ -407,17 +416,21 @@ def compare(
     if surely is not None or isinstance(ranks[0], int):
         assert ranks == [ranks[0]] * cell.size and ranks[0] in (*maybe, surely)
         return
-    limits = {"int8": 0.1, "Muon": 0.01}
-    limit = RATE * max(limits.get(cell.storage, 0), limits.get(cell.kind, 0))
+    clips = any(arguments[:1] < (NO_BOUND,) for method, arguments in actions if method in CLIPS)
+    limits = {"int8": 0.1, "Muon": 0.01, True: 0.01}
+    limit = RATE * max(limits.get(it, 0) for it in (cell.storage, cell.kind, clips))
     steps = 0.0
     for number, (it, *seen) in enumerate(zip(expected, *ranks, strict=True)):
         if isinstance(it, Tensor):
             for norm in seen:
-                torch.testing.assert_close(norm, it, rtol=1e-6, atol=0)
+                torch.testing.assert_close(norm, it, rtol=1e-5 if clips else 1e-6, atol=0)
             continue
         if any(name.startswith("grad") for name in it) or not it:
             for grads in seen:
-                assert_same_bits(grads, {name: grad.float() for name, grad in it.items()})
+                same = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
+                (same if clips else assert_same_bits)(
+                    grads, {name: grad.float() for name, grad in it.items()}
+                )
             continue
         steps += 0.5  # of each of two models
         assert_covered(it, seen, limit * (steps + 1), f"{number}, {cell}, {accumulate}")
@@ -440,12 +453,15 @@ def assert_covered(
     assert all((count > 0).all() for count in covered.values()), about
 
 
-def random_sequence(draw: random.Random, assigns: bool = True) -> list[Action]:
+def random_sequence(
+    draw: random.Random, assigns: bool = True, bounds: Sequence[float] = (NO_BOUND,)
+) -> list[Action]:
     """Draw up to fourteen actions, and a step.
 
     Args:
         assigns: gradients are assigned, too; a synchronized backward follows, which averages them.
             Refused where they are summed over model-parallel ranks.
+        bounds: of the clips; torch clips too if they clip anything.
     """
     actions: list[Action] = []
     clipped = False  # then gradients are only cleared by the optimizer, else the step is refused
@@ -474,19 +490,21 @@ def random_sequence(draw: random.Random, assigns: bool = True) -> list[Action]:
         elif kind == "clear":
             how = ["none", "zeros"] if clipped else ["none", "zeros", "model"]
             actions.append((Side.clear, (draw.choice(how),)))
+        elif kind == "clip":
+            actions.append((Side.clip, (draw.choice(bounds),)))
         else:
-            arguments = () if kind in ("step", "clip", "gather") else (seed, uses)
+            arguments = () if kind in ("step", "gather") else (seed, uses)
             actions.append((getattr(Side, kind), arguments))
         clipped = kind == "clip" or (clipped and kind not in ("step", "clear"))
     if assigns:
-        actions = [it for action in actions for it in (action, *_norm_after(action, draw))]
+        actions = [it for action in actions for it in (action, *_norm_after(action, draw, bounds))]
     return [*actions, (Side.step, ())]
 
 
-def _norm_after(action: Action, draw: random.Random) -> list[Action]:
+def _norm_after(action: Action, draw: random.Random, bounds: Sequence[float]) -> list[Action]:
     """A norm, in every second case, where all gradients are means."""
     method, arguments = action
     reduces = method in (Side.nested, Side.through_both) or (
         method is Side.backward and len(arguments) == 2
     )
-    return [(Side.norm, ())] if reduces and draw.random() < 0.5 else []
+    return [(Side.norm, (bounds[0],))] if reduces and draw.random() < 0.5 else []

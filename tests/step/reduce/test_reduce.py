@@ -193,6 +193,13 @@ SEQUENCES: dict[str, list[Action]] = {
         (Side.step, ()),
         *LAST,
     ],
+    "quiet upon some after one that failed, then zeroed": [
+        (Side.failed, (1, (use(0, 2),) * 2, 2)),
+        (Side.backward, (2, (use(2, 3, 4), use(1, 2, 4)), True)),
+        (Side.clear, ("zeros",)),
+        (Side.step, ()),
+        *LAST,
+    ],
     "a hook fails, and the step follows": [
         FIRST,
         (Side.hook_fails, (1, ALL[:2], 4)),
@@ -298,6 +305,16 @@ def test_random_sequences_equal_plain_torch(cell: Cell, accumulate: str):
     compare(USUAL, cell, accumulate=accumulate)
     for number in range(2):
         compare(drawn(cell, number), cell, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+@pytest.mark.parametrize("cell", CELLS[::4], ids=str)
+def test_random_sequences_with_clips_equal_plain_torch(cell: Cell, accumulate: str):
+    """The gradients stay clipped until they are cleared: for a second step, a read, a backward."""
+    draw = random.Random(1_000_003 * SEED + 7 + CELLS.index(cell))
+    fp32 = cell._replace(storage="fp32", kind="SGD", way="plain")
+    for _ in range(4):
+        compare(random_sequence(draw, cell.copies == 1, (0.5, 2.0)), fp32, accumulate=accumulate)
 
 
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
