@@ -249,6 +249,7 @@ def tensors(values: object) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
+@_compat.uncompiled  # otherwise Dynamo traces collectives, and compiles anew for every shape
 def _run(call: TorchCall) -> object:
     name, first = call.name, call.first
     if name == "_amp_foreach_non_finite_check_and_unscale_":

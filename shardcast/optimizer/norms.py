@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardcast import _compat
 from shardcast.comm import Comm
 from shardcast.memory.gradients import Gradients
 from shardcast.optimizer.packed import PackedOptimizer
@@ -46,7 +45,6 @@ class ParameterNorms:
         self._known: dict[float, dict[Gradients, Known]] = {}  # by norm type and pack
         me = weakref.ref(self)
 
-        @_compat.uncompiled  # in a compiled step, Dynamo would trace collectives and optimizers
         def of(grads: Gradients, position: int, p: float) -> Tensor:
             it = me()
             assert it is not None  # the optimizer, which holds it, is gone with its stand-ins
