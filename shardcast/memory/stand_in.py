@@ -154,6 +154,7 @@ class StandIn(Tensor):
     path: tuple[ViewStep, ...]
 
     @classmethod
+    @_compat.untraced
     def __torch_function__(
         cls,
         func: Function,
