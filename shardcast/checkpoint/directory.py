@@ -106,7 +106,7 @@ class Manifest:
         """
         reader = Reader(self.path)
         counts = [path for path in reader.stored if path[::3] == ("optimizer", "step")]
-        with fitting(self.path, RuntimeError):
+        with fitting(self.path, ValueError, RuntimeError):
             return max((int(reader.tensor(path).max()) for path in counts), default=None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import pickle
 import random
 import shutil
@@ -138,3 +139,13 @@ def test_what_a_killed_export_leaves_goes_with_the_next_export_or_save(
         else:
             checkpoint.save(tmp_path, *job(steps=0), step=3)
         assert other.is_dir() and not left.exists()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_counts_of_steps_that_are_no_numbers_are_damage(
+    number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    checkpoint.save(tmp_path, *job(steps=1), step=1)
+    monkeypatch.setattr(directory.Reader, "tensor", lambda *_: torch.tensor([1.0, number]))
+    with pytest.raises(checkpoint.DamagedCheckpointError, match="contradict each other"):
+        _ = checkpoint.inspect(tmp_path).optimizer_steps
