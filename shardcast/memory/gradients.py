@@ -155,6 +155,11 @@ class Gradients:
         """Return per slot whether this rank's gradient is part of the mean."""
         return [position in self.has for position in range(len(self.pack.params))]
 
+    def cleared(self) -> list[int]:
+        """Return the slots that want a gradient and have none."""
+        params = enumerate(self.pack.params)
+        return [n for n, param in params if param.grad is None and param.requires_grad]
+
     @property
     def gone(self) -> set[int]:
         """Slots that a script cleared after the reduction, which shows every trained one."""
@@ -466,6 +471,18 @@ class Gradients:
                 self.show(position)
             elif position in self.shown:  # zeros, to which nothing is added
                 self._drop(position)
+
+    def show_absent(self) -> None:
+        """Show a mean of zeros, so far, for gradients that a failed backward did not bring.
+
+        Other ranks may have them. From then on ``None`` means that a script cleared one.
+        """
+        for position in self.cleared() if not self.in_flight else ():
+            if position in self.shown:
+                self._drop(position, Act.CLEARED)
+            if self._own is not None:  # it may have values of an earlier step
+                self.part(position).zero_()
+            self.show(position)
 
     # -- a reduction ----------------------------------------------------------------------------
 

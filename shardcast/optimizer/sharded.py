@@ -544,8 +544,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bound = clip_bound(call, packed.originals, parameters, "clip_value", clip_value)
         clip = self._clip.pending()
         self._reduce(call)
-        packed.decider.clip_value(bound, clip)
-        packed.reduce.mark()
+        with packed.reduce.own_edits():
+            packed.decider.clip_value(bound, clip)
 
     @property
     def divisor(self) -> float | Tensor:

@@ -464,7 +464,7 @@ def random_sequence(
         bounds: of the clips; torch clips too if they clip anything.
     """
     actions: list[Action] = []
-    clipped = False  # then gradients are only cleared by the optimizer, else the step is refused
+    clipped = False  # then one rank refuses gradients that are assigned
     has_failed = False  # since they were cleared: what is on its way cannot be assigned
     rare = draw.random() < 0.5  # what defers launches for good comes late or never
     for number in range(draw.randint(4, 14)):
@@ -488,8 +488,7 @@ def random_sequence(
                 (getattr(Side, kind), (seed, uses[:1] * 4, draw.choice(sorted(uses[0]))))
             )
         elif kind == "clear":
-            how = ["none", "zeros"] if clipped else ["none", "zeros", "model"]
-            actions.append((Side.clear, (draw.choice(how),)))
+            actions.append((Side.clear, (draw.choice(["none", "zeros", "model"]),)))
         elif kind == "clip":
             actions.append((Side.clip, (draw.choice(bounds),)))
         else:

@@ -94,11 +94,17 @@ class Bucket:
             self._streams.add(_compat.current_stream(grads.pack.data.device))
         return self.complete
 
-    def failed(self) -> None:
-        """Called when the backward failed, possibly before the last gradient was accumulated."""
+    def failed(self, sends: bool) -> None:
+        """Called when the backward failed, possibly before the last gradient was accumulated.
+
+        Args:
+            sends: the backward sends gradients, which ranks will complete together.
+        """
         try:
             # Now, because the next backward may write before its first hook runs.
             self.grads.keep(has_failed=True)
+            if sends:
+                self.grads.show_absent()
         except Exception as error:  # most likely out of memory, like the backward itself
             lost = RuntimeError(
                 "backward: gradients of a backward that failed could not be kept "

@@ -90,7 +90,8 @@ class Reducer:
         self._syncs = True
         self._mistake: Exception | None = None  # error of the last finish()
         self._gathered = False  # since the last backward; then all edits are allowed
-        self._seen: list[int] = []  # versions of the means at the last clip
+        # Versions of the means at the last clip; ``None`` if a script edited them since.
+        self._seen: list[int] | None = None
         self._told: set[str] = set()
         self._backward: Backward | None = None  # the running backward
         self._pass: ReducePass | None = None  # pass of the running backward, or of one that failed
@@ -251,7 +252,8 @@ class Reducer:
     def settle(self) -> None:
         """Adopt what a script did to gradients since they were reduced. Local."""
         are_dropped = not any(grads.adds for grads in self.grads)
-        taken = [grads.settle() for grads in self.grads]
+        with self.own_edits():
+            taken = [grads.settle() for grads in self.grads]
         if any(taken) and are_dropped and not self._gathered:
             self._warn_once(
                 "gradients were assigned after a backward's gradients were cleared without a "
@@ -283,11 +285,11 @@ class Reducer:
         self.multiply_in()
         if self.alone:
             return
-        for pack, (*present, is_wide) in self._anywhere("gather_gradients").items():
-            grads = self.buckets[pack].grads
-            grads.gather(present, MASTER_DTYPE if is_wide else grads.low)
+        with self.own_edits():
+            for pack, (*present, is_wide) in self._anywhere("gather_gradients").items():
+                grads = self.buckets[pack].grads
+                grads.gather(present, MASTER_DTYPE if is_wide else grads.low)
         self._gathered = True
-        self.mark()
 
     def anywhere(self, call: str) -> dict[Pack, list[bool]]:
         """Return per pack and slot whether a rank has a gradient, for a ``call``. Collective."""
@@ -441,7 +443,7 @@ class Reducer:
         """Note the decision of a clip, whose factors the means lack."""
         clips = any(factor is not clip.unscale for factor in clip.factors.values())
         self.clip = clip if clips else None
-        self.mark()
+        self._seen = self.versions()
 
     @torch.no_grad()
     def multiply_in(self) -> None:
@@ -461,14 +463,17 @@ class Reducer:
                 # factor would also reach the padding, which is never cleared.
                 known[factor] = scaled.nan_to_num(1.0, 1.0, 1.0)
         factors = {group: known[factor] for group, factor in clip.factors.items()}
-        for grads in self.grads:
-            if any(factors[group] is not None for group in grads.pack.layout.groups):
-                grads.multiply(factors)
-        self.mark()
+        with self.own_edits():
+            for grads in self.grads:
+                if any(factors[group] is not None for group in grads.pack.layout.groups):
+                    grads.multiply(factors)
 
-    def mark(self) -> None:
-        """Take the means as they are for those that the last clip left."""
-        self._seen = self.versions()
+    @contextmanager
+    def own_edits(self) -> Iterator[None]:
+        """Edit means inside the block; :meth:`is_edited` is about a script's edits only."""
+        is_edited = self.is_edited()
+        yield
+        self._seen = None if is_edited else self.versions()
 
     def versions(self) -> list[int]:
         """Return numbers that change when a mean is edited in place."""
@@ -476,11 +481,14 @@ class Reducer:
 
     def is_edited(self) -> bool:
         """Return whether a script edited, assigned or cleared gradients since the last clip."""
-        return self.versions() != self._seen or any(grads.replaced() for grads in self.grads)
+        if self._seen is None or self.versions() != self._seen:
+            return True
+        return any(grads.replaced() for grads in self.grads)
 
     def refuse_edits(self) -> None:
         """Raise RuntimeError if a script edited or assigned gradients that do not show the clip."""
-        for grads, version in zip(self.grads, self._seen, strict=True):
+        seen = [-1] * len(self.grads) if self._seen is None else self._seen
+        for grads, version in zip(self.grads, seen, strict=True):
             if grads.waits_for_clip and (grads.own._version != version or grads.assigned()):
                 raise RuntimeError(
                     "step: gradients were edited or replaced after clip_grad_norm_, which in low "
@@ -585,7 +593,7 @@ class Reducer:
         if backward.sends and not backward.started:
             self._open(backward)
         for bucket in self.buckets.values():
-            bucket.failed()
+            bucket.failed(backward.sends)
 
     @_compat.untraced
     def _end(self, backward: Backward) -> None:
@@ -612,10 +620,20 @@ class Reducer:
             self._complete()
 
     def _complete(self) -> None:
-        """Send what a failed backward left, because ranks may have sent different packs."""
+        """Send what a failed backward left, because ranks may have sent different packs.
+
+        A gradient that the script cleared since is shown until then, and cleared on all ranks
+        afterwards: some may have sent it before.
+        """
         if self._pass is not None and not self._pass.alone:
             self.history[FAILED] += 1
+            cleared = [(grads, n) for grads in self.grads for n in grads.cleared()]
+            for grads, position in cleared:
+                if not grads.in_flight:
+                    grads.show(position)
             self._flush()
+            for grads, position in cleared:
+                grads.pack.params[position].grad = None
 
     def warn_of_graph(self) -> None:
         """Warn about gradients with their own graph, which the mean does not have."""

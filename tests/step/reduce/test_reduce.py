@@ -200,6 +200,17 @@ SEQUENCES: dict[str, list[Action]] = {
         (Side.step, ()),
         *LAST,
     ],
+    **{
+        f"failed at {places}, {'cleared by the model' if clear else 'kept'}, {then}": [
+            FIRST,
+            (Side.failed_apart, (1, places)),
+            *([(Side.clear, ("model",))] if clear else []),
+            *([(Side.backward, (2, APART, True))] if then == "quiet" else []),
+            *(LAST if then == "backward" else LAST[1:]),
+        ]
+        for places in ((1, 3), (5, 0))
+        for clear, then in ((True, "backward"), (True, "step"), (True, "quiet"), (False, "step"))
+    },
     "a hook fails, and the step follows": [
         FIRST,
         (Side.hook_fails, (1, ALL[:2], 4)),
@@ -336,7 +347,7 @@ def test_random_sequences_in_which_ranks_fail_at_places_of_their_own_equal_plain
         elif kind == "failed":
             actions.append((Side.failed_apart, (seed, places)))
         elif kind == "clear":
-            actions.append((Side.clear, (draw.choice(("none", "zeros")),)))
+            actions.append((Side.clear, (draw.choice(("none", "zeros", "model")),)))
         else:
             arguments = (seed, ALL) if kind == "backward" else ()
             actions.append((getattr(Side, kind), arguments))
@@ -581,21 +592,6 @@ def test_processes_whose_backward_fails_at_another_place_on_each_do_not_wait(glo
             for after in ("step", "cleared, again", "again and again"):
                 cell = Cell(size=len(places), pack_params=1)
                 compare(failed_apart(places, after), cell, world)
-
-
-def test_gradients_that_are_cleared_past_the_optimizer_after_it_are_an_error_on_all():
-    """What one rank had sent of them is in the mean, of which the others have cleared nothing."""
-
-    def run(group: Any) -> None:
-        side = Side(Cell(pack_params=1), group)
-        for method, arguments in failed_apart((0, COUNT), "step")[:-2]:
-            method(side, *arguments)
-        side.clear("model")
-        side.backward(5, ALL)
-        with pytest.raises(RuntimeError, match=r"cleared between .* rank 1: ''"):
-            side.step()
-
-    run_world(2, run)
 
 
 def test_where_it_fails_on_some_ranks_alone_they_begin_anew_together_or_all_raise():
