@@ -35,9 +35,9 @@ def buffer(_optimizer: Any, model: nn.Module) -> None:
 
 
 def master(optimizer: Any, _model: nn.Module) -> None:
-    """The lowest bit of a master, which no published value shows."""
+    """The lowest bit of each pack's first master, which no published value shows."""
     for shard in packed_of(optimizer).shards:
-        for fragment in shard.fragments[:1]:
+        for fragment in shard.fragments[: int(shard.casts)]:  # else it is the parameter itself
             exact = shard.exact(fragment).clone()
             flip(exact, 0)
             shard.set_exact(fragment, exact)

@@ -166,7 +166,7 @@ def take_by_hand(optimizer: Any) -> None:
     for shard in packed_of(optimizer).shards if optimizer.config.master != "split16" else ():
         for fragment in shard.fragments if not shard.in_place else ():
             part = shard.local(fragment.start, fragment.stop)
-            published, master = shard.published[part], shard.master.read(part).clone()
+            master, published = shard.read(part).clone(), shard.published[part]
             for index in range(len(master)):
                 if bits(master[index].to(published.dtype)) != bits(published[index]):
                     master[index] = published[index].float()
