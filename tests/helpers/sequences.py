@@ -359,8 +359,9 @@ def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int
     for number, (method, arguments) in enumerate(actions):
         is_quiet = method is Side.backward and len(arguments) > 2 and arguments[2]
         if method is Side.clear:
-            if arguments[0] != "never":
-                fresh = quiet = sure = unsure = False
+            if arguments[0] != "never":  # the model's own leaves an error that is due already
+                quiet = quiet and arguments[0] == "model"
+                fresh = sure = unsure = False
         elif is_quiet and accumulate == "local" and size > 1:
             if any(arguments[1]) and fresh:
                 quiet, sure = True, sure or not unsure
@@ -370,12 +371,12 @@ def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int
             maybe += [number] * quiet
             quiet = sure = False
             # A gather shows no mean where no rank had a gradient.
-            unsure = not fresh or (unsure and method is Side.gather)
+            unsure = not fresh or (unsure and method is not Side.step)
             fresh = method is not Side.step
         elif method is Side.norm:  # of means; where a rank has all of them it asks nobody
             maybe += [number] * quiet
         elif method is Side.assign:
-            unsure = True
+            sure, unsure = False, True
         elif method is not Side.clear_some:
             fresh, unsure = True, method in (Side.failed, Side.hook_fails)
     return maybe, None

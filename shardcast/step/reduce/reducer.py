@@ -244,8 +244,9 @@ class Reducer:
             )
         self._complete()
         if self.due or self.alone:  # with one rank no backward makes a pass due
-            self._start(not self.alone)
-            self._flush()
+            with self.own_edits():
+                self._start(not self.alone)
+                self._flush()
             return
         self.settle()
 

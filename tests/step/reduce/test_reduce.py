@@ -107,6 +107,7 @@ SEQUENCES: dict[str, list[Action]] = {
             ("failed", (Side.failed, (1, ALL[:2], 1))),
         )
     },
+    "a clip of nothing, and a gather": [(Side.clip, ()), (Side.gather, ()), (Side.step, ())],
     "failed upon clipped means": [FIRST, (Side.clip, ()), (Side.failed, (1, ALL[:2], 4)), *LAST],
     "ten backwards, of which one is reduced": [
         *((Side.backward, (seed, ALL[:2], True)) for seed in range(9)),
@@ -242,6 +243,8 @@ def test_means_that_are_begun_upon_or_cleared_count_as_in_plain_torch(name: str)
     """Also where a rank has all of a mean: copies of shards, and sums over a mesh."""
     compare(SEQUENCES[name])
     compare(SEQUENCES[name], accumulate="sharded")
+    if all(method is not Side.failed_apart for method, _ in SEQUENCES[name]):
+        compare(SEQUENCES[name], Cell("bf16", size=1))
     for layout in ("shard_ranks", "copy along tp"):
         compare(SEQUENCES[name], Cell("bf16", layout, "AdamW"))
 
