@@ -103,7 +103,8 @@ def torchgan_trainer(variant: Variant) -> Report:
         sample_size=1,
     )
     trainer.save_model = lambda *args: None
-    trainer.logger.run_end_epoch = lambda *args: None
+    # Two ranks that start within one second would make the same folder.
+    trainer.logger.run_mid_epoch = trainer.logger.run_end_epoch = lambda *args: None
     variant.starts(trainer.generator)
     for name in ("generator", "discriminator"):
         optimizer = getattr(trainer, f"optimizer_{name}")
