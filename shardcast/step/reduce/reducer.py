@@ -62,6 +62,7 @@ class Reducer:
         divisor: number that divides sums over ranks.
         at_step: whether :meth:`finish` sends instead of backwards, because a pipeline has many in a
             step.
+        rests: whether every backward is refused, so that none may begin a pass of all ranks.
         last_backward: the engine's number of the last backward with gradients; ``None``: there was
             none since the last step or ``zero_grad``.
         due: whether there are gradients that were not reduced; a step needs a pass before it.
@@ -77,7 +78,7 @@ class Reducer:
         self, process_groups: ProcessGroups, config: ShardcastConfig, at_step: bool
     ) -> None:
         self.process_groups, self._config = process_groups, config
-        self.at_step = at_step
+        self.at_step, self.rests = at_step, False
         self.divisor = Divisor(process_groups.dp.size)
         self.grads: list[Gradients] = []
         self.last_backward: int | None = None
@@ -129,7 +130,7 @@ class Reducer:
     @property
     def _local(self) -> bool:
         """Return whether backwards currently send nothing."""
-        return not self._syncs or self.at_step or self.alone
+        return not self._syncs or self.at_step or self.alone or self.rests
 
     @property
     def has_gradients(self) -> bool:
