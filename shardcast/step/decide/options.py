@@ -31,15 +31,14 @@ Groups = Sequence[Mapping[str, Any]]
 BACKWARDS, CLEARS = "synchronized backwards of a step", "clears of their gradients"
 FAILED = "synchronized backwards of a step that failed"
 STALE = "gradients that parameters of an added group had already"
-ASSIGNED = "gradients assigned between two backwards of a step"
-CLEARED = "gradients cleared between two backwards of a step"
+DROPPED = "gradients cleared or assigned between two backwards of a step"
 SUMMED = "gradients assigned between two backwards that are summed over model-parallel ranks"
 EDITED = "edits of gradients after the clip of the step before"
 ORDER = "synchronized backwards of other sharded models before this model's own"
-HISTORY = BACKWARDS, FAILED, CLEARS, STALE, ASSIGNED, CLEARED, EDITED
+HISTORY = BACKWARDS, FAILED, CLEARS, STALE, DROPPED, EDITED
 NOTHING = {
     **dict.fromkeys((BACKWARDS, FAILED, CLEARS, STALE, ORDER), 0),
-    **dict.fromkeys((ASSIGNED, CLEARED, SUMMED), ""),
+    **dict.fromkeys((DROPPED, SUMMED), ""),
     EDITED: False,
 }
 SHOWN = 3  # largest number of names in a message

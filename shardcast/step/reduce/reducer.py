@@ -24,10 +24,9 @@ from shardcast.plan.parallel_dims import PackGroups
 from shardcast.plan.precision import MASTER_DTYPE, SHORT_SUM, exact_sums, grad_dtype, wire_dtype
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import (
-    ASSIGNED,
     BACKWARDS,
-    CLEARED,
     CLEARS,
+    DROPPED,
     EDITED,
     FAILED,
     NOTHING,
@@ -364,12 +363,14 @@ class Reducer:
         self._note_order()
         # If it is also summed over model-parallel ranks, x may be partial or whole.
         data = {self.process_groups.parallel_dims.replicas}
-        names: dict[str, list[str]] = {ASSIGNED: [], CLEARED: [], SUMMED: []}
+        names: dict[str, list[str]] = {DROPPED: [], SUMMED: []}
         for grads in self.grads:
             layout = grads.pack.layout
             for position, act in sorted(grads.acts.items()):
                 name = layout.slots[position].name
-                names[ASSIGNED if act is Act.ASSIGNED else CLEARED].append(name)
+                # Both drop the mean. A rank that got a gradient in no_sync() after a clear has
+                # noted the clear, and replaces only its own gradient.
+                names[DROPPED].append(name)
                 if act is Act.ASSIGNED and not data.issuperset(layout.pack_groups.reduce):
                     names[SUMMED].append(name)
         self.history.update({fact: listed(some) for fact, some in names.items() if some})
@@ -409,7 +410,7 @@ class Reducer:
         self.clip = None
         if self.history[BACKWARDS]:
             self.history[CLEARS] += any(grads.adds for grads in self.grads)
-        self.history.update({STALE: 0, FAILED: 0, ORDER: 0, ASSIGNED: "", CLEARED: "", SUMMED: ""})
+        self.history.update({STALE: 0, FAILED: 0, ORDER: 0, DROPPED: "", SUMMED: ""})
         for grads in self.grads:
             grads.forget(set_to_none)
 

@@ -371,6 +371,20 @@ def test_four_processes_equal_plain_torch(cell: Cell, four: SpawnedWorld):
 # -- what is assigned, and cleared, between backwards ----------------------------------------------
 
 
+@pytest.mark.parametrize("last", [LAST, LAST[1:]], ids=["a backward", "a step"])
+def test_all_ranks_assign_what_some_got_in_no_sync_after_a_clear(last: list[Action]):
+    """Some note the clear as such a gradient comes, others the assignment."""
+    actions = [
+        FIRST,
+        (Side.clear, ("model",)),
+        (Side.backward, (1, APART, True)),
+        (Side.assign, (5, use(1, 2, 4))),
+        *last,
+    ]
+    for layout in ("even", "shard_ranks", "whole"):
+        compare(actions, Cell(layout=layout, pack_params=None))
+
+
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 def test_means_that_are_kept_beside_what_is_assigned_are_missed(
     monkeypatch: pytest.MonkeyPatch, accumulate: str
@@ -528,7 +542,7 @@ def test_clearing_one_gradient_between_two_backwards_on_one_rank_alone_is_an_err
         if group.rank() == 1:
             side.clear_some(3)
         side.backward(1, ALL)
-        with pytest.raises(RuntimeError, match=r"cleared between .* rank 1: 'layers.3"):
+        with pytest.raises(RuntimeError, match=r"cleared or assigned between .* rank 1: 'layers.3"):
             side.step()
         side.optimizers[0].zero_grad()
         side.backward(1, ALL)
