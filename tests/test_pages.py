@@ -33,6 +33,7 @@ pytestmark = pytest.mark.timeout(60)
 DOCS = Path(__file__).parents[1] / "docs"
 ELSEWHERE = {"coming-from": "test_coming_from", "editing": "optimizer/test_editing"}
 SCRIPTS = "GANs, RL and several models"  # below it test_several_models runs each one
+WRITTEN_BY_TOOLS = {"evidence", "options", "tested-scripts"}
 Key = tuple[str, str, int]  # of a block: page, heading, and how many are before it there
 
 
@@ -338,6 +339,13 @@ MESHES: dict[Key, dict[str, int]] = {
     ("hybrid", "Context parallelism", 0): {"dp": 2, "cp": 2},
 }
 READERS = [("serving", "Follow a training run", number) for number in (1, 2)]
+
+
+def test_the_guides_and_the_readme_stay_short() -> None:
+    """Who adds a sentence takes another one away."""
+    guides = [path for path in DOCS.glob("*.md") if path.stem not in WRITTEN_BY_TOOLS]
+    assert sum(len(path.read_text().split()) for path in guides) <= 12_000
+    assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 150
 
 
 def test_every_block_is_run_or_says_that_it_is_a_fragment() -> None:
