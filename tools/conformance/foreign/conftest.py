@@ -24,8 +24,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item.module, "SUITE"):
-            config.stash[SUITES][item.nodeid] = item.module.SUITE.name
+        if isinstance(item, pytest.Function):
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            # Modules of several suites have one test for each.
+            suite = parameters.get("suite") or item.module.SUITE
+            config.stash[SUITES][item.nodeid] = suite.name
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for suite, count in counts.items():
         if count != suite.cases:
             terminalreporter.write_line(f"{suite.name}: {count} of {suite.cases} cases, no row")
-    reports = terminalreporter.stats.get("failed", [])
+    reports = [it for kind in ("failed", "error") for it in terminalreporter.stats.get(kind, [])]
     failed = {config.stash[SUITES].get(report.nodeid, "") for report in reports}
     if path is None:
         terminalreporter.write_line(page_of(config.stash[VERDICTS], "", failed))

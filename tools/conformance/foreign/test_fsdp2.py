@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from claims import (
@@ -29,7 +30,7 @@ CLAIM = (
 )
 
 
-def suite(name: str, path: str, commit: str, tests: dict[str, Claim | str]) -> Suite:
+def suite_of(name: str, path: str, commit: str, tests: dict[str, Claim | str]) -> Suite:
     return Suite(
         name=name,
         claim=CLAIM,
@@ -50,11 +51,11 @@ COMMITS = {  # of the files, by what follows FSDP in their names, and their clai
     "state_dict": (state_dict, "01c2204bd02fbed4b2de9d03f02a4f0678499f5c"),
 }
 SUITES = [
-    (module, suite(f"FSDP2, {name}", FSDP.format(name), commit, module.TESTS))
+    (module, suite_of(f"FSDP2, {name}", FSDP.format(name), commit, module.TESTS))
     for name, (module, commit) in COMMITS.items()
 ]
 OF_DCP = "test/distributed/checkpoint/test_state_dict.py"
-SUITES += [(dcp, suite("DCP", OF_DCP, "01d4728a564cd24d82e42f53f8cc3733060cd1fa", dcp.TESTS))]
+SUITES += [(dcp, suite_of("DCP", OF_DCP, "01d4728a564cd24d82e42f53f8cc3733060cd1fa", dcp.TESTS))]
 MOVED = "converts a model that is sharded; shardcast asks for that before"
 REFUSED = {  # words of the error, and the reason
     "test_to_float64_after_init": ("was moved out of its pack after shardcast.shard", MOVED),
@@ -88,32 +89,42 @@ def errors_of(side: str, world: int, folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(1800)
-def test_the_claims_of_fsdp2(tmp_path: Path, verdicts: list[Verdict]) -> None:
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What each claim raised, by side."""
     claims = [claim for module, _ in SUITES for claim in module.TESTS.values()]
     worlds = sorted({claim.world for claim in claims if isinstance(claim, Claim)})
-    ran = {
-        side: {k: v for world in worlds for k, v in errors_of(side, world, tmp_path).items()}
+    folder = tmp_path_factory.mktemp("fsdp2")
+    return {
+        side: {k: v for world in worlds for k, v in errors_of(side, world, folder).items()}
         for side in ("FSDP2", "shardcast")
     }
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("module", "suite"), SUITES, ids=lambda it: it.name if isinstance(it, Suite) else ""
+)
+def test_the_claims_of_fsdp2(
+    module: Any, suite: Suite, ran: dict[str, dict[str, str]], verdicts: list[Verdict]
+) -> None:
     wrong = []
-    for module, of_file in SUITES:
-        for test, claim in module.TESTS.items():
-            key = f"{module.__name__}.{test}"
-            if isinstance(claim, str):
-                verdicts.append(Verdict(of_file, test, "not applicable", claim))
-                continue
-            if not claim.control and ran["FSDP2"][key]:
-                wrong.append(f"FSDP2 fails in {key}, so it is not its claim\n{ran['FSDP2'][key]}")
-            error = ran["shardcast"][key]
-            words, reason = REFUSED.get(test, ("", ""))
-            left = f"without {claim.without}" if claim.without else ""
-            if claim.control:
-                left = f"{left}; " * bool(left) + f"FSDP2 is not held to it: {claim.control}"
-            if not error and not reason:
-                verdicts.append(Verdict(of_file, test, "passed", left))
-            elif reason and words in error:
-                verdicts.append(Verdict(of_file, test, "refused", reason))
-            else:
-                wrong.append(f"{of_file.name}, {test}\n{error or 'was expected to be refused'}")
+    for test, claim in module.TESTS.items():
+        key = f"{module.__name__}.{test}"
+        if isinstance(claim, str):
+            verdicts.append(Verdict(suite, test, "not applicable", claim))
+            continue
+        if not claim.control and ran["FSDP2"][key]:
+            wrong.append(f"FSDP2 fails in {key}, so it is not its claim\n{ran['FSDP2'][key]}")
+        error = ran["shardcast"][key]
+        words, reason = REFUSED.get(test, ("", ""))
+        left = f"without {claim.without}" if claim.without else ""
+        if claim.control:
+            left = f"{left}; " * bool(left) + f"FSDP2 is not held to it: {claim.control}"
+        if not error and not reason:
+            verdicts.append(Verdict(suite, test, "passed", left))
+        elif reason and words in error:
+            verdicts.append(Verdict(suite, test, "refused", reason))
+        else:
+            wrong.append(f"{suite.name}, {test}\n{error or 'was expected to be refused'}")
     assert not wrong, "\n\n".join(wrong)
