@@ -534,6 +534,7 @@ class Side:
     def note_way(self, way: Way) -> None:
         """On plain torch, which goes on: what a state of this kind does not keep."""
         self.norms, self.interval, self.seen, self.dropped = {}, way.interval, [], False
+        saved = [self.model.all[n].detach().to(self.low(n)) for n in NUMBERS]
         self.when_begun = (self.frozen(), self.extended) if way.early else self.when_begun
         if way.early:
             self.frozen_when_extended = None
@@ -550,7 +551,8 @@ class Side:
         for number, param in enumerate(Dots().all if way.by in ("plain", "dcp") else ()):
             if way.by == "dcp" and self.has_state(number):
                 continue
-            own, shown = self.model.all[number], self.model.all[number].to(self.low(number))
+            # A parameter that is frozen by now was saved in the dtype in which it was trained.
+            own, shown = self.model.all[number], saved[number].to(self.low(number))
             own.data = torch.where(param.to(shown) == shown, param.data, shown.float())
 
 
