@@ -184,6 +184,23 @@ class Stacks(Rule):
                 param.sub_(group["lr"] * grad)
 
 
+class StackedState(Rule):
+    """Keeps the momentum of all parameters of one shape under the first one; as nanochat's Muon."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[Tensor]] = {}
+            for param in group["params"]:
+                if param.grad is not None:
+                    by_shape.setdefault(param.shape, []).append(param)
+            for params in by_shape.values():
+                grads = torch.stack([param.grad for param in params])  # type: ignore[misc]
+                momentum = self.state[params[0]].setdefault("momentum", torch.zeros_like(grads))
+                for param, update in zip(params, momentum.lerp_(grads, 0.1), strict=True):
+                    param.sub_(group["lr"] * update)
+
+
 class GathersMatrices(Rule):
     """Each rank updates every n-th parameter and all gather; as Keller Jordan's Muon."""
 

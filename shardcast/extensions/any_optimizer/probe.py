@@ -181,7 +181,7 @@ def _measured(optimizer: torch.optim.Optimizer) -> str:
     if not dependence:
         large = LARGE if any(param.dim() > 1 for param in params) else LARGE_VECTORS
         _refuse_subclasses(twins.stepped(twins.samples(large, [(1.0, 30.0)])))
-    return _entangled(optimizer, dependence, tolerance) if dependence else ""
+    return _entangled(optimizer, dependence, tolerance) if dependence else _stacked(together)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -246,6 +246,30 @@ def _dependence(
     return ""
 
 
+def _stacked(twin: torch.optim.Optimizer) -> str:
+    """Return why state of several parameters under one of them cannot be sharded; empty if none is.
+
+    Parameters of one shape then have different state.
+    """
+    for group in twin.param_groups:
+        known: dict[torch.Size, set[tuple[str, torch.Size]]] = {}
+        for param in group["params"]:
+            state = twin.state.get(param, {}).items()
+            own = {(n, v.shape) for n, v in state if isinstance(v, Tensor) and v.dim()}
+            if differing := own ^ known.setdefault(param.shape, own):
+                name, names = type(twin).__name__, ", ".join(sorted({n for n, _ in differing}))
+                return (
+                    f"optimizer: {name} cannot be sharded: it keeps state of several parameters "
+                    f"({names}) under one of them, so another number of ranks could not load it; "
+                    f"use {_instead_of(name, 'a class that keeps the state of each parameter')}"
+                )
+    return ""
+
+
+def _instead_of(name: str, other: str) -> str:
+    return "torch.optim.Muon" if "muon" in name.lower() else other
+
+
 def numbers(group: ParamGroup) -> dict[str, float]:
     """Return numbers that a class computes and keeps in a group; integers are counts."""
     return {
@@ -301,7 +325,7 @@ def _refuse_subclasses(twin: torch.optim.Optimizer) -> None:
 def collective_refusal(optimizer: torch.optim.Optimizer) -> TypeError:
     """Return the error for a class that calls collectives in its step."""
     name = type(optimizer).__name__
-    remedy = "torch.optim.Muon" if "muon" in name.lower() else "a class for one process"
+    remedy = _instead_of(name, "a class for one process")
     return TypeError(
         f"optimizer: {name} cannot be sharded: its step calls collectives, as if every rank had "
         f"all parameters; use {remedy}, whose parameters shardcast distributes"

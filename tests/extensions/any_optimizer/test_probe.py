@@ -117,6 +117,8 @@ REFUSED: list[tuple[Build, int, tuple[str, ...]]] = [
     (foreign.QuantizedState, 1, ("QuantizedState", "Wrapped", "exp_avg")),
     (foreign.OwnList, 1, ("OwnList", "listed")),
     (foreign.CommonState, 1, ("CommonState", "'k'")),
+    (foreign.StackedState, 2, ("StackedState", "(momentum)", "another number of ranks")),
+    (type("MuonAdamW", (foreign.StackedState,), {}), 2, ("use torch.optim.Muon",)),
     (type("Muon", (foreign.GathersMatrices,), {}), 1, ("torch.optim.Muon",)),  # there is no group
 ]
 
@@ -206,9 +208,10 @@ def test_state_that_only_large_parameters_have_is_measured(of: nn.Module):
         shardcast.shard(of, foreign.QuantizedState(of.parameters()))
 
 
-def test_one_rank_has_all_parameters_so_that_nothing_is_refused():
+@pytest.mark.parametrize("kind", [foreign.StepSizeOfAll, foreign.StackedState])
+def test_one_rank_has_all_parameters_so_that_nothing_is_refused(kind: Any):
     model = mlp()
-    optimizer = shardcast.shard(model, foreign.StepSizeOfAll(model.parameters()))
+    optimizer = shardcast.shard(model, kind(model.parameters()))
     steps(2)(model, optimizer, torch.empty(0), True)
 
 
