@@ -21,8 +21,6 @@ from shardcast.config import Keywords
 from shardcast.option_files import preset
 from shardcast.option_values import ELSEWHERE
 
-ROOT = Path(__file__).parent.parent
-
 pytestmark = pytest.mark.timeout(30)
 
 

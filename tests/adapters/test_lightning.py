@@ -35,7 +35,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Lightning's advice on workers, loggers and devices
 ]
-ROOT = Path(__file__).parents[2]
 MANUAL: dict[str, Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
 ROWS = "net.0.weight", "net.3.weight"  # an optimizer_step has them of norm 1
 SCRIPT = ("--accelerator", "cpu", "--devices", "2", "--sequences", "64")

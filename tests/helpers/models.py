@@ -22,7 +22,6 @@ import shardcast
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import ThreadedWorld, assert_same_sequence
 
-LOW = (torch.bfloat16, torch.float16)
 Tensors = dict[str, Tensor]
 
 

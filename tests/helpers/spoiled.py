@@ -30,10 +30,6 @@ def received(optimizer: Any, _model: nn.Module) -> None:
     flip(pack.data, span.start, 3)
 
 
-def buffer(_optimizer: Any, model: nn.Module) -> None:
-    flip(model.get_buffer("statistics"), 1)
-
-
 def master(optimizer: Any, _model: nn.Module) -> None:
     """The lowest bit of each pack's first master, which no published value shows."""
     for shard in packed_of(optimizer).shards:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, run_world, sharded
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcast.memory.codecs import ROW
@@ -93,10 +93,6 @@ def count_step(
 
 EVEN: dict[str, Any] = {}
 WHOLE, NORMS, PURE = {"partition": "whole"}, {"keep_fp32": "norms"}, {"autocast": False}
-
-
-def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(model.parameters(), lr=1e-3)
 
 
 FP16_SCALED = {"loss_scale": 64.0}

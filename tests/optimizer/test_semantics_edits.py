@@ -391,18 +391,6 @@ def test_what_trains_otherwise_than_it_seems_is_warned_of_once(script: Any, size
 # -- several models -------------------------------------------------------------------------------
 
 
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def several(model: nn.Module, optimizer: Any, x: Tensor) -> None:
-    """An accumulation, and before it gradients that are dropped, as a critic's by a generator."""
-    loss_of(model, x).backward()
-    optimizer.zero_grad()
-    loss_of(model, x).backward()
-    loss_of(model, x).backward()
-
-
 class Net(nn.Module):
     """Four layers, of which some may be left out."""
 

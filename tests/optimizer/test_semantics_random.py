@@ -256,11 +256,8 @@ def play(side: Side, actions: list[Action]) -> None:
         method(side, *args)
 
 
-def run_machine(
-    partition: str, examples: int, *, accumulate: str = "local", shrink: bool = True
-) -> None:
+def run_machine(partition: str, examples: int, *, accumulate: str = "local") -> None:
     machine = type("Machine", (Interleavings,), {"partition": partition, "accumulate": accumulate})
-    phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     chosen = settings(
         max_examples=examples,
         stateful_step_count=12,
@@ -268,7 +265,7 @@ def run_machine(
         derandomize=not SEED,
         suppress_health_check=list(HealthCheck),
         database=None,
-        phases=phases,
+        phases=[Phase.generate, Phase.shrink],
     )
     run_state_machine_as_test(seed(SEED)(machine) if SEED else machine, settings=chosen)
 
