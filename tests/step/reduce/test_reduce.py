@@ -33,7 +33,6 @@ from sequences import (
 )
 from torch import Tensor, nn
 
-from shardcast import _compat
 from shardcast.memory.gradients import Gradients
 from shardcast.testing import SpawnedWorld, ThreadedWorld, spawn_world, threaded_world
 
@@ -94,6 +93,13 @@ FIRST: Action = (Side.backward, (0, ALL[:2]))
 LAST: list[Action] = [(Side.backward, (2, APART)), (Side.step, ())]
 SEQUENCES: dict[str, list[Action]] = {
     "a step twice": [(Side.backward, (0, APART)), (Side.step, ()), (Side.step, ())],
+    "one cleared between two backwards": [
+        FIRST,
+        (Side.clear_some, (3,)),
+        (Side.backward, (1, APART)),
+        (Side.clip, ()),
+        (Side.step, ()),
+    ],
     **{
         f"{begun} upon {name}, cleared": [
             (Side.backward, (0, uses)),
@@ -471,20 +477,6 @@ def test_what_takes_the_place_of_zeros_is_no_difference_between_ranks(size: int)
             torch.testing.assert_close(mine, right)
 
 
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
-def test_clearing_one_gradient_between_two_backwards_of_a_step_drops_its_mean_alone(
-    accumulate: str,
-):
-    actions: list[Action] = [
-        (Side.backward, (0, ALL[:2])),
-        (Side.clear_some, (3,)),
-        (Side.backward, (1, APART)),
-        (Side.clip, ()),
-        (Side.step, ()),
-    ]
-    compare(actions, accumulate=accumulate)
-
-
 @pytest.mark.parametrize("fails_at", [0, 2, COUNT])
 @pytest.mark.parametrize("layout", ["even", "shard_ranks: one"])
 def test_what_is_assigned_after_a_backward_that_failed_replaces_the_mean_and_its_part(
@@ -513,41 +505,32 @@ def test_a_group_that_is_added_after_the_backward_has_its_gradients_averaged():
     assert ThreadedWorld(2).run(run) == [[0.0, -1.0]] * 2
 
 
-@pytest.mark.parametrize("is_host", [True, False])
-def test_a_gradient_that_is_cleared_after_a_clip_is_absent_in_the_step(
-    is_host: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("numbers", "again", "told"),
+    [
+        ((3,), True, r"cleared or assigned between .* rank 1: 'layers.3"),
+        ((), True, r"clears of their gradients differs .*rank 1: 1"),
+        ((3,), False, r"'layers\.3\.weight' .* rank 1: cleared"),
+    ],
+    ids=["one between two backwards", "all between them", "one after the last"],
+)
+def test_gradients_that_one_rank_alone_clears_are_an_error_on_all(
+    numbers: tuple[int, ...], again: bool, told: str
 ):
-    """Neither decay nor momentum move its parameter; on an accelerator the clip has decided."""
-    monkeypatch.setattr(_compat, "is_host", lambda _device: is_host)
-
-    def run(group: Any) -> list[bool]:
-        side = Side(Cell(pack_params=1), group)
-        for seed in range(2):
-            side.clear("none")
-            before = [param.detach().clone() for param in side.models[0].all]
-            side.backward(seed, ALL)
-            if seed:
-                side.clip()
-                side.clear_some(3)
-            side.step()
-        return [torch.equal(*pair) for pair in zip(side.models[0].all, before, strict=True)]
-
-    assert run_world(2, run)[0] == [[False, False, False, True, False]] * 2
-
-
-def test_clearing_one_gradient_between_two_backwards_on_one_rank_alone_is_an_error_on_all():
     def run(group: Any) -> None:
         side = Side(Cell(), group)
         side.backward(0, ALL)
         if group.rank() == 1:
-            side.clear_some(3)
-        side.backward(1, ALL)
-        with pytest.raises(RuntimeError, match=r"cleared or assigned between .* rank 1: 'layers.3"):
+            side.clear_some(*numbers) if numbers else side.clear("none")
+        if again:
+            side.backward(1, ALL)
+        with pytest.raises(RuntimeError, match=told):
             side.step()
-        side.optimizers[0].zero_grad()
-        side.backward(1, ALL)
-        side.clear_some(3)  # of the next step, and not between its backwards
-        side.step()
+        if numbers:  # of the next step, and not between its backwards
+            side.optimizers[0].zero_grad()
+            side.backward(1, ALL)
+            side.clear_some(3)
+            side.step()
 
     run_world(2, run)
 
@@ -635,31 +618,6 @@ def test_a_call_of_all_ranks_ends_the_pass_of_a_backward_that_failed(call: str):
             method(side, *arguments)
         for optimizer in side.optimizers:
             getattr(optimizer, call)()
-
-    run_world(2, run)
-
-
-def test_clearing_a_gradient_after_the_backward_on_one_rank_alone_is_an_error_on_all():
-    def run(group: Any) -> None:
-        side = Side(Cell(), group)
-        side.backward(0, ALL)
-        if group.rank() == 1:
-            side.clear_some(3)
-        with pytest.raises(RuntimeError, match=r"'layers\.3\.weight' .* rank 1: cleared"):
-            side.step()
-
-    run_world(2, run)
-
-
-def test_clearing_all_gradients_between_two_backwards_on_one_rank_alone_is_an_error_on_all():
-    def run(group: Any) -> None:
-        side = Side(Cell(), group)
-        side.backward(0, ALL)
-        if group.rank() == 1:
-            side.clear("none")
-        side.backward(1, ALL)
-        with pytest.raises(RuntimeError, match=r"clears of their gradients differs .*rank 1: 1"):
-            side.step()
 
     run_world(2, run)
 

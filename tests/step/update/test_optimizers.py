@@ -344,19 +344,9 @@ def test_a_method_that_a_class_adds_is_refused_and_its_work_is_done_in_owned():
             torch.testing.assert_close(value, plain, rtol=1e-5, atol=1e-6)
 
 
-class WithHessian(foreign.Signs):
-    """A second method that works on gradients and state, as of Sophia."""
-
-    def update_hessian(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param]["hessian"] = param.grad.square()
-
-
 def test_methods_of_the_original_and_those_that_no_class_has_are_errors_by_name():
     model = mlp()
-    inner = WithHessian([model[0].weight])
+    inner = Sophia([model[0].weight])
     optimizer = shardcast.shard(model, inner, param_dtype="fp32")
     with pytest.raises(RuntimeError, match=r"update_hessian\(\) of the original optimizer"):
         inner.update_hessian()
