@@ -231,21 +231,6 @@ def test_half_lives_are_decays_and_a_frozen_parameter_gets_the_average_that_is_l
     assert float((of_decay["a.weight"] - kept).min()) > 0.3  # 1 times the decay's third power
 
 
-def test_a_full_state_has_averages_and_every_rank_takes_its_part():
-    def run(group: Any, full: Any = None) -> Any:
-        model, optimizer = small(group)
-        if full is not None:
-            optimizer.load_state_dict(full)
-            return optimizer.full_parameters("ema")
-        steps(model, optimizer)
-        return optimizer.full_state_dict(), optimizer.full_parameters("ema")
-
-    full, expected = run_world(2, run)[0][0]
-    assert_same_bits(run_world(3, lambda group: run(group, full))[0][0], expected)
-    plain = CASES["mlp"].build()
-    torch.optim.AdamW(plain.parameters()).load_state_dict(full)  # which leaves them alone
-
-
 @pytest.mark.parametrize("kind", [adamw, lambda m: torch.optim.NAdam(m.parameters(), lr=1e-2)])
 def test_metrics_change_no_bit_of_an_average_that_is_rounded_by_chance(kind: Any):
     """Where a class makes the masters itself, a step with metrics takes them as a state."""

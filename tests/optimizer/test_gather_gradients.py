@@ -102,20 +102,6 @@ def test_replaced_and_clipped_gradients_train_as_under_ddp_without_a_warning(scr
         check(momentum, script, tol=1e-6)
 
 
-def test_a_parameter_without_a_gradient_anywhere_has_none_after_it():
-    """A mean of zeros was shown before, to whoever edits what other ranks may have."""
-
-    def script(model: Any, optimizer: Any, batch: Tensor) -> list[bool]:
-        model[:-1](batch).square().mean().backward()
-        lent = [param.grad is not None for param in model[-1].parameters()]
-        optimizer.gather_gradients()
-        assert [param.grad for param in model[-1].parameters()] == [None, None]
-        assert all(param.grad is not None for param in model[:-1].parameters())
-        return lent
-
-    assert any(map(any, on_ranks(script))), "there was one to take back"
-
-
 def test_gradients_in_fp16_are_gathered_with_their_loss_scale():
     def script(model: nn.Module, optimizer: Any, batch: Tensor) -> Tensor:
         optimizer.scale_loss(model(batch).float().square().mean()).backward()

@@ -1,17 +1,14 @@
-"""The loss scale against that of torch.amp.GradScaler."""
+"""Who has to scale the loss, and when. How the scale moves: test_semantics_random.py."""
 
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import pytest
 import torch
 from models import (
     CASES,
-    assert_same_bits,
-    everything,
     run_world,
     sharded,
     train,
@@ -23,67 +20,6 @@ from shardcast.optimizer.sharded import packed_of
 pytestmark = pytest.mark.timeout(60)
 
 BF16, FP16 = torch.bfloat16, torch.float16
-INF = math.inf
-
-
-def scales(group: Any, plan: list[int | None], interval: int) -> list[tuple[float, int]]:
-    """Scale and skips after each step; ``plan`` says which rank overflows in it."""
-    rank = 0 if group is None else group.rank()
-    model = nn.Linear(3, 2)
-    optimizer = sharded(
-        model,
-        group,
-        lambda m: torch.optim.SGD(m.parameters(), lr=1e-3),
-        param_dtype=FP16,
-        loss_scale="dynamic",
-        loss_scale_init=2.0**4,
-        loss_scale_growth_interval=interval,
-    )
-    seen = []
-    for bad in plan:
-        # Small enough for fp16 at the largest scale that sixty steps can reach.
-        loss = model(torch.ones(1, 3)).float().sum() * 2.0**-14
-        if bad == rank:
-            loss = loss * INF
-        before = everything(model, optimizer)
-        optimizer.scale_loss(loss).backward()
-        optimizer.step()
-        if bad is not None:
-            assert_same_bits(everything(model, optimizer), before)
-        optimizer.zero_grad()
-        seen.append((float(optimizer.loss_scale), optimizer.skipped_steps))
-    return seen
-
-
-def torch_scales(plan: list[int | None], interval: int) -> list[tuple[float, int]]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=interval)
-    weight = nn.Parameter(torch.zeros(()))
-    plain = torch.optim.SGD([weight], lr=1e-3)
-    seen, skips = [], 0
-    for bad in plan:
-        scaler.scale(weight * (1.0 if bad is None else INF)).backward()
-        scaler.step(plain)
-        scaler.update()
-        plain.zero_grad()
-        skips += bad is not None
-        seen.append((scaler.get_scale(), skips))
-    return seen
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_dynamic_scale_backs_off_and_grows_as_torchs_grad_scaler(size: int, seed: int):
-    choose = random.Random(seed)
-    rate = 0.15 + 0.2 * seed
-    plan = [choose.randrange(size) if choose.random() < rate else None for _ in range(60)]
-    expected = torch_scales(plan, interval=3)
-    assert len({scale for scale, _ in expected}) > 3, "the scale moves both ways"
-    if size == 1:
-        ranks = [scales(None, plan, 3)]
-    else:
-        ranks, _ = run_world(size, scales, plan, 3)
-    for seen in ranks:
-        assert seen == expected
 
 
 def test_fp16_has_a_dynamic_scale_and_bf16_none():

@@ -81,50 +81,6 @@ def test_each_group_has_its_own_numbers(name: str, groups: str, pack_params: int
     assert packs == 2, "as many packs as one group has"
 
 
-@pytest.mark.parametrize("fuse", ["auto", "eager"])
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("pack_params", [None, 1])
-def test_a_group_is_clipped_by_its_own_bound(fuse: str, size: int, pack_params: int | None):
-    """Beside one another in a pack, as if each parameter had a pack of its own."""
-
-    def run(group: Any) -> list[Tensor]:
-        model = mlp()
-        inner = torch.optim.SGD(in_two(model), lr=0.1)
-        inner.param_groups[0]["max_grad_norm"] = 0.05
-        optimizer = shardcast.shard(
-            model,
-            inner,
-            process_group=group,
-            param_dtype="fp32",
-            max_grad_norm=0.4,
-            fuse=fuse,
-            pack_params=pack_params,
-            unpacked_first=0,
-        )
-        for step in range(3):
-            model(BATCH.chunk(size)[group.rank()]).square().mean().mul(50).backward()
-            if step == 2:  # after the clip another bound, and another clip
-                optimizer.clip_grad_norm_(0.4)
-                inner.param_groups[1]["max_grad_norm"] = 0.1
-                optimizer.clip_grad_norm_(0.4)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [param.detach().clone() for param in model.parameters()]
-
-    model = mlp()
-    plain = torch.optim.SGD(in_two(model), lr=0.1)
-    for step in range(3):
-        model(BATCH).square().mean().mul(50).backward()
-        own, rest = (group["params"] for group in plain.param_groups)
-        torch.nn.utils.clip_grad_norm_(own, 0.05)
-        torch.nn.utils.clip_grad_norm_(rest, 0.1 if step == 2 else 0.4)
-        plain.step()
-        plain.zero_grad()
-    for mine in ThreadedWorld(size).run(run):
-        for one, other in zip(mine, model.parameters(), strict=True):
-            torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-6)
-
-
 def test_gradients_that_are_read_after_a_clip_show_that_of_their_own_group():
     def run(group: Any) -> list[Tensor]:
         model = mlp()
