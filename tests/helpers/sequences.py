@@ -28,7 +28,7 @@ RATE, NO_BOUND = 1e-2, 1e30
 SHAPES = (3,), (2, 32), (5,), (4, 32), (3, 32)
 COUNT = len(SHAPES)
 MATRICES = "layers.1.weight", "layers.3.weight", "layers.4.weight"
-ELEMENTWISE = "AdamW", "SGD", "RMSprop"
+ELEMENTWISE = "AdamW", "SGD"
 STORAGE: dict[str, dict[str, Any]] = {
     "fp32": {"param_dtype": torch.float32},
     "bf16": {"param_dtype": torch.bfloat16},
@@ -44,7 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
 Use = frozenset[int]  # the parameters that a backward reaches
 Uses = tuple[Use, ...]  # by rank; a rank without any runs no backward
 Action = tuple[Callable[..., None], tuple[Any, ...]]  # a method of Side, and its arguments
-EVERY, NONE = frozenset(range(COUNT)), frozenset[int]()
+EVERY = frozenset(range(COUNT))
 ALL = (EVERY,) * 4
 
 

@@ -18,7 +18,6 @@ from sequences import (
     ALL,
     COUNT,
     EVERY,
-    NONE,
     STORAGE,
     WAYS,
     Action,
@@ -26,7 +25,6 @@ from sequences import (
     Give,
     Side,
     Use,
-    Uses,
     compare,
     plain,
     random_sequence,
@@ -46,48 +44,6 @@ def use(*numbers: int) -> Use:
 
 
 APART = (use(0, 2, 4), use(1, 2, 3))
-
-# Of each step the backwards, of each backward what every rank uses.
-PATTERNS: dict[str, list[list[Uses]]] = {
-    "all present": [[ALL[:2]]] * 3,
-    "absent everywhere": [[(use(0, 1), use(0, 1))]] * 3,
-    "on one rank only": [[(use(0, 1, 3), EVERY)]] * 3,
-    "on the other rank only": [[(EVERY, use(1))]] * 3,
-    "nothing in common": [[(use(0, 2), use(1, 3, 4))]] * 3,
-    "one rank without any": [[(EVERY, NONE)]] * 3,
-    "the first rank without any": [[(NONE, use(1, 2))]] * 3,
-    "in some steps": [[ALL[:2]], [(use(1), use(1, 2))], [ALL[:2]], [(use(0), use(3))]],
-    "late start": [[(use(0), use(0))], [(use(0), use(0, 2))], [ALL[:2]], [ALL[:2]]],
-    "no rank in one step": [[ALL[:2]], [(NONE, NONE)], [ALL[:2]]],
-    "four ranks": [[(use(0), use(1), use(0, 2), EVERY)]] * 3,
-    "several backwards": [[ALL[:2]] * 3] * 3,
-    "absent later": [[ALL[:2], (use(0), use(0))]] * 2,
-    "never on one rank": [[(use(0), EVERY), (use(0), EVERY)]] * 2,
-    "here and there": [[(use(1), use(3)), (use(2), use(0, 3))]] * 2,
-}
-
-
-CLEARS = ["none", "zeros", "model", "never"]
-
-
-@pytest.mark.parametrize(("name", "clear"), pairwise(PATTERNS, CLEARS))
-def test_absent_gradients_count_as_torch_counts_them_however_they_are_cleared(
-    name: str, clear: str
-):
-    """Every pattern, and every way to clear, meets every kind of optimizer."""
-    steps = PATTERNS[name]
-    kinds = ("AdamW", "even"), ("SGD", "whole"), ("RMSprop", "whole")
-    kind, layout = kinds[([*PATTERNS].index(name) + CLEARS.index(clear)) % len(kinds)]
-    for is_quiet in (False, True)[: len(steps[0])]:  # all but the last in no_sync()
-        actions: list[Action] = []
-        for number, backwards in enumerate(steps):
-            for micro, uses in enumerate(backwards, 1):
-                quiet = is_quiet and micro < len(backwards)
-                actions.append((Side.backward, (100 * number + 10 * micro, uses, quiet)))
-            actions += [(Side.step, ()), (Side.clear, (clear,))]
-        compare(actions, Cell(layout=layout, kind=kind, size=len(steps[0][0])))
-
-
 FIRST: Action = (Side.backward, (0, ALL[:2]))
 LAST: list[Action] = [(Side.backward, (2, APART)), (Side.step, ())]
 SEQUENCES: dict[str, list[Action]] = {
