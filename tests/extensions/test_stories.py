@@ -34,7 +34,7 @@ from shardcast.testing import SpawnedWorld, threaded_world
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 COUNT = int(os.environ.get("STORIES", "72"))
 PARTS = 6
-PLACES = ["data", "forward", "half way", "hook", "late"]
+PLACES = ["data", "forward", "loss", "half way", "hook", "late"]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"averages": {"ema": 0.75}},
@@ -299,6 +299,8 @@ def play(group: Any, story: Story, folder: str) -> Any:
             optimizer.count(2 + rank)
         with optimizer.no_sync() if step.quiet[micro] else contextlib.nullcontext():
             loss = model(seed_of(number, rank, micro), place)
+            if place == "loss":  # before the backward reaches the model's output
+                loss = Fail.apply(loss)
             params = model.all if place == "hook" else ()
             handles = [param.register_post_accumulate_grad_hook(explode) for param in params]
             try:

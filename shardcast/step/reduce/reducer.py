@@ -221,6 +221,11 @@ class Reducer:
         models whose submodules are called directly, the first gradient hook does the same. A
         backward that reaches no trained parameter (an adversarial example, Langevin sampling) makes
         no pass, as under DDP.
+
+        A backward that fails earlier, in the loss, makes none either, because nothing of ours runs
+        in it. If all other ranks make one, and this rank has no other in the step, the step sends
+        zeros for it. Otherwise ranks wait for one another until the process group's timeout, as
+        under DDP, except inside ``attempt()``.
         """
         if not self._local and self._backward is None and _compat.accumulates():
             self._begin()

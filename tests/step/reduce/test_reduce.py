@@ -21,7 +21,9 @@ from sequences import (
     STORAGE,
     WAYS,
     Action,
+    BoomError,
     Cell,
+    Fail,
     Give,
     Side,
     Use,
@@ -491,6 +493,30 @@ def test_a_backward_that_fails_on_one_rank_alone_is_an_error_on_all():
         side.step()
 
     run_world(2, run)
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_backward_that_fails_in_the_loss_on_one_rank_counts_as_none_there(backwards: int):
+    """Zeros are sent for it in the step, unless the rank made another one."""
+
+    def run(group: Any) -> Tensor:
+        model = nn.ParameterList([torch.zeros(4)])
+        optimizer = sharded(model, group, sgd)
+        for number in range(backwards):
+            loss = model[0].sum()
+            if number == backwards - 1 and group.rank() == 1:
+                loss = Fail.apply(loss)
+            with contextlib.suppress(BoomError):
+                loss.backward()
+        optimizer.step()
+        return model[0].detach()
+
+    if backwards == 1:
+        for weight in ThreadedWorld(2).run(run):
+            assert torch.equal(weight, torch.full((4,), -0.05))
+        return
+    with pytest.raises(RuntimeError, match=r"ranks? .*(wait|all_to_all)"):
+        ThreadedWorld(2).run(run)
 
 
 AFTER: dict[str, list[Action]] = {
