@@ -545,6 +545,18 @@ class Side:
                     self.active.discard(number)
         if way.by == "dcp" and not any(optimizer.state for optimizer in self.optimizers):
             get_optimizer_state_dict(self.model, self.optimizers)  # begins one, as of a step
+        for number in NUMBERS if way.by == "dcp" else ():  # torch loads no state of frozen ones
+            if not self.model.all[number].requires_grad:
+                for optimizer in self.optimizers:
+                    state = optimizer.state.pop(self.model.all[number], None)
+                    if state and self.start.kind == "Adagrad":  # as its constructor makes it
+                        begun = torch.full_like(state["sum"], 0.3)
+                        optimizer.state[self.model.all[number]] = {
+                            "step": state["step"] * 0,
+                            "sum": begun,
+                        }
+                for averages in self.averages.values():
+                    averages.pop(number, None)
         if way.by in ("plain", "dcp"):
             self.scale, self.good = SCALE, 0
         # Without masters those of the new model stay where they are shown.
