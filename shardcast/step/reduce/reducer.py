@@ -414,7 +414,8 @@ class Reducer:
             self._complete()
         self.clip = None
         if self.history[BACKWARDS]:
-            self.history[CLEARS] += any(grads.adds for grads in self.grads)
+            # Of means that the script cleared already, only some ranks have noted it by now.
+            self.history[CLEARS] += any(grads.adds or grads.acts for grads in self.grads)
         self.history.update({STALE: 0, FAILED: 0, ORDER: 0, DROPPED: "", SUMMED: ""})
         for grads in self.grads:
             grads.forget(set_to_none)

@@ -104,6 +104,13 @@ SEQUENCES: dict[str, list[Action]] = {
             ("failed", (Side.failed, (1, ALL[:2], 1))),
         )
     },
+    "cleared by the model, quiet upon all on one rank, and cleared": [
+        FIRST,
+        (Side.clear, ("model",)),
+        (Side.backward, (1, (EVERY, EVERY - {0}), True)),
+        (Side.clear, ("none",)),
+        *LAST,
+    ],
     "quiet upon all, cleared, quiet upon some": [
         FIRST,
         (Side.backward, (1, ALL[:2], True)),
