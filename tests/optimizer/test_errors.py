@@ -306,12 +306,6 @@ def load_another_layout(_model: Any, optimizer: Any) -> None:
     optimizer.load_state_dict(sharded(MLP(), optimizer=two_groups, pack_params=2).state_dict())
 
 
-def step_inside_no_sync(model: Any, optimizer: Any) -> None:
-    with optimizer.no_sync():
-        model(torch.ones(1, 7)).sum().backward()
-        optimizer.step()
-
-
 def clip(*arguments: Any, **options: Any) -> Any:
     """``clip_grad_norm_`` of the parameters that a function takes from the model's."""
 
@@ -338,11 +332,6 @@ def convert(to: str) -> Any:
 
 Call = Callable[[Any, Any], Any]
 AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
-    "clip without one": (
-        clip(lambda all: all[:-1], 1.0),
-        ValueError,
-        "clip_grad_norm_: expected all trained parameters, got all but 1",
-    ),
     "clip with others": (
         clip(lambda all: [*all, *MLP().parameters()], 1.0),
         ValueError,
@@ -352,16 +341,6 @@ AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
         clip(list, 1.0, math.inf),
         ValueError,
         r"expected norm_type 2\.0, got inf; set norm",
-    ),
-    "another norm by name": (
-        clip(1.0, norm_type=1.0),
-        ValueError,
-        r"expected norm_type 2\.0, got 1\.0",
-    ),
-    "an error for infinity": (
-        clip(1.0, error_if_nonfinite=True),
-        ValueError,
-        "skipped on all ranks",
     ),
     "clip without a norm": (clip(list), TypeError, "max_norm: expected a number"),
     "a bound and a bound": (
@@ -379,16 +358,6 @@ AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
         lambda model, optimizer: optimizer.clip_grad_value_(list(model.parameters())[:-1], 1.0),
         ValueError,
         "clip_grad_value_: expected all trained parameters",
-    ),
-    "step with a scale": (
-        lambda _, optimizer: optimizer.step(grad_scale=2.0),
-        TypeError,
-        "step: expected only a closure, got grad_scale=",
-    ),
-    "step inside no_sync": (
-        step_inside_no_sync,
-        RuntimeError,
-        r"step: called inside no_sync\(\)",
     ),
     "strangers": (
         lambda _, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),

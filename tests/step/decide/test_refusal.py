@@ -93,13 +93,25 @@ MISTAKES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "a bound": (clips(-1.0), ValueError, "max_norm: expected a number above 0, got -1.0"),
     "a bound of another kind": (clips("1"), TypeError, "max_norm: expected a number above 0"),
     "another norm": (clips(1.0, norm_type=1.0), ValueError, "expected norm_type 2.0, got 1.0"),
-    "an error for infinity": (clips(1.0, error_if_nonfinite=True), ValueError, "got True"),
-    "some parameters": (clips_some, ValueError, "expected all trained parameters, got all but"),
+    "an error for infinity": (
+        clips(1.0, error_if_nonfinite=True),
+        ValueError,
+        "error_if_nonfinite=False, got True; a step with a non-finite gradient is skipped on all",
+    ),
+    "some parameters": (
+        clips_some,
+        ValueError,
+        "clip_grad_norm_: expected all trained parameters, got all but",
+    ),
     "a bound of values": (clips_values, ValueError, "clip_value: expected a number above 0"),
     "an edit after a clip": (edits_after_clip, RuntimeError, "edited, replaced or cleared after"),
     "tokens": (counts, ValueError, "count: expected a number >= 0"),
     "a divisor": (divides, ValueError, "divisor: expected a number above 0"),
-    "an argument": (steps_with(grad_scale=1.0), TypeError, "got grad_scale="),
+    "an argument": (
+        steps_with(grad_scale=1.0),
+        TypeError,
+        "step: expected only a closure, got grad_scale=",
+    ),
     "an argument after a clip": (steps_with(clipped=True, grad_scale=1.0), TypeError, "got grad_"),
     "a loss after a clip": (steps_with(clipped=True, loss=1.0), TypeError, "expected no loss="),
     **{
