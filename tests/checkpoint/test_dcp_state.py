@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from bag import Bag
 from models import assert_same_bits, everything
-from oracle import BATCH, mlp, pair, set_grads
+from oracle import BATCH, adamw, mlp, pair, set_grads
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,10 +33,6 @@ from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(60)
 FLAT, FULL = "flatten_optimizer_state_dict", "full_state_dict"
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def shard(group: Any, build: Any = adamw, **fields: Any) -> tuple[nn.Module, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import run_world
-from oracle import mlp, set_grads
+from oracle import mlp, set_grads, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -44,10 +44,6 @@ class Net(nn.Module):
 
 def batch(rank: int, step: int = 0) -> Tensor:
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * step + rank)) * (1 + rank)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 class Scaled(nn.Module):

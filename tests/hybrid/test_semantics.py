@@ -14,6 +14,7 @@ import pytest
 import torch
 from language import PARTS, Language, batches, loss_of, parallel
 from models import assert_same_bits
+from oracle import adamw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -71,10 +72,6 @@ def freezes(model: nn.Module, _optimizer: ShardedOptimizer, step: int) -> None:
 def loads(model: nn.Module, optimizer: ShardedOptimizer, _step: int) -> None:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     optimizer.load_state_dict(optimizer.state_dict())
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, adamw, assert_same_bits, everything, own_state, run_world, sharded, values
+from oracle import pair
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -35,12 +36,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def muon(model: nn.Module) -> Any:
-    matrices = [param for param in model.parameters() if param.dim() == 2]
-    others = [param for param in model.parameters() if param.dim() != 2]
-    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]
-
-
 def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(model.parameters())
 
@@ -51,7 +46,7 @@ def two(model: nn.Module) -> Any:
 
 
 AXES: dict[str, list[Any]] = {
-    "optimizer": [adamw, sgd, muon, adafactor, two],
+    "optimizer": [adamw, sgd, pair, adafactor, two],
     "size": [1, 2, 3, 4],
     "case": ["mlp", "gpt", "scalars"],
     "param_dtype": [FP32, BF16, FP16],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Tensors, assert_same_bits, everything, run_world, sharded, values
+from oracle import adamw, pair
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,12 +35,6 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def muon_beside_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
-    matrices = [param for param in model.parameters() if param.dim() == 2]
-    vectors = [param for param in model.parameters() if param.dim() != 2]
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=1e-2)]
 
 
 def adagrad(model: nn.Module) -> torch.optim.Optimizer:
@@ -103,7 +98,7 @@ WAYS: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
     "a norm, then a value": (2, sgd, "norm value", {}),
     "the gathered mean": (2, sgd, "gather norm", {}),
     "whole parameters": (3, adagrad, "no_sync", {"partition": "whole"}),
-    "two optimizers": (2, muon_beside_adamw, "no_sync norm", {}),
+    "two optimizers": (2, pair, "no_sync norm", {}),
 }
 
 
@@ -122,10 +117,6 @@ def test_a_step_of_counted_tokens_is_that_of_one_process_on_all_of_them(way: str
         torch.testing.assert_close(trained, expected, rtol=1e-6, atol=1e-6)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
 def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(model.parameters(), lr=1e-2)
 
@@ -136,7 +127,7 @@ FORMS: list[tuple[Any, dict[str, Any]]] = [
     (adamw, {**LOW, "master": "split16", "accumulate": "sharded"}),
     (adamw, {**LOW, "moments": "int8"}),
     (adamw, {"offload": True, "averages": {"ema": 0.9}}),
-    (muon_beside_adamw, {**LOW, "overlap_sync": True}),
+    (pair, {**LOW, "overlap_sync": True}),
     (adafactor, {"partition": "whole"}),
     (adagrad, {"param_dtype": "fp16", "loss_scale": "dynamic", "loss_scale_init": 64}),
 ]
