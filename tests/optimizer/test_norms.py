@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from oracle import BATCH, adamw, check, mlp, on_ranks, sgd, values
+from oracle import BATCH, adamw, check, on_ranks, sgd
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-
-import shardcast
-from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -73,24 +69,6 @@ def test_norms_and_clips_by_them_are_those_of_ddp(name: str, partition: str):
     assert len(sharded) == 5  # ranks of both worlds
     for numbers in sharded:
         assert numbers == pytest.approx(plain, rel=TOL)
-
-
-@pytest.mark.parametrize("fields", [{"shard_ranks": 2}, {"shard_ranks": 2, "offload": True}])
-def test_norms_on_groups_of_ranks_that_hold_all(fields: dict[str, Any]):
-    seen: list[Any] = []
-    script = told(READS["clip"], seen)
-    plain = mlp()
-    script(plain, adamw(plain), BATCH, False)
-
-    def run(_mesh: Any) -> None:
-        model = mlp()
-        optimizer = shardcast.shard(model, adamw(model), param_dtype="fp32", **fields)
-        script(model, optimizer, BATCH.chunk(4)[dist.get_rank()], True)
-        torch.testing.assert_close(values(model), values(plain), rtol=0.0, atol=TOL)
-
-    threaded_world({"dp": 4}, run)
-    for numbers in seen[1:]:
-        assert numbers == pytest.approx(seen[0], rel=TOL)
 
 
 def test_a_norm_is_that_of_the_mean_as_it_is_now():

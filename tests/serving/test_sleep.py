@@ -239,18 +239,6 @@ def test_what_needs_the_memory_says_wake_on_every_rank_and_changes_nothing(
     run_world(2, run)
 
 
-def test_gradients_that_were_not_reduced_go_to_sleep_too():
-    def run(group: Any) -> None:
-        model, optimizer = made(group)
-        with optimizer.no_sync():
-            CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
-        assert all(param.grad is not None for param in model.parameters())
-        with optimizer.asleep():
-            assert all(param.grad is None for param in model.parameters())
-
-    run_world(2, run)
-
-
 def test_parameters_stay_the_same_objects_and_are_nan_meanwhile():
     class Tied(nn.Module):
         def __init__(self) -> None:
