@@ -60,10 +60,11 @@ class Buffer:
 
 
 class Buffers:
-    """Free buffers of a reduction pass, for packs to send from and receive into.
+    """Free buffers of a reducer, for packs to send from and receive into.
 
-    On an accelerator none are kept, because torch's allocator reuses memory and knows which streams
-    still use it.
+    A host keeps them from step to step, at most as many as were in flight at once. Its allocator
+    would return them to the system, and each step would fault every page again. On an accelerator
+    none are kept, because torch's allocator reuses memory and knows which streams still use it.
     """
 
     def __init__(self) -> None:

@@ -233,6 +233,7 @@ class Sleep(StepHook):
         for shard in optimizer.shards:
             for param in shard.pack.in_model:
                 param.grad = None
+        reduce.buffers.free()
         for bucket in reduce.buckets.values():
             bucket.grads.free()
         if reduce.last_backward is not None:

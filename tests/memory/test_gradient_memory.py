@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.stand_in import StandIn
 from shardcast.optimizer.sharded import packed_of
-from shardcast.testing import ThreadedWorld
+from shardcast.testing import FakeGroup, ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
 LAYERS, WIDTH = 12, 32
@@ -45,8 +45,8 @@ class Stack(nn.Module):
 def live(optimizer: Any) -> int:
     """Bytes of ``.grad``s with values, of what is on its way, and of buffers that are kept."""
     reduce, total = packed_of(optimizer).reduce, 0
-    if (reduce_pass := reduce._pass) is not None:
-        total += reduce_pass._buffers.nbytes
+    if reduce._pass is not None:
+        total += reduce.buffers.nbytes
     for bucket in reduce.buckets.values():
         for param in bucket.grads.pack.params:
             if param.grad is not None and type(param.grad) is not StandIn:
@@ -112,6 +112,28 @@ def test_a_backward_inside_another_one_has_its_packs_sent_at_the_end(kind: str):
     numel = sum(param.numel() for param in Stack(kind).parameters())
     assert [after for _, after in seen] == [numel] * 3  # 2 bytes, of two ranks
     assert all(most <= 2 * numel + 6 * PACK for most, _ in seen)
+
+
+def test_a_host_uses_the_same_buffers_in_each_step():
+    """Six at most, of which none is left when the optimizer sleeps or is closed."""
+    model = Stack("plain")
+    optimizer = sharded(model, FakeGroup(0, 2), adamw, param_dtype=torch.bfloat16, pack_params=2)
+    buffers, kept = packed_of(optimizer).reduce.buffers, set()
+    x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+    for _ in range(3):
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.add(frozenset(buffer.data.data_ptr() for buffer in buffers._free))
+        assert buffers.nbytes == 6 * 2 * PACK, "each of a pack of two layers"
+    assert len(kept) == 1, "the same in each step"
+    optimizer.sleep()
+    assert not buffers.nbytes
+    optimizer.wake()
+    model(x).float().square().mean().backward()
+    assert buffers.nbytes
+    optimizer.close()
+    assert not buffers.nbytes
 
 
 def test_no_gradient_is_kept_by_what_was_sent_or_is_shown():

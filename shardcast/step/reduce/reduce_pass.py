@@ -71,18 +71,19 @@ class ReducePass:
 
     Args:
         buckets: buckets of all packs, in the order in which they were added.
+        buffers: for what is sent and received.
         alone: whether there is one rank, which adopts gradients and sends none.
 
     Attributes:
         left: packs that were not sent yet, in order.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], alone: bool) -> None:
+    def __init__(self, buckets: Iterable[Bucket], buffers: Buffers, alone: bool) -> None:
         # Gradients arrive roughly from the last parameter to the first; this order is equal on all
         # ranks.
         last_first = [*buckets][::-1]
         self.left = dict.fromkeys(sorted(last_first, key=lambda bucket: bucket.late))
-        self._buffers, self.alone = Buffers(), alone
+        self._buffers, self.alone = buffers, alone
         self._flying: list[Bucket] = []
 
     def advance(self, device: torch.device, synchronizes: bool) -> None:
@@ -113,7 +114,6 @@ class ReducePass:
             self._launch(next(iter(self.left)))
         while self._flying:
             self._land()
-        self._buffers.free()
 
     def _launch(self, bucket: Bucket) -> None:
         del self.left[bucket]

@@ -71,6 +71,7 @@ class Reducer:
             is complete.
         history: acts on means since the last step, which must be equal on all ranks.
         buckets: bucket of each pack, in the order of :meth:`add`.
+        buffers: free buffers to send from and receive into.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Reducer:
         self.counting: int | None = None
         self.history: dict[str, Any] = {**NOTHING}
         self.buckets: dict[Pack, Bucket] = {}
+        self.buffers = Buffers()
         self._syncs = True
         self._mistake: Exception | None = None  # error of the last finish()
         self._gathered = False  # since the last backward; then all edits are allowed
@@ -178,8 +180,8 @@ class Reducer:
         if self.alone:
             bucket.grads.adopt_all()
         else:
-            bucket.send(Buffers())
-            bucket.land(Buffers())
+            bucket.send(self.buffers)
+            bucket.land(self.buffers)
 
     def nbytes(self, pack: Pack) -> int:
         """Return the bytes of the gradients of ``pack``."""
@@ -210,6 +212,7 @@ class Reducer:
         if shard.is_alive and shard.group is not None:  # a destroyed group has no reducers
             _REDUCERS[shard.group].discard(self)
             _LEFT.setdefault(shard.group, []).extend(it for it in left if it is not None)
+        self.buffers.free()
         for grads in self.grads:
             grads.close()
 
@@ -550,7 +553,7 @@ class Reducer:
             grads.begin(refuses=sends and self.history[BACKWARDS] > 0)
         self.counting = None
         if sends or self.alone:
-            self._pass = ReducePass(self.buckets.values(), self.alone)
+            self._pass = ReducePass(self.buckets.values(), self.buffers, self.alone)
 
     def arrive(self, bucket: Bucket, position: int, running: int) -> None:
         """Called for a gradient that the hook cannot simply count.
