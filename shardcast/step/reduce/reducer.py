@@ -635,7 +635,9 @@ class Reducer:
         """Send what a failed backward left, because ranks may have sent different packs.
 
         A gradient that the script cleared since is shown until then, and cleared on all ranks
-        afterwards: some may have sent it before.
+        afterwards: some may have sent it before. One that the script assigned since is not told
+        from one of the failed backward, and is sent with it. ``optimizer.zero_grad()`` comes here
+        first, so that nothing is left to send.
         """
         if self._pass is not None and not self._pass.alone:
             self.history[FAILED] += 1
