@@ -122,7 +122,10 @@ class Way(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a script looks at, by the names of parameters; of ``starts`` a part, flat."""
+    """What a script looks at, by the names of parameters; of ``starts`` a part, flat.
+
+    Plain torch has in ``starts`` what some rank must have a part of.
+    """
 
     what: str
     values: dict[str, Tensor]
@@ -304,7 +307,10 @@ class Side:
         if self.group is None:
             own = self.averages.get(average or "", {})
             for number in self.trained():
-                values[f"all.{number}"] = own.get(number, self.model.all[number].detach()).clone()
+                param = self.model.all[number]
+                values[f"all.{number}"] = own.get(number, param.detach()).clone()
+                if average is None or (number in own and param.requires_grad):
+                    starts[f"all.{number}"] = 0
             return values, starts
         packed = packed_of(self.sharded)
         packed.ready_to_read()

@@ -214,6 +214,9 @@ class Interleavings(RuleBasedStateMachine):
                 assert_same_sequence(world.logs)
                 for seen, _ in results:
                     assert_equal(seen, plain.seen)
+                for theirs, *ranks in zip(plain.seen, *(seen for seen, _ in results), strict=True):
+                    missing = theirs.starts.keys() - {n for mine in ranks for n in mine.starts}
+                    assert not missing, (theirs.what, missing)
                 way = next_way
                 mine = [state for _, state in results]
                 saved = mine if way.by == "local" else mine[:1] * 4
