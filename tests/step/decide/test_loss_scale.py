@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
-    CASES,
-    run_world,
-    sharded,
-    train,
-)
+from models import CASES, run_world, sharded, train
 from torch import nn
 
 from shardcast.optimizer.sharded import packed_of
