@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bag import Bag
-from models import CASES, assert_same_bits, everything, job, run_world, sharded
-from pairwise import pairwise
+from models import CASES, job, run_world, sharded
 from spoiled import Flip, master, received, spoil_after_sync
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,17 +44,6 @@ def outcome(group: Any, bad_rank: int, change: Flip, spoiled: int, **fields: Any
         spoil_after_sync(optimizer, model, change, spoiled)
     case, batch = CASES["mlp"], CASES["mlp"].batch(group.rank())
     return first_error(optimizer, lambda: case.loss(model, batch).backward(), 7)
-
-
-FORMS = [
-    {"param_dtype": torch.bfloat16},
-    {"param_dtype": torch.float16},
-    {"partition": "whole"},
-    {"param_dtype": torch.bfloat16, "master": "split16"},
-    {"accumulate": "sharded"},
-    {"overlap_sync": True},
-    {"max_grad_norm": 0.1},
-]
 
 
 def test_a_buffer_that_one_rank_made_another_is_told_by_its_warning_alone():
@@ -102,19 +90,6 @@ def test_ranks_of_other_model_parallel_groups_raise_too():
     for rank, text in enumerate(texts):
         named = "parameters of rank 1 differ" if rank % 2 else "parameters of rank 1 along 'tp'"
         assert text.startswith("step 2: ") and f"replica_check: after step 2 {named}" in text, text
-
-
-@pytest.mark.parametrize(("size", "fields"), pairwise((1, 2, 3, 4), ({}, *FORMS)), ids=str)
-def test_equal_ranks_train_to_the_same_bits_with_the_check_and_without(
-    size: int, fields: dict[str, Any]
-):
-    def run(group: Any) -> None:
-        with_check, without = (
-            everything(*job(group, 4, "gpt", replica_check=n, **fields)) for n in (2, 0)
-        )
-        assert_same_bits(with_check, without)
-
-    run_world(size, run)
 
 
 def test_between_two_checks_nothing_is_hashed_or_sent():
