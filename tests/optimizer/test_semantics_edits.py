@@ -94,13 +94,38 @@ def all_in_one_call(model: nn.Module) -> None:
     torch._foreach_mul_([param.grad for param in model.parameters()], 0.3)
 
 
-@pytest.mark.parametrize("is_host", [True, False])
+def all_shifted(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad.add_(0.004)
+
+
+def all_bounded(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad.clamp_(-0.002, 0.003)
+
+
+def all_set_in_part(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad[0] = 0.3
+
+
+@pytest.mark.parametrize(("clips", "is_host"), [("own", True), ("own", False), ("torch's", True)])
 @pytest.mark.parametrize(
     "edit",
-    [cleared, one_cleared, all_replaced, all_in_place, all_through_data, all_in_one_call],
+    [
+        cleared,
+        one_cleared,
+        all_replaced,
+        all_in_place,
+        all_through_data,
+        all_in_one_call,
+        all_shifted,
+        all_bounded,
+        all_set_in_part,
+    ],
 )
 def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(
-    edit: Callable[..., None], is_host: bool, monkeypatch: pytest.MonkeyPatch
+    edit: Callable[..., None], clips: str, is_host: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """On an accelerator, too, where the clip has decided and the step sends nothing before it.
 
@@ -111,7 +136,7 @@ def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(
         params = list(model.parameters())
         for _ in range(3):
             model(batch).square().mean().backward()
-            if sharded:
+            if sharded and clips == "own":
                 optimizer.clip_grad_norm_(0.1)
                 optimizer.clip_grad_value_(0.01)
             else:
