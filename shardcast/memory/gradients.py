@@ -192,7 +192,9 @@ class Gradients:
         return self._norm_of(self, position, p)
 
     def zero(self, position: int) -> None:
-        """Zero the mean of one slot: a gradient stays present, with nothing to add to."""
+        """Zero the gradient of one slot: it stays present, with nothing to add to."""
+        if not self.in_flight:
+            self.held.pop(position, None)
         self.edited(position).zero_()
         self.adds.discard(position)
 
@@ -279,10 +281,10 @@ class Gradients:
         grads = enumerate(param.grad for param in self.pack.params)
         return any(grad is not None and self.holds(n, grad) for n, grad in grads)
 
-    def assigned(self) -> bool:
-        """Return whether a ``.grad`` is a script's own tensor."""
+    def assigned(self) -> list[int]:
+        """Return the slots whose ``.grad`` is a script's own tensor."""
         grads = enumerate(param.grad for param in self.pack.params)
-        return any(grad is not None and not self.holds(n, grad) for n, grad in grads)
+        return [n for n, grad in grads if grad is not None and not self.holds(n, grad)]
 
     # -- what ``.grad`` shows -------------------------------------------------------------------
 
@@ -472,15 +474,20 @@ class Gradients:
             elif position in self.shown:  # zeros, to which nothing is added
                 self._drop(position)
 
-    def show_absent(self) -> None:
-        """Show a mean of zeros, so far, for gradients that a failed backward did not bring.
+    def show_all(self) -> None:
+        """Show a mean for every gradient, after a backward that failed before the pack was sent.
 
-        Other ranks may have them. From then on ``None`` means that a script cleared one.
+        It is zero, so far, where this rank has no gradient; other ranks may have one. From then on
+        ``None`` means that a script cleared a gradient, and a tensor that it assigned one.
         """
-        for position in self.cleared() if not self.in_flight else ():
-            if position in self.shown:
-                self._drop(position, Act.CLEARED)
-            if self._own is not None:  # it may have values of an earlier step
+        if self.in_flight:
+            return
+        for position, param in enumerate(self.pack.params):
+            if self.given(position) is not None:
+                self.held[position] = self.pack.in_model[position].grad
+            elif param.grad is not None or not param.requires_grad:
+                continue
+            elif self._own is not None:  # it may have values of an earlier step
                 self.part(position).zero_()
             self.show(position)
 

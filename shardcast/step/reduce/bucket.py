@@ -104,7 +104,7 @@ class Bucket:
             # Now, because the next backward may write before its first hook runs.
             self.grads.keep(has_failed=True)
             if sends:
-                self.grads.show_absent()
+                self.grads.show_all()
         except Exception as error:  # most likely out of memory, like the backward itself
             lost = RuntimeError(
                 "backward: gradients of a backward that failed could not be kept "

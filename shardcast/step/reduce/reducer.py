@@ -250,16 +250,25 @@ class Reducer:
                 f"{call}: called inside no_sync(), where gradients are not reduced; leave the "
                 "block before the last backward and this call"
             )
-        self._complete()
+        has_averaged = self._complete()
         if self.due or self.alone:  # with one rank no backward makes a pass due
             with self.own_edits():
                 self._start(not self.alone)
                 self._flush()
             return
-        self.settle()
+        if self.settle() and has_averaged:
+            self._mistake = RuntimeError(
+                f"{call}: gradients were assigned after a backward that failed when some packs "
+                "were sent, so some would be averaged over ranks and others not; call "
+                "optimizer.zero_grad() on every rank before you assign them"
+            )
 
-    def settle(self) -> None:
-        """Adopt what a script did to gradients since they were reduced. Local."""
+    def settle(self) -> bool:
+        """Adopt what a script did to gradients since they were reduced. Local.
+
+        Returns:
+            Whether a gradient was assigned.
+        """
         are_dropped = not any(grads.adds for grads in self.grads)
         with self.own_edits():
             taken = [grads.settle() for grads in self.grads]
@@ -269,6 +278,7 @@ class Reducer:
                 "step: they are treated as means and not averaged over ranks; average them "
                 "yourself, or first call step() with all .grad None"
             )
+        return any(taken)
 
     def check(self) -> None:
         """Raise this rank's errors. Local, for a call that shares them with all ranks.
@@ -631,23 +641,34 @@ class Reducer:
         if self._backward is None:
             self._complete()
 
-    def _complete(self) -> None:
+    def _complete(self) -> bool:
         """Send what a failed backward left, because ranks may have sent different packs.
 
         A gradient that the script cleared since is shown until then, and cleared on all ranks
-        afterwards: some may have sent it before. One that the script assigned since is not told
-        from one of the failed backward, and is sent with it. ``optimizer.zero_grad()`` comes here
-        first, so that nothing is left to send.
+        afterwards: some may have sent it before. One that the script assigned since is sent in its
+        place. That is refused if another rank had sent the pack.
+
+        Returns:
+            Whether such gradients were sent.
         """
-        if self._pass is not None and not self._pass.alone:
-            self.history[FAILED] += 1
-            cleared = [(grads, n) for grads in self.grads for n in grads.cleared()]
-            for grads, position in cleared:
-                if not grads.in_flight:
-                    grads.show(position)
-            self._flush()
-            for grads, position in cleared:
-                grads.pack.params[position].grad = None
+        if self._pass is None or self._pass.alone:
+            return False
+        self.history[FAILED] += 1
+        assigned = [
+            bucket.grads.pack.layout.slots[position].name
+            for bucket in self._pass.left
+            for position in bucket.grads.assigned()
+        ]
+        cleared = [(grads, n) for grads in self.grads for n in grads.cleared()]
+        for grads, position in cleared:
+            if not grads.in_flight:
+                grads.show(position)
+        self._flush()
+        for grads, position in cleared:
+            grads.pack.params[position].grad = None
+        if assigned:
+            self.history[DROPPED] += f"{listed(assigned)}, after one that failed"
+        return bool(assigned)
 
     def warn_of_graph(self) -> None:
         """Warn about gradients with their own graph, which the mean does not have."""

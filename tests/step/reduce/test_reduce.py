@@ -440,6 +440,20 @@ def test_what_is_assigned_after_a_backward_that_failed_replaces_the_mean_and_its
     compare(actions, Cell(layout=layout, pack_params=1))
 
 
+@pytest.mark.parametrize("places", [(0, COUNT), (1, 3), (2, 2), (0, 2, COUNT)], ids=str)
+def test_what_is_assigned_while_a_failed_backward_waits_is_never_mixed_with_it(
+    places: Sequence[int],
+):
+    """Nor averaged in some packs only. Where nothing had been sent it is averaged as usual."""
+    assigned = [(Side.clear, ("model",)), (Side.assign, (5, EVERY)), (Side.step, ())]
+    for pack_params in (1, 2):
+        cell = Cell(size=len(places), pack_params=pack_params)
+        with pytest.raises(RuntimeError, match=r"step: gradients (were|cleared or) assigned"):
+            compare([*failed_apart(places, "step")[:-2], *assigned], cell)
+        early = (COUNT,) * len(places)
+        compare([*failed_apart(early, "step")[:-2], *assigned], cell)
+
+
 def test_a_group_that_is_added_after_the_backward_has_its_gradients_averaged():
     def run(group: Any) -> list[float]:
         model = nn.ParameterList(torch.ones(4) for _ in range(2))
