@@ -101,6 +101,8 @@ class Gradients:
         self.adds: set[int] = set()
         self.held: dict[int, Any] = {}
         self.acts: dict[int, Act] = {}
+        # :meth:`_versions` of the views in :meth:`note_zeros`
+        self._zeroed: dict[int, tuple[int, int]] = {}
         self.in_flight = False
         self.holders: Tensor | None = None
         self.culprits: Collection[int] = ()
@@ -222,7 +224,7 @@ class Gradients:
     def landed(self, pieces: Sequence[Tensor], holders: Tensor | None) -> None:
         """Adopt the mean of ``pieces`` that was written to ``own`` (one piece: a finished sum)."""
         self.in_flight, self.culprits, self.holders = False, (), holders
-        self.adds = set(self.shown)
+        self.adds, self._zeroed = set(self.shown), {}
         if self.whole:
             for position in self.shown:
                 grad = self.pack.params[position].grad
@@ -360,6 +362,8 @@ class Gradients:
             return None
         if position not in self.arrived:
             if self.holds(position, grad):
+                if position in self._zeroed and self._zeroed[position] != self._versions(position):
+                    self.adds.add(position)  # a script edited zeros in place
                 return None
             if position in self.shown:
                 self._drop(position, Act.ASSIGNED)
@@ -669,6 +673,7 @@ class Gradients:
         """
         self.adds.clear()
         self.acts.clear()
+        self._zeroed.clear()
         self.mistake, self.additions = None, [0] * len(self.owned)
         if set_to_none:
             self.has.clear()
@@ -686,6 +691,19 @@ class Gradients:
             self._own.zero_()
             if self._full is not None:
                 self._full.zero_()
+
+    def note_zeros(self) -> None:
+        """Note that shown views are zeros, to which nothing is added unless a script edits them."""
+        grads = ((n, self.pack.params[n].grad) for n in self.shown - self.adds)
+        self._zeroed = {
+            n: self._versions(n)
+            for n, grad in grads
+            if grad is not None and type(grad) is not StandIn and self.holds(n, grad)
+        }
+
+    def _versions(self, position: int) -> tuple[int, int]:
+        """Return numbers that change when a shown view is edited; a DTensor counts apart."""
+        return self.own._version, self.pack.in_model[position].grad._version
 
     def hide(self, present: Sequence[bool]) -> None:
         """Show no gradient if no rank had one, as far as is known."""

@@ -302,6 +302,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._packed.decider.cleared()
         self._packed.reduce.cleared(set_to_none)
         super().zero_grad(set_to_none)  # zeroes the mean behind a stand-in, not its own element
+        if not set_to_none:
+            for grads in self._packed.reduce.grads:
+                grads.note_zeros()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank, for all micro-batches of a step except the last.

@@ -270,6 +270,11 @@ class Side:
                 optimizer.sleep()
                 optimizer.wake()
 
+    def add_one(self, *numbers: int) -> None:
+        """Add one to means in place, on all ranks."""
+        for number in numbers:
+            self.models[0].all[number].grad.add_(1.0)
+
     def clear_some(self, *numbers: int) -> None:
         for number in numbers:
             self.models[0].all[number].grad = None

@@ -196,6 +196,19 @@ SEQUENCES: dict[str, list[Action]] = {
         *LAST,
     ],
     **{
+        f"zeros are added to, gathered: {bool(gather)}, {then}": [
+            FIRST,
+            *gather,
+            (Side.clear, ("zeros",)),
+            (Side.add_one, (1, 3, 4)),
+            *([(Side.backward, (2, APART, True))] if then == "quiet" else []),
+            *([(Side.backward, (2, APART))] if then == "backward" else []),
+            (Side.step, ()),
+        ]
+        for gather in ([], [(Side.gather, ())])
+        for then in ("backward", "quiet", "step")
+    },
+    **{
         f"one cleared after the last, quiet: {quiet}": [
             FIRST,
             (Side.backward, (1, ALL[:2], quiet)),
