@@ -224,7 +224,8 @@ class Gradients:
     def landed(self, pieces: Sequence[Tensor], holders: Tensor | None) -> None:
         """Adopt the mean of ``pieces`` that was written to ``own`` (one piece: a finished sum)."""
         self.in_flight, self.culprits, self.holders = False, (), holders
-        self.adds, self._zeroed = set(self.shown), {}
+        self.adds = set(self.shown)
+        self._zeroed.clear()
         if self.whole:
             for position in self.shown:
                 grad = self.pack.params[position].grad
@@ -703,7 +704,8 @@ class Gradients:
 
     def _versions(self, position: int) -> tuple[int, int]:
         """Return numbers that change when a shown view is edited; a DTensor counts apart."""
-        return self.own._version, self.pack.in_model[position].grad._version
+        grad = self.pack.in_model[position].grad
+        return self.own._version, -1 if grad is None else grad._version
 
     def hide(self, present: Sequence[bool]) -> None:
         """Show no gradient if no rank had one, as far as is known."""
