@@ -754,15 +754,12 @@ class Gradients:
                 pack.comm.broadcast_all(pieces, pack.layout)
             self._full, self._own = full, full[span.start : span.stop]
         for position, param in enumerate(pack.params):
-            param.grad = None
+            param.grad = None  # for a DTensor, a partial gradient, which is whole now
             if not present[position]:
                 self._drop(position)
                 continue
             self._set_dtype(position, full.dtype)
-            view = self._view(position, full)
-            if isinstance(param, LocalParam):
-                param.param.grad = None  # it was partial, and is whole now
-            param.grad = view
+            param.grad = self._view(position, full)
             self.shown.add(position)
             self.has.add(position)
 
