@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from language import PARTS, Language, batches, loss_of, parallel
-from oracle import check, on_ranks, sgd
+from oracle import BATCH, check, equal, on_ranks, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 
 import shardcast
+from shardcast import _compat
 from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -116,3 +117,27 @@ def test_tensor_parallel_gradients_are_the_mean_over_data_parallel_ranks(backwar
     expected = {name: param.grad for name, param in model.named_parameters()}
     for found in threaded_world({"dp": 2, "tp": 2}, run):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_a_gradient_of_one_rank_can_be_read_on_all_ranks_after_the_step_too(
+    is_host: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """An accelerator's rank does not wait to know who had gradients that others own."""
+    monkeypatch.setattr(_compat, "is_host", lambda _device: is_host)
+
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> list[Tensor]:
+        params, rank, seen = list(model.parameters()), int(batch.equal(BATCH.chunk(2)[1])), []
+        for number in range(2 * len(params)):
+            absent = params[number // 2] if rank == number % 2 else None
+            sum(p.square().sum() for p in params if p is not absent).backward()
+            optimizer.gather_gradients()
+            before = [p.grad.clone() for p in params]
+            optimizer.step()
+            assert equal(before, [p.grad for p in params])
+            optimizer.zero_grad()
+            seen += before
+        return seen
+
+    first, second = on_ranks(script, partition="whole")
+    assert equal(first, second)

@@ -109,6 +109,12 @@ def all_set_in_part(model: nn.Module) -> None:
         param.grad[0] = 0.3
 
 
+def absent_set(model: nn.Module) -> None:
+    """The backward has not reached the last layer."""
+    for param in model[4].parameters():
+        param.grad = torch.full_like(param, 0.3)
+
+
 @pytest.mark.parametrize(("clips", "is_host"), [("own", True), ("own", False), ("torch's", True)])
 @pytest.mark.parametrize(
     "edit",
@@ -122,6 +128,7 @@ def all_set_in_part(model: nn.Module) -> None:
         all_shifted,
         all_bounded,
         all_set_in_part,
+        absent_set,
     ],
 )
 def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(
@@ -134,8 +141,9 @@ def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(
 
     def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
         params = list(model.parameters())
+        reached = model[:4] if edit is absent_set else model
         for _ in range(3):
-            model(batch).square().mean().backward()
+            reached(batch).square().mean().backward()
             if sharded and clips == "own":
                 optimizer.clip_grad_norm_(0.1)
                 optimizer.clip_grad_value_(0.01)
