@@ -123,6 +123,13 @@ class Gradients:
         return self._own
 
     @property
+    def version(self) -> int:
+        """A number that changes when the mean is edited; DTensors that show it count apart."""
+        grads = (param.param.grad for param in self.pack.params if isinstance(param, LocalParam))
+        apart: int = sum(grad._version for grad in grads if grad is not None)
+        return self.own._version + apart
+
+    @property
     def stays(self) -> bool:
         """Return whether the next step has ``own`` in the same memory."""
         return self._own is self._mean

@@ -207,3 +207,21 @@ def test_code_that_asks_nobody_sees_nan_also_after_gradients_were_zeroed() -> No
         assert model.get_parameter("rows").grad.full_tensor().eq(1).all()
 
     threaded_world(GRID, script)
+
+
+@pytest.mark.filterwarnings("ignore:step skipped")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_edit_of_a_whole_gradient_after_the_clip_is_decided_on_again(ranks: int) -> None:
+    """A DTensor counts its versions apart from those of the memory that it shows."""
+
+    def script(mesh: DeviceMesh) -> None:
+        model, optimizer = backward(mesh)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.gather_gradients()
+        before = model.get_parameter("rows").to_local().clone()
+        model.get_parameter("rows").grad.mul_(math.nan)
+        optimizer.step()
+        assert optimizer.skipped_steps == 1
+        assert torch.equal(model.get_parameter("rows").to_local(), before)
+
+    threaded_world({"dp": ranks, "tp": 2}, script)

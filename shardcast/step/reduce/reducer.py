@@ -499,7 +499,7 @@ class Reducer:
 
     def versions(self) -> list[int]:
         """Return numbers that change when a mean is edited in place."""
-        return [grads.own._version for grads in self.grads]
+        return [grads.version for grads in self.grads]
 
     def is_edited(self) -> bool:
         """Return whether a script edited, assigned or cleared gradients since the last clip."""
@@ -511,7 +511,7 @@ class Reducer:
         """Raise RuntimeError if a script edited or assigned gradients that do not show the clip."""
         seen = [-1] * len(self.grads) if self._seen is None else self._seen
         for grads, version in zip(self.grads, seen, strict=True):
-            if grads.waits_for_clip and (grads.own._version != version or grads.assigned()):
+            if grads.waits_for_clip and (grads.version != version or grads.assigned()):
                 raise RuntimeError(
                     "step: gradients were edited or replaced after clip_grad_norm_, which in low "
                     "precision clips them within the step on one rank; edit before you clip, or "
