@@ -66,7 +66,9 @@ def test_memory_and_collectives_of_known_systems():
     if found["shardcast"].held is None:
         pytest.skip("memory is counted in glibc's allocator, which is not here")
     expected = {
-        "shardcast": 2 + (2 + 12) / 2,  # parameters, half of gradients, masters and moments
+        # Parameters; half of gradients, masters and moments; and what a host keeps to send from and
+        # to receive into, which is all of a model of two packs.
+        "shardcast": 2 + (2 + 12) / 2 + (2 + 2),
         "DDP, fp32": 16,  # parameters, moments, and gradients that are views of buckets
         "hoarder": 20,
         # Gradients twice, for the buckets are known to DDP alone; and the rank that owns the one
