@@ -512,8 +512,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with packed.decider.refusal.held():
             bound = clip_bound(call, packed.originals, parameters, "max_norm", max_norm)
             check_norm(call, norm_type, packed.config.norm_type, error_if_nonfinite)
-        clip = self._clip.pending()
         self._reduce(call)
+        clip = self._clip.pending()  # its factors may be multiplied in now
         decision = packed.decider.decide(bound, clip, call=call)
         self._clip.note(decision)
         if packed.reduce.shows:
@@ -545,8 +545,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         call, packed, bound = "clip_grad_value_", self._packed, math.inf
         with packed.decider.refusal.held():
             bound = clip_bound(call, packed.originals, parameters, "clip_value", clip_value)
-        clip = self._clip.pending()
         self._reduce(call)
+        clip = self._clip.pending()
         with packed.reduce.own_edits():
             packed.decider.clip_value(bound, clip)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,6 +76,11 @@ def one_cleared(model: nn.Module) -> None:
     next(model.parameters()).grad = None
 
 
+def one_replaced(model: nn.Module) -> None:
+    param = next(model.parameters())
+    param.grad = torch.full_like(param, 0.3)
+
+
 def all_replaced(model: nn.Module) -> None:
     for param in model.parameters():
         param.grad = torch.full_like(param, 0.3)
@@ -115,12 +121,16 @@ def absent_set(model: nn.Module) -> None:
         param.grad = torch.full_like(param, 0.3)
 
 
-@pytest.mark.parametrize(("clips", "is_host"), [("own", True), ("own", False), ("torch's", True)])
+@pytest.mark.parametrize(
+    ("clips", "clips_again", "is_host"),
+    [("own", False, True), ("own", False, False), ("own", True, True), ("torch's", False, True)],
+)
 @pytest.mark.parametrize(
     "edit",
     [
         cleared,
         one_cleared,
+        one_replaced,
         all_replaced,
         all_in_place,
         all_through_data,
@@ -132,7 +142,11 @@ def absent_set(model: nn.Module) -> None:
     ],
 )
 def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(
-    edit: Callable[..., None], clips: str, is_host: bool, monkeypatch: pytest.MonkeyPatch
+    edit: Callable[..., None],
+    clips: str,
+    clips_again: bool,
+    is_host: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """On an accelerator, too, where the clip has decided and the step sends nothing before it.
 
@@ -144,13 +158,16 @@ def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(
         reached = model[:4] if edit is absent_set else model
         for _ in range(3):
             reached(batch).square().mean().backward()
+            by_norm: Any = partial(clip_grad_norm_, params)
+            by_value: Any = partial(nn.utils.clip_grad_value_, params)
             if sharded and clips == "own":
-                optimizer.clip_grad_norm_(0.1)
-                optimizer.clip_grad_value_(0.01)
-            else:
-                clip_grad_norm_(params, 0.1)
-                nn.utils.clip_grad_value_(params, 0.01)
+                by_norm, by_value = optimizer.clip_grad_norm_, optimizer.clip_grad_value_
+            by_norm(0.1)
+            if not clips_again:
+                by_value(0.01)  # multiplies in what the norm had left to the update
             edit(model)
+            if clips_again:
+                by_norm(100.0)  # clips nothing, so that no factor hides another
             optimizer.step()
             optimizer.zero_grad()
 

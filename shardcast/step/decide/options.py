@@ -32,13 +32,14 @@ BACKWARDS, CLEARS = "synchronized backwards of a step", "clears of their gradien
 FAILED = "synchronized backwards of a step that failed"
 STALE = "gradients that parameters of an added group had already"
 DROPPED = "gradients cleared or assigned between two backwards of a step"
+LATE = "gradients assigned after a backward that failed, before it was sent"
 SUMMED = "gradients assigned between two backwards that are summed over model-parallel ranks"
 EDITED = "edits of gradients after the clip of the step before"
 ORDER = "synchronized backwards of other sharded models before this model's own"
 HISTORY = BACKWARDS, FAILED, CLEARS, STALE, DROPPED, EDITED
 NOTHING = {
     **dict.fromkeys((BACKWARDS, FAILED, CLEARS, STALE, ORDER), 0),
-    **dict.fromkeys((DROPPED, SUMMED), ""),
+    **dict.fromkeys((DROPPED, LATE, SUMMED), ""),
     EDITED: False,
 }
 SHOWN = 3  # largest number of names in a message
@@ -56,6 +57,10 @@ HISTORY_REMEDY = (
     "The ranks would train on different gradients: make the same calls of backward, zero_grad() "
     "and step() on all ranks, and skip steps only by numbers that are equal on all ranks"
 )
+LATE_REMEDY = (
+    "Some ranks would average them and others take them for means: call optimizer.zero_grad() on "
+    "every rank before you assign gradients after a backward that failed"
+)
 SUMMED_REMEDY = (
     "The assigned value may be a part of that sum, or all of it: assign after the last backward "
     "of a step, or call optimizer.gather_gradients() and edit .grad in place"
@@ -72,6 +77,7 @@ UNTRAINED = (
 REMEDIES = {
     SUMMED: SUMMED_REMEDY,
     ORDER: ORDER_REMEDY,
+    LATE: LATE_REMEDY,
     **dict.fromkeys(HISTORY, HISTORY_REMEDY),
     COUNT: COUNT_REMEDY,
     LEFT: LEFT_REMEDY,

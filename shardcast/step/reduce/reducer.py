@@ -29,6 +29,7 @@ from shardcast.step.decide.options import (
     DROPPED,
     EDITED,
     FAILED,
+    LATE,
     NOTHING,
     ORDER,
     STALE,
@@ -270,6 +271,8 @@ class Reducer:
             Whether a gradient was assigned.
         """
         are_dropped = not any(grads.adds for grads in self.grads)
+        if self.clip is not None and any(grads.assigned() for grads in self.grads):
+            self.multiply_in()  # now, because the clip is not of what was assigned
         with self.own_edits():
             taken = [grads.settle() for grads in self.grads]
         if any(taken) and are_dropped and not self._gathered:
@@ -429,7 +432,7 @@ class Reducer:
         if self.history[BACKWARDS]:
             # Of means that the script cleared already, only some ranks have noted it by now.
             self.history[CLEARS] += any(grads.adds or grads.acts for grads in self.grads)
-        self.history.update({STALE: 0, FAILED: 0, ORDER: 0, DROPPED: "", SUMMED: ""})
+        self.history.update({STALE: 0, FAILED: 0, ORDER: 0, DROPPED: "", LATE: "", SUMMED: ""})
         for grads in self.grads:
             grads.forget(set_to_none)
 
@@ -667,7 +670,7 @@ class Reducer:
         for grads, position in cleared:
             grads.pack.params[position].grad = None
         if assigned:
-            self.history[DROPPED] += f"{listed(assigned)}, after one that failed"
+            self.history[LATE] = listed(assigned)
         return bool(assigned)
 
     def warn_of_graph(self) -> None:

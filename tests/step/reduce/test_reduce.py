@@ -458,13 +458,19 @@ def test_what_is_assigned_while_a_failed_backward_waits_is_never_mixed_with_it(
     places: Sequence[int],
 ):
     """Nor averaged in some packs only. Where nothing had been sent it is averaged as usual."""
-    assigned = [(Side.clear, ("model",)), (Side.assign, (5, EVERY)), (Side.step, ())]
+    assigned: list[Action] = [(Side.clear, ("model",)), (Side.assign, (5, EVERY))]
+    another: Action = (Side.backward, (6, ALL))
+    refused: list[list[Action]] = [[*assigned, (Side.step, ())]]
+    if len(set(places)) > 1:
+        refused.append([*assigned, another, (Side.step, ())])
     for pack_params in (1, 2):
         cell = Cell(size=len(places), pack_params=pack_params)
-        with pytest.raises(RuntimeError, match=r"step: gradients (were|cleared or) assigned"):
-            compare([*failed_apart(places, "step")[:-2], *assigned], cell)
-        early = (COUNT,) * len(places)
-        compare([*failed_apart(early, "step")[:-2], *assigned], cell)
+        for after in refused:
+            with pytest.raises(RuntimeError, match=r"step: gradients (were |cleared or )?assigned"):
+                compare([*failed_apart(places, "step")[:-2], *after], cell)
+        early = failed_apart((COUNT,) * len(places), "step")[:-2]
+        compare([*early, *assigned, (Side.step, ())], cell)
+        compare([*early, *assigned, another, (Side.step, ())], cell)
 
 
 def test_a_group_that_is_added_after_the_backward_has_its_gradients_averaged():
