@@ -45,6 +45,7 @@ def test_the_loss_may_be_scaled_before_or_after_gradients_are_cleared(order: str
 
 def unscaled_on(group: Any, bad: int, how: str) -> str:
     model = CASES["mlp"].build()
+    model.a.bias.requires_grad_(how != "unfrozen later")
     optimizer = sharded(model, group, param_dtype=FP16, loss_scale=8.0)
     for step in range(2):
         loss = CASES["mlp"].loss(model, CASES["mlp"].batch(step))
@@ -53,6 +54,7 @@ def unscaled_on(group: Any, bad: int, how: str) -> str:
             model.a.weight.grad = torch.ones_like(model.a.weight)
         elif not (how == "no batch" and is_bad):
             (loss if is_bad else optimizer.scale_loss(loss)).backward()
+        model.a.bias.requires_grad_(how != "unfrozen later" or step == 1)
         try:
             if step and how == "clip":
                 optimizer.clip_grad_norm_(1.0)
@@ -68,7 +70,7 @@ def unscaled_on(group: Any, bad: int, how: str) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("how", ["step", "clip", "clip value", "by hand"])
+@pytest.mark.parametrize("how", ["step", "clip", "clip value", "by hand", "unfrozen later"])
 def test_all_ranks_refuse_a_loss_that_one_of_them_did_not_scale(how: str, size: int):
     bad = size // 2
     ranks = run_world(size, unscaled_on, bad, how)[0] if size > 1 else [unscaled_on(None, 0, how)]
