@@ -20,11 +20,10 @@ pytestmark = pytest.mark.timeout(60)
 NORM = 3 * 2**-25
 
 
-def clips(model: nn.Module, optimizer: Any, sharded: bool, kind: str, limit: float) -> None:
+def clips(model: nn.Module, optimizer: Any, sharded: bool, kind: str, limit: float) -> Any:
     if sharded:
-        getattr(optimizer, f"clip_grad_{kind}_")(limit)
-    else:
-        {"norm": clip_grad_norm_, "value": clip_grad_value_}[kind](model.parameters(), limit)
+        return getattr(optimizer, f"clip_grad_{kind}_")(limit)
+    return {"norm": clip_grad_norm_, "value": clip_grad_value_}[kind](model.parameters(), limit)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +37,14 @@ def clips(model: nn.Module, optimizer: Any, sharded: bool, kind: str, limit: flo
     ids=str,
 )
 def test_a_second_clip_is_one_of_what_the_first_left(calls: list[tuple[str, float]]):
+    expected: dict[Any, Any] = {}
+
     def script(model: nn.Module, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
         for step in range(3):
             set_grads(model, step)
             for kind, limit in calls:
-                clips(model, optimizer, sharded, kind, limit)
+                norm = clips(model, optimizer, sharded, kind, limit)
+                torch.testing.assert_close(norm, expected.setdefault((step, limit), norm))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -78,6 +80,24 @@ def test_a_group_with_its_own_bound_keeps_it_when_the_rest_is_clipped_by_hand(
         norm_type=p,
         partition=partition,
     )
+
+
+def test_a_group_may_get_its_own_bound_between_steps():
+    def script(model: Any, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
+        for step in range(3):
+            set_grads(model, step)
+            if sharded:
+                optimizer.param_groups[0]["max_grad_norm"] = 0.2 if step else None
+                optimizer.clip_grad_norm_(0.5)
+            elif step:
+                clip_grad_norm_(model[0].parameters(), 0.2)
+                clip_grad_norm_(model[2:].parameters(), 0.5)
+            else:
+                clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(split, script, tol=NORM)
 
 
 class Bounded(torch.optim.SGD):
