@@ -62,7 +62,8 @@ class Gradients:
             are in ``arrived``.
         adds: slots to whose mean the next reduction adds.
         held: gradients of this rank that the next reduction adds to a mean that ``.grad`` shows,
-            after a backward that failed or sent nothing; for a DTensor, DTensors.
+            after a backward that failed or sent nothing; for a DTensor, DTensors. ``None``: other
+            ranks may have one.
         acts: what a script did to means since the first backward of a step.
         in_flight: whether the pack is being sent, so that the mean must not be edited.
         holders: for copies whose gradients are summed, the number of ranks at one data-parallel
@@ -146,7 +147,9 @@ class Gradients:
                 grad.nbytes
                 for n, grad in enumerate(grads)
                 if grad is not None and not self.holds(n, grad)
-            ) + sum(_compat.local_tensor(grad).nbytes for grad in self.held.values())
+            ) + sum(
+                _compat.local_tensor(grad).nbytes for grad in self.held.values() if grad is not None
+            )
         return sum(held.values()) + local
 
     def part(self, position: int) -> Tensor:
@@ -487,20 +490,22 @@ class Gradients:
                 self._drop(position)
 
     def show_all(self) -> None:
-        """Show a mean for every gradient, after a backward that failed before the pack was sent.
+        """Show a stand-in for every gradient, after a backward that failed before it was sent.
 
-        It is zero, so far, where this rank has no gradient; other ranks may have one. From then on
-        ``None`` means that a script cleared a gradient, and a tensor that it assigned one.
+        Other ranks may have what this one lacks, so that no ``.grad`` is whole, not even after a
+        gather. From then on ``None`` means that a script cleared a gradient, and a tensor that it
+        assigned one.
         """
-        if self.in_flight:
-            return
         for position, param in enumerate(self.pack.params):
-            if self.given(position) is not None:
-                self.held[position] = self.pack.in_model[position].grad
-            elif param.grad is not None or not param.requires_grad:
+            if position in self.held:
                 continue
-            elif self._own is not None:  # it may have values of an earlier step
-                self.part(position).zero_()
+            grad = self.given(position)
+            if param.grad is None:
+                if not param.requires_grad:
+                    continue
+                if self._own is not None:  # it may have values of an earlier step
+                    self.part(position).zero_()
+            self.held[position] = None if grad is None else self.pack.in_model[position].grad
             self.show(position)
 
     # -- a reduction ----------------------------------------------------------------------------

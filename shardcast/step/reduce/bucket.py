@@ -94,16 +94,16 @@ class Bucket:
             self._streams.add(_compat.current_stream(grads.pack.data.device))
         return self.complete
 
-    def failed(self, sends: bool) -> None:
+    def failed(self, waits: bool) -> None:
         """Called when the backward failed, possibly before the last gradient was accumulated.
 
         Args:
-            sends: the backward sends gradients, which ranks will complete together.
+            waits: the pack was not sent, and the ranks will send it together.
         """
         try:
             # Now, because the next backward may write before its first hook runs.
             self.grads.keep(has_failed=True)
-            if sends:
+            if waits:
                 self.grads.show_all()
         except Exception as error:  # most likely out of memory, like the backward itself
             lost = RuntimeError(

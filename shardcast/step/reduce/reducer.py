@@ -617,8 +617,9 @@ class Reducer:
         self._backward = None
         if backward.sends and not backward.started:
             self._open(backward)
+        waiting = self._pass.left if backward.sends and self._pass is not None else ()
         for bucket in self.buckets.values():
-            bucket.failed(backward.sends)
+            bucket.failed(bucket in waiting)
 
     @_compat.untraced
     def _end(self, backward: Backward) -> None:

@@ -453,6 +453,21 @@ def test_what_is_assigned_after_a_backward_that_failed_replaces_the_mean_and_its
     compare(actions, Cell(layout=layout, pack_params=1))
 
 
+@pytest.mark.parametrize("layout", ["even", "shard_ranks: one"])
+@pytest.mark.parametrize("places", [(COUNT, 1), (0, COUNT)], ids=str)
+def test_a_norm_after_a_backward_that_failed_is_of_all_ranks_or_of_none(
+    layout: str, places: Sequence[int]
+):
+    """A rank that got no gradient has no zeros to take the norm of while others wait for it."""
+    usual = failed_apart(places, "step")[:-2]
+    for before in ([], [(Side.gather, ())]):
+        actions = [*usual[:3], (Side.backward, (4, ALL)), *before, *usual[3:], (Side.norm, ())]
+        try:
+            compare(actions, Cell(layout=layout, size=2, pack_params=2))
+        except RuntimeError as error:
+            assert "reads .grad" in str(error)
+
+
 @pytest.mark.parametrize("places", [(0, COUNT), (1, 3), (2, 2), (0, 2, COUNT)], ids=str)
 def test_what_is_assigned_while_a_failed_backward_waits_is_never_mixed_with_it(
     places: Sequence[int],
