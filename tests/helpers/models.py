@@ -286,8 +286,11 @@ def _bits(tensor: Tensor) -> Tensor:
 def run_world(
     size: int, fn: Callable[..., Any], *args: Any, **options: Any
 ) -> tuple[list[Any], ThreadedWorld]:
-    """``fn(group, *args)`` on each rank of a strict world; the collectives must have agreed."""
-    world = ThreadedWorld(size, **options)
+    """``fn(group, *args)`` on each rank of a strict world; the collectives must have agreed.
+
+    On a busy machine a rank may compile for longer than the world's usual 30 s.
+    """
+    world = ThreadedWorld(size, **{"timeout": 120.0, **options})
     results = world.run(fn, *args)
     assert_same_sequence(world.logs)
     return results, world
