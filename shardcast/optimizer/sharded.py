@@ -766,6 +766,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             loaded = hook(self, loaded) or loaded
         self._states.apply(self._states.plan(loaded))
         self._full.note_loaded()
+        self._packed.reduce.multiply_in()  # the next decision may be on other packs
         self._clip.forget()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -51,6 +51,18 @@ def test_a_second_clip_is_one_of_what_the_first_left(calls: list[tuple[str, floa
     check(sgd, script, tol=NORM)
 
 
+def test_a_state_that_is_loaded_after_a_clip_leaves_the_gradients_clipped():
+    def script(model: nn.Module, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
+        for step in range(3):
+            set_grads(model, step)
+            clips(model, optimizer, sharded, "norm", 0.05)
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(sgd, script, tol=NORM)
+
+
 def split(model: Any, **own: Any) -> torch.optim.Optimizer:
     first = {"params": list(model[0].parameters()), **own}
     return torch.optim.SGD([first, {"params": list(model[2:].parameters())}], lr=0.1)
