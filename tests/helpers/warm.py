@@ -43,7 +43,9 @@ link.sendall(call)
 pid = int.from_bytes(link.recv(8), "big")
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, _: os.kill(pid, number))
-status = int.from_bytes(link.recv(8), "big", signed=True)
+if not (answer := link.recv(8)):
+    sys.exit("the warm Python has ended")
+status = int.from_bytes(answer, "big", signed=True)
 if status < 0:
     signal.signal(-status, signal.SIG_DFL) if status != -signal.SIGKILL else None
     os.kill(os.getpid(), -status)
@@ -112,9 +114,14 @@ def next_call(path: str) -> tuple[list[str], dict[str, str], str]:
             if key.fileobj is listener:
                 link, _ = listener.accept()
                 head, files, *_ = socket.recv_fds(link, 8, 3)
-                call = b""
-                while len(call) < int.from_bytes(head, "big"):
-                    call += link.recv(1 << 16)
+                call, length = b"", int.from_bytes(head, "big")
+                while len(call) < length and (part := link.recv(1 << 16)):
+                    call += part
+                if not head or len(call) < length:  # of one who was killed while it called
+                    for file in files:
+                        os.close(file)
+                    link.close()
+                    continue
                 if not (pid := os.fork()):
                     calls.close()
                     listener.close()
@@ -129,7 +136,8 @@ def next_call(path: str) -> tuple[list[str], dict[str, str], str]:
                     return tuple(json.loads(call))  # type: ignore[return-value]
                 for file in files:
                     os.close(file)
-                link.sendall(pid.to_bytes(8, "big"))
+                with suppress(OSError):  # of one who was killed, as its link will say
+                    link.sendall(pid.to_bytes(8, "big"))
                 running[pid] = link, os.pidfd_open(pid)
                 calls.register(running[pid][1], selectors.EVENT_READ, pid)
                 calls.register(link, selectors.EVENT_READ, -pid)
@@ -138,7 +146,8 @@ def next_call(path: str) -> tuple[list[str], dict[str, str], str]:
                     kill_tree(pid)
                 if key.data is None:
                     os._exit(0)
-                calls.unregister(key.fileobj)
+                if -key.data in running:  # else both have ended at once, and it is unregistered
+                    calls.unregister(key.fileobj)
             else:
                 link, pidfd = running.pop(key.data)
                 status = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])

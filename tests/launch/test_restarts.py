@@ -87,9 +87,11 @@ class Run:
             time.sleep(0.02)
 
     def end(self) -> int:
-        """The status of the first agent."""
+        """The status of the first agent; one that hangs says what it was at."""
         try:
-            return self.agents[0].wait()
+            return self.agents[0].wait(timeout=200)
+        except subprocess.TimeoutExpired as hang:
+            raise AssertionError(self.log()) from hang
         finally:
             self.kill()
 
