@@ -38,15 +38,14 @@ class PackedParam:
         self, param: nn.Parameter, dtype: torch.dtype, wait: Callable[[], None], is_held: bool
     ) -> None:
         self._param = param
-        self._dtype, self._wait = dtype, wait
-        self.is_held = is_held
+        self.dtype, self._wait, self.is_held = dtype, wait, is_held
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         """Copy the parameter; :func:`copy.deepcopy` calls it."""
         self._wait()
         with _without_note(self._param) as param:
             copied = type(param).__deepcopy__(param, memo)
-        convert_tensor_(as_packed(copied), self._dtype)
+        convert_tensor_(as_packed(copied), self.dtype)
         return copied
 
     def reduce(self, protocol: Any) -> Any:

@@ -21,6 +21,7 @@ from shardcast.memory.codecs import Encoded, master_codec, row_of, shown, take_s
 from shardcast.memory.gradients import Gradients
 from shardcast.memory.home import home_of
 from shardcast.memory.pack import Pack
+from shardcast.memory.packed_param import note_of
 from shardcast.memory.slices import slices
 from shardcast.plan.layout import Fragment, PackLayout, Slot
 from shardcast.plan.precision import MASTER_DTYPE
@@ -57,7 +58,11 @@ class Shard:
         self._before_load: dict[Fragment, tuple[Tensor, Tensor]] = {}
         # the trained values of the own span, while an average is in the pack
         self._lent: Tensor | None = None
-        self.given_dtypes = [param.dtype for param in pack.params]
+        self.given_dtypes = [
+            # shard() already converted the parameters of a group that is added later.
+            param.dtype if (note := note_of(param)) is None else note.dtype
+            for param in pack.in_model
+        ]
         # None while frozen, when it is neither reduced nor updated
         self.grads: Gradients | None = None
         self.fragments = pack.layout.fragments(pack.own.owner)

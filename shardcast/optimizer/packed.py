@@ -124,10 +124,10 @@ class PackedOptimizer:
         self.outside = plan.outside
         for module in {*self.stages, *self.called}:
             note_model(module)
-        given = self.given_dtype_of()
-        for param in plan.outside.values():
-            if given.get(param, param.dtype) != param.dtype:
-                packed_param.note(param, given[param], self.sync.wait, is_held=False)
+        given = {name: dtype for of_stage in dtypes for name, dtype in of_stage.items()}
+        for name, param in plan.outside.items():
+            if given[name] != param.dtype:
+                packed_param.note(param, given[name], self.sync.wait, is_held=False)
         self.install_hooks()
 
     # -- groups -----------------------------------------------------------------------------
@@ -135,10 +135,9 @@ class PackedOptimizer:
     def add(self, shards: Sequence[Shard]) -> None:
         """Add these packs and shards."""
         self.shards += shards
-        given = self.given_dtype_of()
         for shard in shards:
             for param, dtype in zip(shard.pack.in_model, shard.given_dtypes, strict=True):
-                copied = MASTER_DTYPE if shard.in_place else given.get(param, dtype)
+                copied = MASTER_DTYPE if shard.in_place else dtype
                 packed_param.note(param, copied, self.sync.wait)
             if shard.pack.layout.requires_grad:
                 self.activate(shard)
@@ -171,14 +170,6 @@ class PackedOptimizer:
             done.append(act())
         self.decider.meet(call)
         return done[0]
-
-    def given_dtype_of(self) -> dict[nn.Parameter, torch.dtype]:
-        """Return the original dtype of each parameter that the model had at ``shard()``."""
-        return {
-            param: of_stage.get(name, param.dtype)
-            for stage, of_stage in zip(self.stages, self.given_dtypes, strict=True)
-            for name, param in stage.named_parameters()
-        }
 
     # -- masters and parameters -------------------------------------------------------------
 
@@ -400,11 +391,8 @@ def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
             "gathered, so its weights stay in low precision: call optimizer.close() first"
         )
         return
-    # shard() already converted the parameters of a group that was added later.
-    dtypes = packed.given_dtype_of()
     for shard in packed.shards:
-        params = zip(shard.pack.in_model, shard.given_dtypes, strict=True)
-        _restore_shard(shard, [dtype or dtypes.get(param, low) for param, low in params])
+        _restore_shard(shard, [dtype or given for given in shard.given_dtypes])
     packed.shards.clear()
     packed.updates.clear()  # frees operands and state even if a script keeps this object
     restore_rest(packed.stages, packed.given_dtypes)

@@ -236,7 +236,10 @@ def test_close_gives_a_group_that_was_added_later_its_fp32_masters(converted: bo
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
         inner = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
         optimizer = shardcast.shard(model, inner, process_group=group, convert_rest=converted)
-        optimizer.add_param_group({"params": [*model[1].parameters()]})
+        model.append(nn.Linear(3, 5))  # which shard() has not seen
+        for layer in model[1:]:
+            optimizer.add_param_group({"params": [*layer.parameters()]})
+        assert {param.dtype for param in copy.deepcopy(model).parameters()} == {torch.float32}
         for param in model.parameters():
             param.grad = torch.full_like(param, 0.3)
         optimizer.step()
