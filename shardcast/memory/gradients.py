@@ -554,7 +554,7 @@ class Gradients:
                 self._part_with(position)
             self.narrow()
         for position, param in enumerate(params):
-            if param.requires_grad or position in grads:
+            if param.requires_grad or position in grads or position in self.shown:
                 self.show(position)
         return sent
 

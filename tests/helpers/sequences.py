@@ -279,6 +279,10 @@ class Side:
         for number in numbers:
             self.models[0].all[number].grad = None
 
+    def freeze(self, *numbers: int) -> None:
+        for number in numbers:
+            self.models[0].all[number].requires_grad_(False)
+
     def clip(self, bound: float = NO_BOUND) -> None:
         params = list(self.models[0].parameters())
         if self.group is None:

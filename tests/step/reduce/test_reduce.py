@@ -218,6 +218,16 @@ SEQUENCES: dict[str, list[Action]] = {
         ]
         for quiet in (False, True)
     },
+    **{
+        f"one frozen between two backwards, the second fails: {fails}": [
+            FIRST,
+            (Side.backward, (1, ALL)),
+            (Side.freeze, (3,)),
+            (Side.failed, (2, ALL, 2)) if fails else (Side.backward, (2, APART)),
+            (Side.step, ()),
+        ]
+        for fails in (False, True)
+    },
 }
 
 
