@@ -766,8 +766,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             loaded = hook(self, loaded) or loaded
         self._states.apply(self._states.plan(loaded))
         self._full.note_loaded()
-        self._packed.reduce.multiply_in()  # the next decision may be on other packs
-        self._clip.forget()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -918,8 +916,14 @@ class Clip:
         )
 
     def pending(self) -> Decision | None:
-        """Return :attr:`decision`, unless a backward came after it, or sleep dropped gradients."""
-        if self._reduce.last_backward != self._backward:
+        """Return :attr:`decision`, unless a backward or packs came after it.
+
+        Neither if sleep dropped the gradients.
+        """
+        if self._decision is not None and (
+            self._reduce.last_backward != self._backward
+            or self._decision.present.keys() != self._reduce.buckets.keys()
+        ):
             self.forget()
         return self.decision
 

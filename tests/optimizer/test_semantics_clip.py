@@ -51,16 +51,25 @@ def test_a_second_clip_is_one_of_what_the_first_left(calls: list[tuple[str, floa
     check(sgd, script, tol=NORM)
 
 
-def test_a_state_that_is_loaded_after_a_clip_leaves_the_gradients_clipped():
-    def script(model: nn.Module, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
+@pytest.mark.parametrize("act", ["load_state_dict", "add_param_group"])
+def test_a_load_or_another_group_between_a_clip_and_its_step_leaves_gradients_clipped(act: str):
+    def script(model: Any, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
+        model[4].requires_grad_(False)
         for step in range(3):
             set_grads(model, step)
             clips(model, optimizer, sharded, "norm", 0.05)
-            optimizer.load_state_dict(optimizer.state_dict())
+            if act == "load_state_dict":
+                optimizer.load_state_dict(optimizer.state_dict())
+            elif step == 1:
+                model[4].requires_grad_(True)
+                optimizer.add_param_group({"params": model[4].parameters()})
             optimizer.step()
             optimizer.zero_grad()
 
-    check(sgd, script, tol=NORM)
+    def build(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[:4].parameters(), lr=0.1, momentum=0.9)
+
+    check(build, script, tol=2 * NORM)
 
 
 def split(model: Any, **own: Any) -> torch.optim.Optimizer:

@@ -144,6 +144,7 @@ class Reducer:
 
         Existing gradients of its parameters are reduced with this step's.
         """
+        self.multiply_in()  # a decision is on the packs of its time
         low = pack.layout.dtype
         me = weakref.ref(self)
         grads = Gradients(
