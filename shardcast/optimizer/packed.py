@@ -106,16 +106,7 @@ class PackedOptimizer:
                 "rank until step(), got 'sharded'"
             )
         self.reduce = Reducer(process_groups, plan.config, at_step)
-        self.decider = Decider(
-            self.reduce.grads,
-            process_groups,
-            plan.config,
-            self.device,
-            originals,
-            self.reduce.divisor,
-            self.reduce.history,
-        )
-        self.decider.check, self.decider.complete = self.reduce.check, self.reduce.complete
+        self.decider = Decider(self.reduce, process_groups, plan.config, self.device, originals)
         self.sync = Sync()
         self.updates = updates_of(originals, plan.config, process_groups.dp, self.sync.begin)
         self.add(shards)

@@ -6,16 +6,15 @@ method here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
-from shardcast.memory.gradients import Gradients
 from shardcast.plan.originals import OptimizerList
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.loss_scale import LossScale
@@ -26,7 +25,7 @@ from shardcast.step.decide.refusal import Refusal
 from shardcast.step.decide.report import Report, SkipReport
 from shardcast.step.decide.signal import LEFT, Signal, Verdict, defining
 from shardcast.step.decide.tokens import Tokens
-from shardcast.step.reduce.mean import Divisor
+from shardcast.step.reduce.reducer import Reducer
 
 Parts = Mapping[Signal, Tensor]
 
@@ -42,11 +41,9 @@ class Decider:
     1,024 ranks, 2.5 KB on 2.
 
     Args:
-        grads: the gradient packs that are reduced; the list may grow.
+        reduce: reduces the gradients. Its divisor and history must be equal on all ranks.
         device: device of the scalars.
         originals: the optimizers, whose groups it reads.
-        divisor: divisor of the mean, which must be equal on all ranks.
-        history: what this rank did to means since the last step, which must be equal on all ranks.
 
     Attributes:
         refusal: holds errors of this rank until all ranks raise them.
@@ -54,8 +51,6 @@ class Decider:
         tokens: the tokens that a script counts.
         presence: which parameters a step updates, and how many steps have updated each.
         signals: first the core's, then the options', in their order.
-        check: raises errors in this rank's gradients.
-        complete: ends the pass of a backward that failed.
         left: trained parameters that are no longer in the model, by name.
     """
 
@@ -63,32 +58,21 @@ class Decider:
 
     def __init__(
         self,
-        grads: Sequence[Gradients],
+        reduce: Reducer,
         process_groups: ProcessGroups,
         config: ShardcastConfig,
         device: torch.device,
         originals: OptimizerList,
-        divisor: Divisor,
-        history: Mapping[str, Any],
     ) -> None:
-        self._history = history
-        self._grads, self._process_groups, self._device = grads, process_groups, device
-        self._divisor = divisor
+        self._reduce, self._process_groups, self._device = reduce, process_groups, device
+        grads = reduce.grads
         self._clip_value: float | None = None  # bound for the coming step
         self._norm = GradientNorm(grads, originals, process_groups, config.norm_type, device)
         self.presence = Presence(grads, process_groups, device)
         self.loss_scale = LossScale(config, process_groups, device) if config.scales_loss else None
-        self.check: Callable[[], None] = lambda: None
-        self.complete: Callable[[], None] = lambda: None
         self.refusal = Refusal(process_groups, device)
-        self._options = OptionCheck(
-            originals.option_names(),
-            lambda: originals.groups,
-            self._trained,
-            process_groups,
-            device,
-        )
-        self.tokens = Tokens(process_groups, divisor, device)
+        self._options = OptionCheck(originals, grads, process_groups, device)
+        self.tokens = Tokens(process_groups, reduce.divisor, device)
         options = config.extensions().values()
         self.signals: list[Signal] = [
             self._norm,
@@ -173,7 +157,7 @@ class Decider:
         """
         self.refusal.call = call
         with self.refusal.held():
-            self.check()
+            self._reduce.check()
             if loss is not None or self._takes_loss:
                 self._take_loss(loss)
         self._options.given = self._arguments(max_norm)
@@ -250,7 +234,7 @@ class Decider:
             Exception: on every rank: an error that a rank held back, a different call, or different
                 loaded weights.
         """
-        self.complete()
+        self._reduce.complete()
         if not self.meets:
             return
         self.refusal.call = call
@@ -278,19 +262,13 @@ class Decider:
         arguments: dict[str, Any] = {
             "max_norm": max_norm,
             "clip_value": self._clip_value,
-            "divisor": self._divisor.given,
+            "divisor": self._reduce.divisor.given,
         }
         for signal in self._gives:
             arguments.update(signal.arguments())
-        arguments |= {LEFT: self.left, **self._history}
+        arguments |= {LEFT: self.left, **self._reduce.history}
         self._clip_value = None
         return arguments
-
-    def _trained(self) -> dict[nn.Parameter, str]:
-        """Return the names of the parameters that are reduced."""
-        packs = [grads.pack for grads in self._grads]
-        slots = [slot.name for pack in packs for slot in pack.layout.slots]
-        return dict(zip((param for pack in packs for param in pack.params), slots, strict=True))
 
     def clip_value(self, limit: float, pending: Decision | None) -> None:
         """Clamp this rank's spans to ``[-limit, limit]``, in units without loss scale.

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import operator
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardcast.comm import Comm, ProcessGroups, warn_first
+from shardcast.memory.gradients import Gradients
 from shardcast.messages import by_rank
+from shardcast.plan.originals import OptimizerList
 from shardcast.plan.validate import ON_DEVICE, plain
 from shardcast.step.decide.signal import COUNT, LEFT, Signal, known, to_device
 
 BITS = 16  # fewer with more than 1,448 ranks, so that (ranks * d)**2 is an exact double
 DIGESTS = 3  # one for requires_grad, where a difference is no error, and two for options
 ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, to spread them over the product
-Groups = Sequence[Mapping[str, Any]]
 
 # The history of a rank's gradients between two steps, which must be equal on all ranks.
 BACKWARDS, CLEARS = "synchronized backwards of a step", "clears of their gradients"
@@ -91,9 +92,9 @@ class OptionCheck(Signal):
     options.
 
     Args:
-        names: options of the optimizers' classes; other keys of a group are a script's own.
-        groups: returns this rank's groups.
-        trained: returns the names of the parameters that are reduced.
+        originals: the optimizers. Only the options of their classes are compared; other keys of a
+            group are a script's own.
+        grads: the gradient packs that are reduced; the list may grow.
 
     Attributes:
         given: arguments of a step besides options of groups, by name.
@@ -103,15 +104,14 @@ class OptionCheck(Signal):
 
     def __init__(
         self,
-        names: Iterable[str],
-        groups: Callable[[], Groups],
-        trained: Callable[[], Mapping[nn.Parameter, str]],
+        originals: OptimizerList,
+        grads: Sequence[Gradients],
         process_groups: ProcessGroups,
         device: torch.device,
     ) -> None:
-        self._groups, self._names_of_trained = groups, trained
+        self._originals, self._grads = originals, grads
         self.given: dict[str, Any] = {}
-        self._names = tuple(dict.fromkeys((*names, "max_grad_norm")))
+        self._names = tuple(dict.fromkeys((*originals.option_names(), "max_grad_norm")))
         self._process_groups, self._device = process_groups, device
         self._mask = mask_of(process_groups.dp.size)
         self._arguments: Mapping[str, object] = {}
@@ -134,7 +134,7 @@ class OptionCheck(Signal):
         """
         if self._process_groups.everyone.size == 1:
             return torch.empty(0, dtype=torch.float64, device=self._device)
-        groups, arguments = self._groups(), self.given
+        groups, arguments = self._originals.groups, self.given
         self._arguments, self.given = arguments, {}
         objects = [group.get(name) for group in groups for name in self._names]
         objects += arguments.values()
@@ -188,26 +188,30 @@ class OptionCheck(Signal):
 
     def error(self, mistakes: Sequence[float]) -> RuntimeError | None:
         """Return an error that names the options that differ, with groups, ranks and values."""
-        groups = self._groups()
         if not any(mistakes[1:]):
-            self._warn_of_training(groups)
+            self._warn_of_training()
             return None
         values = {
             f"{name} of group {number}": repr(plain(group.get(name)))
-            for number, group in enumerate(groups)
+            for number, group in enumerate(self._originals.groups)
             for name in self._names
         }
         values.update({name: repr(plain(value)) for name, value in self._arguments.items()})
         return error_of(values, self._process_groups.everyone, self._device)
 
-    def _warn_of_training(self, groups: Groups) -> None:
+    def _warn_of_training(self) -> None:
         """Warn once about parameters that some ranks do not train. On a CPU all ranks call it."""
         if self._warned:
             return
-        self._warned, names = True, self._names_of_trained()
+        self._warned = True
+        names = {
+            param: slot.name
+            for grads in self._grads
+            for param, slot in zip(grads.pack.in_model, grads.pack.layout.slots, strict=True)
+        }
         untrained = {
             f"requires_grad of parameter {names.get(param, f'of group {number}')!r}": "False"
-            for number, group in enumerate(groups)
+            for number, group in enumerate(self._originals.groups)
             for param in group["params"]
             if not param.requires_grad
         }

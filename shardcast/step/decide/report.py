@@ -191,10 +191,10 @@ class SkipReport:
         report: Report,
         bound: int,
         usual: bool,
-        signals: Sequence[Signal] = (),
-        everyone: Comm | None = None,
+        signals: Sequence[Signal],
+        everyone: Comm,
     ) -> None:
-        self._everyone = comm if everyone is None else everyone
+        self._everyone = everyone
         self._norm, self._comm, self._device = norm, comm, device
         self._refuse, self._bound, self._usual = refuse, bound, usual
         self._report = report

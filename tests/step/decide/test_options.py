@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,10 +187,10 @@ def differ(groups_of_ranks: list[list[dict[str, Any]]]) -> bool:
     names = [name for name in groups_of_ranks[0][0] if name != "params"]
     with fake_world(size) as group:
         grid = ProcessGroups.flat(Comm(group))
-        checks = [
-            OptionCheck(names, lambda of=groups: of, dict, grid, torch.device("cpu"))
-            for groups in groups_of_ranks
+        originals = [
+            SimpleNamespace(groups=groups, option_names=lambda: names) for groups in groups_of_ranks
         ]
+        checks = [OptionCheck(of, [], grid, torch.device("cpu")) for of in originals]
         training, *options = checks[0].read(sum(check.local() for check in checks)).tolist()
         assert not training
         return any(options)
