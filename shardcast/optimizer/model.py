@@ -179,7 +179,7 @@ class ModelHooks:
     Args:
         stages: the unwrapped root module, or this rank's pipeline stages.
         shards: shards of all packs; the list may grow.
-        begins: called when a backward reaches an output of the model.
+        begins: called when a backward reaches an output of the model; the list may change.
         sync: may still be in flight.
         loads: notes the loaded parameters.
     """
@@ -188,11 +188,11 @@ class ModelHooks:
         self,
         stages: Sequence[nn.Module],
         shards: Sequence[Shard],
-        begins: Sequence[Callable[[], None]],
+        begins: list[Callable[[], None]],
         sync: Sync,
         loads: Loads,
     ) -> None:
-        self._shards, self._begins, self._sync, self._loads = shards, begins, sync, loads
+        self._shards, self.begins, self._sync, self._loads = shards, begins, sync, loads
         self._in_vain: dict[nn.Module, str] = {}  # loads that matched no name, as messages
         self._looked = False  # whether the effect of the first forward on parameters was checked
         self._handles: list[RemovableHandle] = []
@@ -252,7 +252,7 @@ class ModelHooks:
         if module.training and torch.is_grad_enabled() and not self._looked:
             self._looked = True
             self._refuse_conversion_inside()
-        begins = self._begins  # not this whole object, because a graph may be kept
+        begins = self.begins  # not this whole object, because a graph may be kept
 
         def begin(_grad: Tensor) -> None:
             for each in begins:

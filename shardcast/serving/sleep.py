@@ -245,7 +245,7 @@ class Sleep(StepHook):
     def _free(self, keeps_parameters: bool) -> None:
         self._sleeps = True
         optimizer = self._optimizer
-        optimizer.reduce.rests = True
+        optimizer.hooks.begins.remove(optimizer.reduce.begin)  # no pass for a refused backward
         self._doors += [
             _compat.put_first(param.register_hook(_door("backward")))
             for shard in optimizer.shards
@@ -350,7 +350,7 @@ class Sleep(StepHook):
         for door in self._doors:
             door.remove()
         self._sleeps = False
-        optimizer.reduce.rests = False
+        optimizer.hooks.begins.insert(0, optimizer.reduce.begin)
         self._drop_gradients()  # from a backward that was refused
         self._forget()
         if written:

@@ -34,13 +34,12 @@ FAILED = "synchronized backwards of a step that failed"
 STALE = "gradients that parameters of an added group had already"
 DROPPED = "gradients cleared or assigned between two backwards of a step"
 LATE = "gradients assigned after a backward that failed, before it was sent"
-SUMMED = "gradients assigned between two backwards that are summed over model-parallel ranks"
 EDITED = "edits of gradients after the clip of the step before"
 ORDER = "synchronized backwards of other sharded models before this model's own"
 HISTORY = BACKWARDS, FAILED, CLEARS, STALE, DROPPED, EDITED
 NOTHING = {
     **dict.fromkeys((BACKWARDS, FAILED, CLEARS, STALE, ORDER), 0),
-    **dict.fromkeys((DROPPED, LATE, SUMMED), ""),
+    **dict.fromkeys((DROPPED, LATE), ""),
     EDITED: False,
 }
 SHOWN = 3  # largest number of names in a message
@@ -62,10 +61,6 @@ LATE_REMEDY = (
     "Some ranks would average them and others take them for means: call optimizer.zero_grad() on "
     "every rank before you assign gradients after a backward that failed"
 )
-SUMMED_REMEDY = (
-    "The assigned value may be a part of that sum, or all of it: assign after the last backward "
-    "of a step, or call optimizer.gather_gradients() and edit .grad in place"
-)
 ORDER_REMEDY = (
     "Gradients of models of equal shapes were mixed: run the backwards of all models in the same "
     "order on every rank, and call zero_grad() of each before you go on"
@@ -76,7 +71,6 @@ UNTRAINED = (
 )
 # Remedies by the fact that differs; if several differ, the first one here applies.
 REMEDIES = {
-    SUMMED: SUMMED_REMEDY,
     ORDER: ORDER_REMEDY,
     LATE: LATE_REMEDY,
     **dict.fromkeys(HISTORY, HISTORY_REMEDY),

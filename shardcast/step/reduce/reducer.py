@@ -33,7 +33,6 @@ from shardcast.step.decide.options import (
     NOTHING,
     ORDER,
     STALE,
-    SUMMED,
     listed,
 )
 from shardcast.step.reduce.bucket import Bucket
@@ -62,7 +61,6 @@ class Reducer:
         divisor: number that divides sums over ranks.
         at_step: whether :meth:`finish` sends instead of backwards, because a pipeline has many in a
             step.
-        rests: whether every backward is refused, so that none may begin a pass of all ranks.
         last_backward: the engine's number of the last backward with gradients; ``None``: there was
             none since the last step or ``zero_grad``.
         due: whether there are gradients that were not reduced; a step needs a pass before it.
@@ -79,7 +77,7 @@ class Reducer:
         self, process_groups: ProcessGroups, config: ShardcastConfig, at_step: bool
     ) -> None:
         self.process_groups, self._config = process_groups, config
-        self.at_step, self.rests = at_step, False
+        self.at_step = at_step
         self.divisor = Divisor(process_groups.dp.size)
         self.grads: list[Gradients] = []
         self.last_backward: int | None = None
@@ -104,8 +102,7 @@ class Reducer:
         self._handles: list[Any] = []
         everyone = process_groups.everyone.group
         self._passes = [0] if everyone is None else _PASSES.setdefault(everyone, [0])
-        self._own_passes = 0
-        self._earlier = self._passes[0]  # passes of other models before the last step
+        self._passes_before = self._passes[0]  # passes of all models before the last step
         if (group := process_groups.shard.group) is not None:
             _REDUCERS.setdefault(group, weakref.WeakSet()).add(self)
             for reduction in _LEFT.pop(group, ()):
@@ -132,7 +129,7 @@ class Reducer:
     @property
     def _local(self) -> bool:
         """Return whether backwards currently send nothing."""
-        return not self._syncs or self.at_step or self.alone or self.rests
+        return not self._syncs or self.at_step or self.alone
 
     @property
     def has_gradients(self) -> bool:
@@ -385,19 +382,25 @@ class Reducer:
         self._note_order()
         # If it is also summed over model-parallel ranks, x may be partial or whole.
         data = {self.process_groups.parallel_dims.replicas}
-        names: dict[str, list[str]] = {DROPPED: [], SUMMED: []}
+        dropped: list[str] = []
         for grads in self.grads:
             layout = grads.pack.layout
             for position, act in sorted(grads.acts.items()):
                 name = layout.slots[position].name
                 # Both drop the mean. A rank that got a gradient in no_sync() after a clear has
                 # noted the clear, and replaces only its own gradient.
-                names[DROPPED].append(name)
+                dropped.append(name)
                 if act is Act.ASSIGNED and not data.issuperset(layout.pack_groups.reduce):
-                    names[SUMMED].append(name)
-        self.history.update({fact: listed(some) for fact, some in names.items() if some})
-        if names[SUMMED]:  # its number makes it differ between ranks, wherever it happens
-            self.history[SUMMED] += f" by rank {self.process_groups.everyone.rank}"
+                    grads.refuse(
+                        RuntimeError(
+                            f".grad of {name!r} was assigned between two backwards of a step, and "
+                            "is summed over model-parallel ranks: the value may be a part of that "
+                            "sum, or all of it. Assign after the last backward of a step, or call "
+                            "optimizer.gather_gradients() and edit .grad in place"
+                        )
+                    )
+        if dropped:
+            self.history[DROPPED] = listed(dropped)
 
     def _note_order(self) -> None:
         """Note how many passes other models made before this one.
@@ -406,8 +409,7 @@ class Reducer:
         such models in different orders mix their gradients, and the next decision names it.
         """
         self._passes[0] += 1
-        self._own_passes += 1
-        others = self._passes[0] - self._own_passes - self._earlier
+        others = self._passes[0] - self._passes_before - self.history[BACKWARDS]
         self.history[ORDER] = (self.history[ORDER] * FOLD + others) % LIMIT
 
     def used(self, is_edited: bool) -> None:
@@ -417,7 +419,7 @@ class Reducer:
             is_edited: they had been edited after the clip.
         """
         self.due, self.last_backward = True, None
-        self._earlier = self._passes[0] - self._own_passes
+        self._passes_before = self._passes[0]
         self.history.update({**NOTHING, EDITED: is_edited})
         for grads in self.grads:
             grads.use()
@@ -433,7 +435,7 @@ class Reducer:
         if self.history[BACKWARDS]:
             # Of means that the script cleared already, only some ranks have noted it by now.
             self.history[CLEARS] += any(grads.adds or grads.acts for grads in self.grads)
-        self.history.update({STALE: 0, FAILED: 0, ORDER: 0, DROPPED: "", LATE: "", SUMMED: ""})
+        self.history.update({STALE: 0, FAILED: 0, ORDER: 0, DROPPED: "", LATE: ""})
         for grads in self.grads:
             grads.forget(set_to_none)
 
