@@ -22,7 +22,7 @@ from shardcast.plan.originals import ELEMENTWISE, is_known
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update.epilogues import Epilogue
-from shardcast.step.update.fusion import choose_executor
+from shardcast.step.update.fusion import UpdateNumbers, choose_executor
 from shardcast.step.update.rules import AssignRule, NoRule
 from shardcast.step.update.state import Ready, ShardState, Update
 
@@ -255,7 +255,8 @@ class AnyOptimizerUpdate(Update):
             state.stored["new"] = shard.master
         fusion = state.prepare(NoRule() if old is None else AssignRule(), self._active)
         execute = choose_executor(self._config, home.device, home.is_apart)
-        numbers = self._numbers_of(decision.skip.float(), (), execute.on_host)
+        behind = self._behind_rules(execute.on_host)
+        numbers = UpdateNumbers(decision.skip.float(), (), *behind)
         for part, factor in with_values(shard.pack.ranges, decision.factors):
             execute(fusion, state.operands(part, fusion, old_masters), numbers, factor, None)
         state.stored.pop("new", None)

@@ -7,7 +7,7 @@ memory traffic than the whole update, so there one kernel reads and writes every
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,44 +71,15 @@ def mean_in_chunks_(
         torch.lerp(pieces[0], pieces[1], 0.5, out=out)
         return
 
-    def total(part: slice) -> Tensor:
-        total = pieces[0][part].to(sum_dtype(pieces[0].dtype), copy=True)
+    # On a CPU the fp32 copy of a chunk stays in the cache.
+    for part in slices(out.numel(), CHUNK if _compat.is_host(out.device) else LAUNCH):
+        mean = pieces[0][part].to(sum_dtype(pieces[0].dtype), copy=True)
         for piece in pieces[1:]:
-            total += piece[part]
-        return total
-
-    if out.numel() > CHUNK:
-        divide_(total, size, carry, out)
-        return
-    # all at once, because slices take time
-    mean = pieces[0].to(sum_dtype(pieces[0].dtype), copy=True)
-    for piece in pieces[1:]:
-        mean += piece
-    mean /= size
-    if carry is not None:
-        mean += carry
-    out.copy_(mean)
-
-
-def divide_(
-    total: Callable[[slice], Tensor], size: float | Tensor, carry: Tensor | None, out: Tensor
-) -> None:
-    """Write ``out = total / size + carry``, chunk by chunk.
-
-    Args:
-        total: returns those elements of the sum, which are overwritten.
-    """
-    for part in chunks(out):
-        mean = total(part)
+            mean += piece[part]
         mean /= size
         if carry is not None:
             mean += carry[part]
         out[part].copy_(mean)
-
-
-def chunks(tensor: Tensor) -> Iterator[slice]:
-    """Yield ranges of a 1-d tensor whose fp32 copies stay in a CPU's cache."""
-    yield from slices(tensor.numel(), CHUNK if _compat.is_host(tensor.device) else LAUNCH)
 
 
 def is_exact(size: int) -> bool:

@@ -102,8 +102,8 @@ class FusedUpdate(Update):
         self,
         optimizer: torch.optim.Optimizer,
         config: ShardcastConfig,
-        epilogues: tuple[Epilogue, ...] = (),
-        ready: Ready = lambda _packs: None,
+        epilogues: tuple[Epilogue, ...],
+        ready: Ready,
     ) -> None:
         super().__init__(optimizer, config, epilogues, ready)
         self._kind = type(optimizer)
@@ -205,7 +205,7 @@ class FusedUpdate(Update):
                 return plan.numbers
             return [UpdateNumbers(step, of_rule, *behind) for step, of_rule, *_ in plan.numbers]
         found = []
-        for rule, of, place, _ in plan.keys:
+        for rule, of, place in plan.keys:
             step, group = self._steps[place], groups[of.position]
             numeric = {key: _plain(value) for key, value in group.items() if key != "params"}
             found.append(UpdateNumbers(step, rule.numbers(numeric, float(step)), *behind))
@@ -232,7 +232,7 @@ class FusedUpdate(Update):
                 state.use(members, rule.state)
                 key = keys.setdefault((group, self._histories[place], is_present), len(keys))
                 if key == len(known):
-                    known.append(Key(rule, group, place, is_present))
+                    known.append(Key(rule, group, place))
                 of_shard.append(Range(state, run, fusion, key))
         memory = {
             shard: (shard.mean, shard.published, shard.master.first) for shard in self._states

@@ -22,7 +22,7 @@ from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import to_device
 from shardcast.step.update.epilogues import AVERAGE, STEPS, Epilogue
-from shardcast.step.update.fusion import Fusion, Operands, UpdateNumbers, choose_executor
+from shardcast.step.update.fusion import Fusion, Operands, choose_executor
 from shardcast.step.update.rules import Rule, as_tensors
 
 Ready = Callable[[Sequence[Pack]], object]  # called with packs that are updated before others
@@ -239,13 +239,11 @@ class Key(NamedTuple):
 
     Attributes:
         place: index, among all shards' fragments, of a fragment with their step count.
-        is_present: whether they have a gradient; if not, only epilogues see them.
     """
 
     rule: Rule
     group: GroupId
     place: int
-    is_present: bool
 
 
 @dataclass
@@ -446,10 +444,6 @@ class Update(ABC):
                 state.begin()
             # In place, so that a captured step continues where the last one ended.
             self._epilogue_steps = self._epilogue_steps.to(taken.device).add_(taken)
-
-    def _numbers_of(self, step: Tensor, rule: tuple[object, ...], on_host: bool) -> UpdateNumbers:
-        """Return a rule's numbers in this step, with the epilogues' numbers."""
-        return UpdateNumbers(step, rule, *self._behind_rules(on_host))
 
     def _behind_rules(self, on_host: bool) -> tuple[tuple[tuple[Any, ...], ...], Tensor | None]:
         """Return the epilogues' numbers in this step, and the steps that each has taken part in."""
