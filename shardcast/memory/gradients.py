@@ -382,15 +382,24 @@ class Gradients:
 
     def _accepts(self, position: int, grad: Tensor) -> bool:
         """Return whether a gradient can be reduced; otherwise keep the error, and clear it."""
-        if type(grad) is Tensor and grad.layout == torch.strided:
+        if type(grad) is not StandIn and grad.layout == torch.strided:
             return True
-        try:
-            check_given(self.pack, position, grad)
-        except (RuntimeError, TypeError) as error:
-            self.refuse(error)
-            self.pack.params[position].grad = None
-            return False
-        return True
+        error: Exception
+        about = f"gradient of {self.pack.layout.slots[position].name!r}"
+        if type(grad) is StandIn:
+            error = RuntimeError(
+                f"{about}: expected its own, got the .grad of {grad.of!r}, whose values are on "
+                "other ranks, or a .grad that the script kept; call optimizer.gather_gradients() "
+                "first"
+            )
+        else:
+            error = TypeError(
+                f"{about}: expected a dense tensor, got {grad.layout}; use sparse=False in the "
+                "embedding, or leave this parameter to an optimizer of its own"
+            )
+        self.refuse(error)
+        self.pack.params[position].grad = None
+        return False
 
     def refuse(self, error: Exception) -> None:
         """Keep this rank's first error until the next decision, which raises it on all ranks."""
@@ -524,21 +533,14 @@ class Gradients:
             left_out: returns whether other ranks send the same gradient of a slot.
         """
         layout, params = self.pack.layout, self.pack.params
-        if not self.shown:
-            grads = {
-                position: grad
-                for position, param in enumerate(params)
-                if (grad := param.grad) is not None and self._accepts(position, grad)
-            }
-        else:
-            grads = {}
-            for position in range(len(params)):
-                grad = self.given(position)
-                if position in self.held:
-                    self._lend(position)
-                    grad = params[position].grad
-                if grad is not None and self._accepts(position, grad):
-                    grads[position] = grad
+        grads: dict[int, Tensor] = {}
+        for position, param in enumerate(params):
+            grad = self.given(position) if self.shown else param.grad
+            if position in self.held:
+                self._lend(position)
+                grad = param.grad
+            if grad is not None and self._accepts(position, grad):
+                grads[position] = grad
         absent = [position for position in range(len(params)) if position not in grads]
         without = [n for n in grads if left_out(n)] if left_out is not None else []
         sent = self._packed(grads, empty)
@@ -636,11 +638,12 @@ class Gradients:
         grads: dict[int, Tensor] = {}
         for position, param in enumerate(params):
             grad = param.grad
-            if grad is None or self.holds(position, grad):
-                continue
-            if type(grad) is not Tensor or grad.layout != torch.strided:
-                check_given(self.pack, position, grad)
-            grads[position] = grad
+            if (
+                grad is not None
+                and not self.holds(position, grad)
+                and self._accepts(position, grad)
+            ):
+                grads[position] = grad
         if grads:
             own = self.own
             with _compat.without_grad():  # a backward with create_graph runs hooks with it on
@@ -651,7 +654,6 @@ class Gradients:
 
     def adopt_all(self) -> None:
         """Copy all gradients of a single rank into ``own``, with zeros for absent ones."""
-        self.restart()
         self.adopt()
         self.has = {n for n, param in enumerate(self.pack.params) if param.grad is not None}
         self.shown.clear()
@@ -770,8 +772,7 @@ class Gradients:
             if not present[position]:
                 self._drop(position)
                 continue
-            self._set_dtype(position, full.dtype)
-            param.grad = self._view(position, full)
+            self._show_view(position, full)
             self.shown.add(position)
             self.has.add(position)
 
@@ -837,20 +838,3 @@ def set_grad_dtype(param: Tensor | LocalParam, dtype: torch.dtype, is_only: bool
         grad, param.grad = param.grad, None
         param.grad_dtype = wanted
         param.grad = None if grad is None else grad.to(dtype)
-
-
-def check_given(pack: Pack, position: int, grad: Tensor) -> None:
-    """Raise TypeError for a sparse gradient, RuntimeError for one of another parameter."""
-    slot = pack.layout.slots[position]
-    if type(grad) is StandIn:
-        raise RuntimeError(
-            f"gradient of {slot.name!r}: expected its own, got the .grad of {grad.of!r}, whose "
-            "values are on other ranks, or a .grad that the script kept; call "
-            "optimizer.gather_gradients() first"
-        )
-    if grad.layout != torch.strided:
-        raise TypeError(
-            f"gradient of {slot.name!r}: expected a dense tensor, got "
-            f"{grad.layout}; use sparse=False in the embedding, or leave this parameter to an "
-            "optimizer of its own"
-        )

@@ -282,7 +282,7 @@ def report_of(packed: PackedOptimizer) -> MemoryReport:
     for shard in packed.shards:
         report["parameters"] += shard.pack.data.nbytes
         if shard.grads is not None:
-            report["gradients"] += packed.reduce.nbytes(shard.pack)
+            report["gradients"] += shard.grads.nbytes
         report["masters"] += shard.nbytes
     report["state"] = sum(update.nbytes() for update in packed.updates)
     if under_way := packed.sync.nbytes:

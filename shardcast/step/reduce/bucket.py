@@ -27,8 +27,6 @@ class Bucket:
         sums: other groups over which gradients are summed.
         repeated: mesh dimensions along which the ranks at coordinate 0 send a whole gradient for
             all.
-        late: its other sums involve ranks whose backward waits for different ranks, so it is among
-            the last packs sent, at the end.
         at_end: it is sent at the end of a backward, because a backward inside another one produced
             a gradient.
     """

@@ -182,10 +182,6 @@ class Reducer:
             bucket.send(self.buffers)
             bucket.land(self.buffers)
 
-    def nbytes(self, pack: Pack) -> int:
-        """Return the bytes of the gradients of ``pack``."""
-        return self.buckets[pack].grads.nbytes
-
     @contextmanager
     def no_sync(self, sends: bool = False) -> Iterator[None]:
         """Accumulate gradients on this rank inside the block, without a collective.
