@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from shardcast.plan.parallel_dims import ParallelDims
 
 HOST = torch.device("cpu")
+CGROUP = Path("/sys/fs/cgroup")  # of this container
 
 
 class Event(Protocol):
@@ -366,9 +367,11 @@ def available_bytes() -> int | None:
         line = next(line for line in lines if line.startswith("MemAvailable:"))
         found.append(1024 * int(line.split()[1]))
     with suppress(OSError, ValueError):  # "max" is not a number
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        found.append(limit - int((group / "memory.current").read_text()))
+        limit, used = (int((CGROUP / f"memory.{of}").read_text()) for of in ("max", "current"))
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        # Files that were read count as used, but the kernel drops them when memory is needed.
+        cached = (int(line.split()[1]) for line in lines if "active_file " in line)
+        found.append(limit - used + sum(cached))
     return min(found, default=None)
 
 

@@ -417,6 +417,19 @@ def test_the_free_memory_is_that_of_host_and_container():
     assert free is not None and 0 < free <= 1024 * int(total)
 
 
+def test_files_that_a_container_has_read_count_as_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(offload, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("100000\n")
+    (tmp_path / "memory.current").write_text("95000\n")
+    stat = "anon 15000\nfile 80000\nshmem 7000\ninactive_file 60000\nactive_file 13000\n"
+    (tmp_path / "memory.stat").write_text(stat)
+    assert offload.available_bytes() == 78_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert offload.available_bytes() != 78_000
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_capturable_is_refused_by_name(kind: Any):
     model = Model()
