@@ -30,9 +30,10 @@ import mmap
 import os
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -60,32 +61,25 @@ HOST = torch.device("cpu")
 CGROUP = Path("/sys/fs/cgroup")  # of this container
 
 
-class Event(Protocol):
-    """Tells when a copy is done."""
-
-    def synchronize(self) -> None:
-        """Wait until it is done."""
+Wait = Callable[[], object]  # waits until a copy is done
 
 
-class Done:
-    """The event of a copy that was done at once."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
+def _done() -> None:
+    """Return at once: the copy is done."""
 
 
 class Copies:
     """Copies between the host and a device without streams, or between the host and itself."""
 
-    def down(self, host: Tensor, values: Tensor) -> Event:
+    def down(self, host: Tensor, values: Tensor) -> Wait:
         """Copy to the host, after the current stream's work, in parallel with later work."""
         host.copy_(values)
-        return Done()
+        return _done
 
-    def up(self, values: Tensor, host: Tensor) -> Event:
+    def up(self, values: Tensor, host: Tensor) -> Wait:
         """Copy to the device, in the order of the current stream."""
         values.copy_(host)
-        return Done()
+        return _done
 
     def allocate(self, nbytes: int) -> Tensor:
         """Allocate host memory for such copies, zeros, 1-d uint8."""
@@ -98,18 +92,18 @@ class StreamCopies(Copies):
     def __init__(self, device: torch.device) -> None:
         self._device, self._beside = device, torch.cuda.Stream(device)
 
-    def down(self, host: Tensor, values: Tensor) -> Event:
+    def down(self, host: Tensor, values: Tensor) -> Wait:
         self._beside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._beside):
             host.copy_(values, non_blocking=True)
         values.record_stream(self._beside)  # a script may drop it before the copy is done
-        event: Event = self._beside.record_event()
-        return event
+        wait: Wait = self._beside.record_event().synchronize
+        return wait
 
-    def up(self, values: Tensor, host: Tensor) -> Event:
+    def up(self, values: Tensor, host: Tensor) -> Wait:
         values.copy_(host, non_blocking=True)
-        event: Event = torch.cuda.current_stream(self._device).record_event()
-        return event
+        wait: Wait = torch.cuda.current_stream(self._device).record_event().synchronize
+        return wait
 
     def allocate(self, nbytes: int) -> Tensor:
         return pinned(nbytes)
@@ -169,8 +163,8 @@ class HostHome(Home):
         self._means: dict[torch.dtype, Tensor] = {}  # views of _memory
         # The mean of the last copy, and its version at that time.
         self._came: tuple[weakref.ref[Tensor], int] | None = None
-        self._down: Event = Done()
-        self._up: Event = Done()
+        self._down: Wait = _done
+        self._up: Wait = _done
 
     @property
     def device(self) -> torch.device:
@@ -196,7 +190,7 @@ class HostHome(Home):
     def fill(self) -> None:
         own = self.pack.own_data
         self._published = self._copies.allocate(own.nbytes).view(own.dtype)
-        self._copies.down(self._published, own).synchronize()
+        self._copies.down(self._published, own)()
 
     def hash(self) -> Tensor:
         """Return the hash of the model's own span, 0-dim, on the device."""
@@ -209,14 +203,14 @@ class HostHome(Home):
 
     def take(self) -> None:
         """Copy the model's values to the host; waits for the device."""
-        self._up.synchronize()
-        self._copies.down(self._published, self.pack.own_data).synchronize()
+        self._up()
+        self._copies.down(self._published, self.pack.own_data)()
         self._sent = self.hash()
 
     def look(self) -> None:
         if self.is_current:
             return
-        self._up.synchronize()
+        self._up()
         if self._published.numel() and bool(self.differs()):
             self.take()
 
@@ -235,7 +229,7 @@ class HostHome(Home):
         own = grads.own
         nbytes = own.nbytes
         if self._memory.nbytes < nbytes:
-            self._down.synchronize()
+            self._down()
             self._means.clear()
             self._memory = self._copies.allocate(nbytes)
         if own.dtype not in self._means:
@@ -253,8 +247,8 @@ class HostHome(Home):
         return True
 
     def arrive(self) -> None:
-        self._down.synchronize()
-        self._up.synchronize()
+        self._down()
+        self._up()
 
     def used(self) -> None:
         """Note that a step has used the mean."""

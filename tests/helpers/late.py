@@ -1,6 +1,6 @@
-"""Copies between the host and a pretended device, each as late as its event permits.
+"""Copies between the host and a pretended device, each as late as permitted.
 
-What is read before its event was waited for is NaN, and so is a mean that was changed while it went
+What is read before its copy was waited for is NaN, and so is a mean that was changed while it went
 down; what is written while it goes up is an error.
 """
 
@@ -17,12 +17,12 @@ from shardcast.extensions import offload
 
 
 class Pending:
-    """A copy that is made when its event is waited for, or earlier."""
+    """A copy that is made when it is waited for, or earlier."""
 
     def __init__(self, bus: Late, make: Callable[[], None]) -> None:
         self.bus, self.make, self.done = bus, make, False
 
-    def synchronize(self) -> None:
+    def __call__(self) -> None:
         queue = self.bus.queue
         while not self.done:  # copies of one stream are made in order
             first = queue.pop(0)
@@ -47,7 +47,7 @@ class Late(offload.Copies):
     def issue(self, make: Callable[[], None]) -> Pending:
         self.queue.append(copy := Pending(self, make))
         if self.chance is not None and self.chance.random() < 0.3:
-            copy.synchronize()
+            copy()
         return copy
 
     def down(self, host: Tensor, values: Tensor) -> Pending:
