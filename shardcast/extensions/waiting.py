@@ -37,45 +37,12 @@ if TYPE_CHECKING:
 WAKES = 0.25  # seconds within which the thread notices the process's end, which waits for it
 
 
-class _Observed:
-    """The thread's view of one watch: since when the rank has entered no new collective."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = weakref.ref(watch)
-        self._seen, self._since = 0, time.monotonic()
-        self._silence: Silence | None = None
-
-    def look(self) -> None:
-        """Check the watch once."""
-        watch = self._watch()
-        if watch is None:
-            return
-        if self._seen != watch.begun:
-            self._seen, self._since = watch.begun, time.monotonic()
-            self.forget()
-            return
-        silent = time.monotonic() - self._since
-        if silent >= PATIENCE * WRITES_AT / LOOKS:
-            self._silence = self._silence or Silence(watch)
-            self._silence.look(silent)
-
-    def forget(self) -> None:
-        """Called when the rank continues."""
-        silence, self._silence = self._silence, None
-        try:
-            if silence is not None:
-                silence.end()
-        finally:
-            if (watch := self._watch()) is not None:
-                watch.gave_up = False
-
-
 class Lookout:
     """Checks watches of this process, on a thread that lives while there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._observed: weakref.WeakKeyDictionary[Watch, _Observed] = weakref.WeakKeyDictionary()
+        self._observed: weakref.WeakKeyDictionary[Watch, Silence] = weakref.WeakKeyDictionary()
         self._thread: _Thread | None = None
 
     def begin(self, watch: Watch) -> None:
@@ -83,7 +50,7 @@ class Lookout:
         watch.lookout = self
         with self._lock:
             if watch not in self._observed:
-                self._observed[watch] = _Observed(watch)
+                self._observed[watch] = Silence(watch)
             # it is not alive after a fork, either
             if self._thread is None or not self._thread.is_alive():
                 self._thread = _Thread(self)
@@ -96,7 +63,7 @@ class Lookout:
             observed = self._observed.pop(watch, None)
         if observed is not None:
             with contextlib.suppress(Exception):  # the store may be gone
-                observed.forget()
+                observed.end()
         with self._lock:
             last = all(map(_is_over, self._observed))
             thread, self._thread = self._thread, None if last else self._thread
@@ -106,7 +73,11 @@ class Lookout:
 
     def last_known(self, comm: TensorCollectives) -> str:
         """Return where the ranks were when one of them reported its wait; empty if none did."""
-        return last_known(comm)
+        store = comm.store
+        try:
+            return store.get(TOLD).decode() if store is not None and store.check([TOLD]) else ""
+        except Exception:  # the store ended with its process, and the caller has an error to raise
+            return ""
 
     def look(self, thread: threading.Thread) -> bool:
         """Check all once; return whether ``thread`` must check again, which is decided last."""
@@ -172,45 +143,58 @@ RUNS_SCRIPTS = ("shardcast.run", "shardcast.cli", "shardcast.testing")
 
 
 class Silence:
-    """A rank of this process that has entered no collective for long, until it continues."""
+    """A rank of this process, from its last new collective on.
+
+    Attributes:
+        since: when it entered that, by the thread's clock.
+    """
 
     def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+        self._watch, self._begun = weakref.ref(watch), 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.since = time.monotonic()
         # seconds of silence at the last line, and at the next report
         self._written_at = self._next = 0.0
         self._told_in: Any = None  # the store, if this rank is the one that reports
 
-    def look(self, silent: float) -> None:
-        """Write a line, or report, when it is due.
-
-        Args:
-            silent: seconds of silence.
-        """
-        work = self._watch.waits
+    def look(self) -> None:
+        """Write a line, or report, when it is due."""
+        watch = self._watch()
+        if watch is None:
+            return
+        if self._begun != watch.begun:
+            self._begun = watch.begun
+            self.end()
+            return
+        silent, work = time.monotonic() - self.since, watch.waits
         if silent - self._written_at >= PATIENCE * (1 if self._written_at else WRITES_AT / LOOKS):
             self._written_at = silent
-            self._write(json.dumps(self._place(work)))
+            _write(watch, json.dumps(_place(watch, work)))
         if work is not None and silent >= max(PATIENCE, self._next):
             self._next = max(2 * self._next, 2 * PATIENCE)
-            self._tell(work, silent)
+            self._tell(watch, work, silent)
 
     def end(self) -> None:
         """Remove the line and the report, because the rank continues.
 
         If a collective failed, the report stays for the errors of other ranks.
         """
-        if self._written_at:
-            self._write("")
-        if self._told_in is not None and not self._watch.gave_up:
-            self._told_in.delete_key(f"{TOLD}/told")
-            self._told_in.delete_key(TOLD)
+        watch, was_written, told_in = self._watch(), bool(self._written_at), self._told_in
+        self._begin()
+        if watch is None:
+            return
+        try:
+            if was_written:
+                _write(watch, "")
+            if told_in is not None and not watch.gave_up:
+                told_in.delete_key(f"{TOLD}/told")
+                told_in.delete_key(TOLD)
+        finally:
+            watch.gave_up = False
 
-    def _write(self, place: str) -> None:
-        for comm in list(self._watch.comms):
-            if (store := comm.store) is not None:
-                store.set(PLACE.format(comm.rank), place)
-
-    def _tell(self, work: Work, silent: float) -> None:
+    def _tell(self, watch: Watch, work: Work, silent: float) -> None:
         """Log which ranks wait for which; one of the waiting ranks does it for all."""
         comm = work.comm
         store = comm.store
@@ -218,47 +202,45 @@ class Silence:
         if not first:
             return
         self._told_in = store
-        report = self._report(comm, self._place(work))
+        report = _report(comm, _place(watch, work))
         if store is not None:
             store.set(TOLD, report)
         LOG.warning(
             "rank %d of %d has waited %.3g s for the other ranks in %s, after %d steps. %s. It "
             "fails at the process group's timeout unless all ranks reach this call (is it under "
             "`if rank == 0:`?)",
-            *(comm.rank, comm.size, silent, work, self._watch.steps, report),
+            *(comm.rank, comm.size, silent, work, watch.steps, report),
         )
 
-    def _report(self, comm: TensorCollectives, own: dict[str, Any]) -> str:
-        """Return where each rank is, with ranks in the same call grouped."""
-        facts = []
+
+def _write(watch: Watch, place: str) -> None:
+    for comm in list(watch.comms):
         if (store := comm.store) is not None:
-            for rank in range(comm.size):
-                key = PLACE.format(rank)
-                place = own if rank == comm.rank else None
-                if place is None and store.check([key]):
-                    place = json.loads(store.get(key) or "null")
-                facts.append((rank, _told(place)))
-        return by_rank(facts) or _told(own)
-
-    def _place(self, work: Work | None) -> dict[str, object]:
-        """Return where this rank is, as JSON values."""
-        watch = self._watch
-        frame = _compat.frame_of_thread(watch.thread)
-        try:
-            call, line = _place_of(frame)
-        finally:
-            del frame
-        waits = str(work) if work else ""
-        return {"call": call, "line": line, "waits": waits, "steps": watch.steps}
+            store.set(PLACE.format(comm.rank), place)
 
 
-def last_known(comm: TensorCollectives) -> str:
-    """See :meth:`.Lookout.last_known`."""
-    store = comm.store
+def _report(comm: TensorCollectives, own: dict[str, Any]) -> str:
+    """Return where each rank is, with ranks in the same call grouped."""
+    facts = []
+    if (store := comm.store) is not None:
+        for rank in range(comm.size):
+            key = PLACE.format(rank)
+            place = own if rank == comm.rank else None
+            if place is None and store.check([key]):
+                place = json.loads(store.get(key) or "null")
+            facts.append((rank, _told(place)))
+    return by_rank(facts) or _told(own)
+
+
+def _place(watch: Watch, work: Work | None) -> dict[str, object]:
+    """Return where a rank of this process is, as JSON values."""
+    frame = _compat.frame_of_thread(watch.thread)
     try:
-        return store.get(TOLD).decode() if store is not None and store.check([TOLD]) else ""
-    except Exception:  # the store ended with its process, and the caller has its own error to raise
-        return ""
+        call, line = _place_of(frame)
+    finally:
+        del frame
+    waits = str(work) if work else ""
+    return {"call": call, "line": line, "waits": waits, "steps": watch.steps}
 
 
 def _told(place: dict[str, Any] | None) -> str:
