@@ -36,6 +36,7 @@ class Digest(StepHook):
     def __init__(self, optimizer: PackedOptimizer) -> None:
         self._optimizer = optimizer
 
+    @torch.no_grad()
     def digest(self) -> str:
         """Return a hash of all masters and optimizer state: 16 hexadecimal digits.
 
@@ -45,25 +46,18 @@ class Digest(StepHook):
 
         Collective: every rank.
         """
-        packed = self._optimizer
-        packed.together(packed.ready_to_read, "digest")
-        return _digest(packed)
+        optimizer = self._optimizer
+        optimizer.together(optimizer.ready_to_read, "digest")
+        total = torch.zeros((), dtype=torch.int64, device=optimizer.device)
+        for shard in optimizer.shards:
+            if shard.pack.layout.pack_groups.is_primary:  # copies count once
+                for part in _hashes(optimizer, shard):
+                    total += part.to(total.device)
+        optimizer.process_groups.everyone.all_reduce(total, "the digest")
+        return f"{int(total) % (1 << 64):016x}"
 
 
 OPTION = Option("a hash of masters and state", hook=Digest)  # not listed in the table of options
-
-
-@torch.no_grad()
-def _digest(optimizer: PackedOptimizer) -> str:
-    """See :meth:`Digest.digest`. Collective."""
-    process_groups = optimizer.process_groups
-    total = torch.zeros((), dtype=torch.int64, device=optimizer.device)
-    for shard in optimizer.shards:
-        if shard.pack.layout.pack_groups.is_primary:  # copies count once
-            for part in _hashes(optimizer, shard):
-                total += part.to(total.device)
-    process_groups.everyone.all_reduce(total, "the digest")
-    return f"{int(total) % (1 << 64):016x}"
 
 
 def values_of(

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from shardcast.config import ShardcastConfig
 from shardcast.extensions.chance import lanes
+from shardcast.extensions.low_moments import UPPER
 from shardcast.memory.codecs import Codec, Pieces
 from shardcast.option_values import Option, one_of
 from shardcast.plan.precision import MASTER_DTYPE
 
 TIE = 1 << 15  # half of the distance between bf16 neighbors, in fp32 units
-UPPER = -1 << 16  # mask of the upper half of an fp32 value, its bf16 bits
+BYTE = 8  # elements
+GATHER = 0x0102040810204080
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Split16(Codec):
     encoding_bytes = 29
 
     def pieces(self, row: int) -> tuple[tuple[torch.dtype, int], ...]:
-        return ((torch.bfloat16, row), (torch.int16, row), (_word(row), 1))
+        return ((torch.bfloat16, row), (torch.int16, row), (word_of(row), 1))
 
     def decode(self, pieces: Pieces) -> Tensor:
         published, distance, ties = pieces
@@ -52,21 +54,31 @@ class Split16(Codec):
         nan = (pattern & 0x7FFFFFFF) > 0x7F800000
         upper = torch.where(nan, 0x7FC00000, (pattern + (TIE - 1) + even) & UPPER)
         distance = pattern - upper
-        word = _word(values.shape[-1])
-        ties = ((distance == TIE).to(word) << lanes(distance, word)).sum(-1, dtype=word)
+        cast = upper.view(MASTER_DTYPE).to(torch.bfloat16)
         # The upper tie wraps around to the lower one.
-        return upper.view(MASTER_DTYPE).to(torch.bfloat16), distance.to(torch.int16), ties
+        return cast, distance.to(torch.int16), words(distance == TIE)
 
     def merged(self, old: Pieces, new: Pieces, changed: Tensor) -> Pieces:
-        word = _word(changed.shape[-1])
-        mask = (changed.to(word) << lanes(changed, word)).sum(-1, dtype=word)
+        mask = words(changed)
         ties = (new[2] & mask) | (old[2] & ~mask)
         return *(torch.where(changed, n, o) for o, n in zip(old[:2], new[:2], strict=True)), ties
 
 
-def _word(row: int) -> torch.dtype:
+def word_of(row: int) -> torch.dtype:
     """Return the integer dtype with one bit for each element of a row."""
     return {16: torch.int16, 32: torch.int32, 64: torch.int64}.get(row, torch.uint8)
+
+
+def words(changed: Tensor) -> Tensor:
+    """Pack bits of elements, contiguous bool ``(rows, row)``, into words, ``(rows,)``."""
+    row = changed.shape[-1]
+    word = word_of(row)
+    if row % BYTE == 0 and not torch.compiler.is_compiling():
+        # Eight bytes of 0 or 1, times this number, have their bits in the highest byte. This takes
+        # few passes over an eighth of the elements.
+        packed = (changed.view(torch.int64) * GATHER) >> 56
+        return packed.to(torch.uint8).view(word).view(-1)
+    return (changed.to(word) << lanes(changed, word)).sum(-1, dtype=word)
 
 
 def _check(config: ShardcastConfig) -> None:

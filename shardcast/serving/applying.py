@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
+from shardcast.memory.hashing import bits_of
 from shardcast.serving.patches import Changes, WeightPatch
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class DamagedChangesError(RuntimeError):
@@ -177,9 +176,8 @@ def _check_whole(patches: Sequence[WeightPatch], names: Container[str] | None) -
 
 def _write(tensor: Tensor, patch: WeightPatch) -> None:
     """Write by bits, because torch cannot write all dtypes of codes at indices."""
-    bits = INTEGERS[patch.dtype.itemsize]
-    values = patch.values.to(tensor.device).view(bits)
-    flat = tensor.reshape(-1).view(bits)  # a copy, where the tensor is not contiguous
+    values = bits_of(patch.values.to(tensor.device))
+    flat = bits_of(tensor)  # of a copy, where the tensor is not contiguous
     begin = 0 if patch.indices is None else begin_of_run(patch.indices)
     if begin is not None:
         flat[begin : begin + values.numel()].copy_(values)
@@ -235,8 +233,8 @@ def _latest(patches: Sequence[WeightPatch]) -> WeightPatch:
             f"changes: {last.name!r} has several shapes or dtypes; nothing was written"
         )
     places = torch.cat([_places(patch) for patch in patches])
-    bits = INTEGERS[last.dtype.itemsize]  # torch does not index values of all dtypes of codes
-    values = torch.cat([patch.values.view(bits) for patch in patches])
+    # by bits, because torch does not index values of all dtypes of codes
+    values = torch.cat([bits_of(patch.values) for patch in patches])
     places, order = places.sort(stable=True)
     is_last = torch.ones_like(places, dtype=torch.bool)
     torch.ne(places[1:], places[:-1], out=is_last[:-1])

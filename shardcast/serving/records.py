@@ -25,7 +25,9 @@ from torch import Tensor
 
 from shardcast import _compat
 from shardcast.config import ShardcastConfig
+from shardcast.extensions.split_masters import BYTE, word_of, words
 from shardcast.memory.codecs import Codec, Encoded, Pieces, row_of
+from shardcast.memory.hashing import bits_of
 from shardcast.memory.shard import Shard
 from shardcast.memory.slices import slices
 from shardcast.step.update.epilogues import Epilogue, UpdateValues
@@ -34,9 +36,6 @@ if TYPE_CHECKING:
     from shardcast.step.update.rules import Numbers
 
 MARKS = "changes"  # name of the epilogue's state
-BYTE = 8  # elements
-GATHER = 0x0102040810204080
-INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes
 
 
 @dataclass(frozen=True)
@@ -69,24 +68,6 @@ class Nothing(Codec):
 
     def encode(self, values: Tensor, bits: Tensor | None) -> Pieces:
         return ()
-
-
-def word_of(row: int) -> torch.dtype:
-    """Return the integer dtype with one bit for each element of a row."""
-    return {16: torch.int16, 32: torch.int32, 64: torch.int64}.get(row, torch.uint8)
-
-
-def words(changed: Tensor) -> Tensor:
-    """Pack bits of elements, contiguous bool ``(rows, row)``, into words, ``(rows,)``."""
-    row = changed.shape[-1]
-    word = word_of(row)
-    if row % BYTE == 0 and not torch.compiler.is_compiling():
-        # Eight bytes of 0 or 1, times this number, have their bits in the highest byte. This takes
-        # few passes over an eighth of the elements.
-        packed = (changed.view(torch.int64) * GATHER) >> 56
-        return packed.to(torch.uint8).view(word).view(-1)
-    lanes = torch.arange(row, dtype=word, device=changed.device)
-    return (changed.to(word) << lanes).sum(-1, dtype=word)
 
 
 @dataclass(frozen=True)
@@ -247,10 +228,7 @@ class ComparedChanges(Changed):
 
 def _differing(told: Tensor, published: Tensor, start: int, stop: int) -> Tensor:
     """Return where two spans have different bits; see :meth:`Changed.since`."""
-    before, now = (
-        tensor[start:stop].view(INTEGERS[tensor.element_size()]) for tensor in (told, published)
-    )
-    return (before != now).nonzero().view(-1)
+    return (bits_of(told[start:stop]) != bits_of(published[start:stop])).nonzero().view(-1)
 
 
 def record_of(shard: Shard, config: ShardcastConfig) -> Changed:
