@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
@@ -135,28 +135,16 @@ def load_extension(name: str) -> Any:
     return import_module(f"shardcast.{name}" if "." in name else f"shardcast.extensions.{name}")
 
 
-class Declared(Mapping[str, object]):
-    """Metadata of a field that an extension declares; reading it imports the extension."""
+class Declared(dict[str, Any]):
+    """Metadata of a field that an extension declares; what it lacks is read from the extension."""
 
-    KEYS = ("off", "needs", "option", "help", "range")
+    def __init__(self, module: str, **known: object) -> None:
+        super().__init__(known)
+        self._module = module
 
-    def __init__(self, module: str, off: object, needs: Needs | None) -> None:
-        self._module, self._known = module, {"off": off, "needs": needs}
-
-    def __getitem__(self, key: str) -> Any:
-        if key in self._known:
-            return self._known[key]
+    def __missing__(self, key: str) -> Any:
         option: Option = load_extension(self._module).OPTION
         return {"option": option, "help": option.help, "range": option.within}[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.KEYS)
-
-    def __len__(self) -> int:
-        return len(self.KEYS)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.KEYS
 
 
 def extension(off: object, module: str, default: object = None, needs: Needs | None = None) -> Any:
@@ -167,7 +155,7 @@ def extension(off: object, module: str, default: object = None, needs: Needs | N
         default: default value, if not ``off``.
         needs: whether the option applies to these stages of a model.
     """
-    metadata = Declared(module, off, needs)
+    metadata = Declared(module, off=off, needs=needs)
     return field(default=off if default is None else default, metadata=metadata)
 
 
@@ -315,14 +303,13 @@ def as_yaml(value: object) -> Any:
         options = {each.name: getattr(value, each.name) for each in fields(value)}
         return {key: as_yaml(item) for key, item in options.items() if item is not None}
     if isinstance(value, tuple) and any(isinstance(item, ValidatedOptions) for item in value):
-        return {item.name: _without_name(as_yaml(item)) for item in value}
+        by_name = {item.name: as_yaml(item) for item in value}
+        for options in by_name.values():
+            del options["name"]
+        return by_name
     if isinstance(value, tuple):
         return [as_yaml(item) for item in value]
     if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
         return f"{named.__module__}.{named.__qualname__}"
     return value
-
-
-def _without_name(options: dict[str, Any]) -> dict[str, object]:
-    return {key: value for key, value in options.items() if key != "name"}

@@ -56,7 +56,7 @@ def main() -> None:
     except SystemExit as end:
         if end.code:
             raise
-    if not launched.sharded and os.environ.get("RANK", "0") == "0":
+    if not launched.sharded and launched.is_first_process():
         print(UNUSED, file=sys.stderr, flush=True)
     # Scripts of Accelerate and the Trainer seldom destroy the group. A gloo thread that releases a
     # tensor at interpreter exit would abort the process. After an error this is left out, because

@@ -222,15 +222,10 @@ class Guard(Signal):
         The window stays empty if the saved run did not check one of the numbers.
         """
         self.numbers[0] = state.get("spikes", 0)
-        if "guard" in state:
-            self._load(state["guard"])
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        if self._history.numel() and all(name in state for name in self.judged):
+        saved = state.get("guard", {})
+        if self._history.numel() and all(name in saved for name in self.judged):
             window = self._history.shape[1]
-            empty = [math.nan] * window
-            rows = [state[name] for name in self.judged]
-            rows = [[*empty, *row][-window:] for row in rows]
+            rows = [[*[math.nan] * window, *saved[name]][-window:] for name in self.judged]
             self._history.copy_(torch.tensor(rows, dtype=torch.float64))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as match
 from typing import TYPE_CHECKING, ClassVar
@@ -106,7 +106,6 @@ class Metrics(StepHook):
         self._weights = torch.empty(0)  # weight of a fragment: 1, or less for copies
         self._numels = torch.empty(0)
         self._totals: Tensor | None = None
-        self._choices: dict[Hashable, tuple[list[str], Tensor, Tensor]] = {}  # see _chosen
         self._before: dict[Shard, Before] = {}
 
     def before_update(self, decision: Decision) -> None:
@@ -150,7 +149,6 @@ class Metrics(StepHook):
         weights: list[float] = []
         numels: list[float] = []
         self._slots = []
-        self._choices.clear()
         for shard in shards:
             slots, groups = shard.pack.layout.slots, shard.pack.layout.pack_groups
             first = len(self._slots)
@@ -208,31 +206,24 @@ class Metrics(StepHook):
         }
 
     def _chosen(self, patterns: str | Mapping[str, str]) -> tuple[list[str], Tensor, Tensor]:
-        """Return labels, and on the device slots with their labels; cached for the next call."""
-        key = patterns if isinstance(patterns, str) else tuple(patterns.items())
-        if key not in self._choices:
-            if isinstance(patterns, str):
-                pairs = [(name, n) for n, name in enumerate(self._slots) if match(name, patterns)]
-                labels = [name for name, _ in pairs]
-            else:
-                labels = [*patterns]
-                pairs = [
-                    (label, n)
-                    for label, pattern in patterns.items()
-                    for n, name in enumerate(self._slots)
-                    if match(name, pattern)
-                ]
-            unmatched = set(labels) - {label for label, _ in pairs}
-            if unmatched:
-                raise ValueError(
-                    f"metrics: expected patterns of parameter names, got none that match for "
-                    f"{', '.join(map(repr, sorted(unmatched)))}"
-                )
-            rows = {label: row for row, label in enumerate(labels)}
-            places = [n for _, n in pairs], [rows[label] for label, _ in pairs]
-            slots, rows_of_slots = to_device(places, torch.int64, self._optimizer.device)
-            self._choices[key] = labels, slots, rows_of_slots
-        return self._choices[key]
+        """Return labels, and on the device slots with the rows of their labels."""
+        slots = [*enumerate(self._slots)]
+        if isinstance(patterns, str):
+            chosen = {name: [n] for n, name in slots if match(name, patterns)}
+        else:
+            chosen = {
+                label: [n for n, name in slots if match(name, pattern)]
+                for label, pattern in patterns.items()
+            }
+        if unmatched := sorted(label for label, those in chosen.items() if not those):
+            raise ValueError(
+                f"metrics: expected patterns of parameter names, got none that match for "
+                f"{', '.join(map(repr, unmatched))}"
+            )
+        pairs = [(n, row) for row, those in enumerate(chosen.values()) for n in those]
+        both = to_device([*zip(*pairs, strict=True)], torch.int64, self._optimizer.device)
+        places, rows = both.view(2, len(pairs))
+        return [*chosen], places, rows
 
 
 def _of_fragments(row_sums: RowSums, count: int) -> Tensor:

@@ -89,7 +89,7 @@ class FailureSignal(Signal):
         self._count = self._nothing[0]
         self.noted = 2 + self._nothing.numel()
         self.error_here = ""
-        self._gives_loss, self._steps, self._is_told = False, 0, False
+        self._gives_loss = False
         self.takers: Sequence[Signal] = ()  # signals that take a loss
         self.failures: deque[Failure] = deque(maxlen=KEPT)
 
@@ -132,16 +132,16 @@ class FailureSignal(Signal):
 
     def error(self, mistakes: Sequence[float]) -> RuntimeError | None:
         """Note failed ranks; return an error only after too many failed steps in a row."""
-        if self._is_told:  # a clip has decided already
-            return None
+        step = self._comm.steps
         if on_host := _compat.is_host(self._device):
-            self._is_told = True
+            step += 1
+            if self.failures and self.failures[-1].step == step:  # a clip has decided already
+                return None
             texts = known(self.error_here, self._comm, self._device)
-            step, in_row = self._steps + 1, int(self.numbers[0]) + 1
+            in_row = int(self.numbers[0]) + 1
         else:
             in_row, _, *letters = self.numbers.tolist()
             texts = dict(enumerate(_names(letters)))
-            step = self._steps
         facts = [(rank, text) for rank, text in texts.items() if text]
         self.failures += [Failure(step, *fact) for fact in facts]
         if in_row >= self._rule.max_failed_steps:
@@ -180,8 +180,6 @@ class FailureSignal(Signal):
         if not self.error_here:
             self._gives_loss = any(signal.loss is not None for signal in self.takers)
         self.cleared()
-        self._is_told = False
-        self._steps += 1
 
 
 def _encoded(word: str) -> float:
