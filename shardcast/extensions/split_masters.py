@@ -33,7 +33,7 @@ class Split16(Codec):
 
     plain = False
     has_published = True
-    encoding_bytes = 29
+    encoding_bytes = 20
 
     def pieces(self, row: int) -> tuple[tuple[torch.dtype, int], ...]:
         return ((torch.bfloat16, row), (torch.int16, row), (word_of(row), 1))
