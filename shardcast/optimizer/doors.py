@@ -8,7 +8,7 @@ changed are written, cast, recorded, and sent to all ranks. All other elements k
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -228,25 +228,20 @@ class Fragments:
         """Return whether some rank has a gradient of a slot."""
         return pack in self._present and self._present[pack][position]
 
-    def copied(self, shard: Shard, number: int, kind: str) -> Tensor | None:
-        """Return a copy of the result of :meth:`read`."""
-        values = self.read(shard, number, kind)
-        return None if values is None else values.clone()
-
     @torch.no_grad()
     def read(self, shard: Shard, number: int, kind: str) -> Tensor | None:
-        """Return values of a kind, 1-d fp32; they may be the memory itself."""
+        """Return a copy of the values of a kind, 1-d fp32."""
         fragment = shard.fragments[number]
         if kind == MASTER:
-            return shard.exact(fragment)
+            return shard.exact(fragment).clone()
         if kind == GRAD:
             position = shard.pack.layout.slots.index(fragment.slot)
             if not self.has_grad(shard.pack, position):
                 return None
             assert shard.grads is not None
-            return shard.grads.part(position).to(MASTER_DTYPE)
+            return shard.grads.part(position).to(MASTER_DTYPE, copy=True)
         value = self._state_of(shard, number)[kind.removeprefix(STATE)]
-        return value.detach().reshape(-1).to(MASTER_DTYPE)
+        return value.detach().reshape(-1).to(MASTER_DTYPE, copy=True)
 
     @torch.no_grad()
     def write(self, shard: Shard, number: int, edit: Edit) -> None:
@@ -280,25 +275,19 @@ def owned(packed: PackedOptimizer, land: Land) -> Iterator[list[Part]]:
     fragments = Fragments(packed, _landed(packed, "owned", land))
     by_fragment = {
         (shard, number): Part(
-            fragment, fragments.states(shard, number), partial(fragments.copied, shard, number)
+            fragment, fragments.states(shard, number), partial(fragments.read, shard, number)
         )
         for shard in packed.shards
         for number, fragment, _ in shard.owned()
     }
-    ends = _Ends(packed, "owned", [*by_fragment.values()])
-    with ends:
+    with _block(packed, "owned", by_fragment.values()) as found:
         yield [*by_fragment.values()]
     edits: Written = {
-        place: {edit.kind: edit for edit in found}
-        for place, found in zip(by_fragment, ends.edits, strict=True)
-        if found
+        place: {edit.kind: edit for edit in of_part}
+        for place, of_part in zip(by_fragment, found, strict=True)
     }
-    kinds = {kind for of_fragment in edits.values() for kind in of_fragment}
-    if not (found := _found_anywhere(packed, kinds)):
-        return
     _take_first(packed, fragments, edits)
-    changed = _changed_anywhere(packed, edits)
-    _write(packed, fragments, edits, changed, is_grad=GRAD in found)
+    _write(packed, fragments, edits, _changed_anywhere(packed, edits))
 
 
 @contextmanager
@@ -313,12 +302,10 @@ def whole(
     chosen = _chosen(packed, wanted)
     fragments = Fragments(packed, _landed(packed, "whole", land))
     values = _gathered(packed, fragments, chosen)
-    ends = _Ends(packed, "whole", [*values.values()])
-    with ends:
+    with _block(packed, "whole", values.values()) as found:
         yield values
-    of_slots = dict(zip(chosen, ends.edits, strict=True))
+    of_slots = dict(zip(chosen, found, strict=True))
     _refuse_differences(packed, of_slots)
-    found = _found_anywhere(packed, {edit.kind for edits in ends.edits for edit in edits})
     edits: Written = {}
     changed = {shard.pack: [False] * len(shard.pack.layout.slots) for shard, _ in chosen}
     for (shard, position), of_slot in of_slots.items():
@@ -330,8 +317,7 @@ def whole(
                     edit.kind: Edit(edit.kind, edit.changed[part], edit.values[part])
                     for edit in of_slot
                 }
-    if found:
-        _write(packed, fragments, edits, changed, is_grad=GRAD in found)
+    _write(packed, fragments, edits, changed)
 
 
 Place = tuple[Shard, int]  # place of a parameter: a shard, and the position of a slot
@@ -502,47 +488,45 @@ def _refuse_differences(packed: PackedOptimizer, of_slots: Mapping[Place, list[E
     packed.together(refuse, "the end of whole()")
 
 
-class _Ends:
-    """The end of a block: all ranks meet, and raise if any of them raised.
+@contextmanager
+def _block(
+    packed: PackedOptimizer, door: str, every: Collection[Values]
+) -> Iterator[list[list[Edit]]]:
+    """Yield a list that gets the edits of each of the values at the end of the block.
 
-    Attributes:
-        edits: edits of each of the values, after the block has ended.
+    There all ranks meet, and raise if any of them raised.
     """
-
-    def __init__(self, packed: PackedOptimizer, door: str, values: Sequence[Values]) -> None:
-        self._packed, self._values, self._call = packed, values, f"the end of {door}()"
-        self._seen = packed.reduce.versions()
-        self.edits: list[list[Edit]] = []
-        packed.block = (
-            f"leave `with optimizer.{door}(...):` first; its edits are written when the block ends"
-        )
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        packed = self._packed
-        packed.block = ""
-        try:
-            if error is None or isinstance(error, Exception):  # other exceptions end the process
-                packed.sync.wait()
-                self.edits = packed.together(partial(self._found, error), self._call)
-        finally:
-            for values in self._values:
-                values.end()
+    seen, failure = packed.reduce.versions(), None
+    edits: list[list[Edit]] = []
 
     @torch.no_grad()
-    def _found(self, error: Exception | None) -> list[list[Edit]]:
-        if error is not None:
-            raise error
-        edits = [values.edits() for values in self._values]
-        is_grad = any(edit.kind == GRAD for found in edits for edit in found)
-        if is_grad and self._packed.reduce.versions() != self._seen:
+    def find() -> list[list[Edit]]:
+        if failure is not None:
+            raise failure
+        found = [values.edits() for values in every]
+        is_grad = any(edit.kind == GRAD for of_one in found for edit in of_one)
+        if is_grad and packed.reduce.versions() != seen:
             raise RuntimeError(
                 "grad: gradients changed while a block of owned() or whole() edited them; leave "
                 "the block before a backward"
             )
-        return edits
+        return found
+
+    packed.block = (
+        f"leave `with optimizer.{door}(...):` first; its edits are written when the block ends"
+    )
+    try:
+        try:
+            yield edits
+        except Exception as error:  # others end the process
+            failure = error
+        finally:
+            packed.block = ""
+        packed.sync.wait()
+        edits += packed.together(find, f"the end of {door}()")
+    finally:
+        for values in every:
+            values.end()
 
 
 def _landed(packed: PackedOptimizer, call: str, land: Land) -> Mapping[Pack, Sequence[bool]]:
@@ -552,11 +536,11 @@ def _landed(packed: PackedOptimizer, call: str, land: Land) -> Mapping[Pack, Seq
         Per trained pack and slot, whether some rank has a gradient.
     """
     reduce = packed.reduce
-    facts = {"has": reduce.has_gradients, "brings": reduce.brings}
-    found = _found_anywhere(packed, {fact for fact, holds in facts.items() if holds})
-    if "brings" in found:
+    everyone = packed.process_groups.everyone
+    has, brings = _anywhere(everyone, (reduce.has_gradients, reduce.brings), packed.device)
+    if brings:
         land(call)
-    if "has" not in found:
+    if not has:
         return {}
     reduce.multiply_in()
     return reduce.anywhere(call)
@@ -572,16 +556,11 @@ def _check(packed: PackedOptimizer, call: str) -> None:
     packed.ready_to_read()
 
 
-FACTS = ("has", "brings", MASTER, GRAD, STATE)  # facts that _found_anywhere can find
-
-
-def _found_anywhere(packed: PackedOptimizer, facts: set[str]) -> set[str]:
-    """Return facts, or kinds of edits, that hold on some rank. Collective."""
-    known = {STATE if fact.startswith(STATE) else fact for fact in facts}
-    total = torch.tensor([float(fact in known) for fact in FACTS]).to(packed.device)
-    packed.process_groups.everyone.all_reduce(total, "owned() or whole()")
-    counts = zip(FACTS, total.tolist(), strict=True)
-    return {fact for fact, count in counts if count}
+def _anywhere(comm: Comm, facts: Iterable[bool], device: torch.device) -> list[bool]:
+    """Return for each fact whether it holds on some rank. Collective."""
+    total = torch.tensor([*map(float, facts)]).to(device)
+    comm.all_reduce(total, "owned() or whole()")
+    return [count > 0 for count in total.tolist()]
 
 
 def _holders(packed: PackedOptimizer, groups: PackGroups) -> list[Comm]:
@@ -639,9 +618,8 @@ def _changed_anywhere(packed: PackedOptimizer, edits: Written) -> dict[Pack, lis
     found: dict[Pack, list[bool]] = {}
     for groups, shards in kinds.items():
         places = [(s.pack, slot.offset, slot.name) for s in shards for slot in s.pack.layout.slots]
-        total = torch.tensor([float(place in own) for place in places]).to(packed.device)
-        packed.process_groups.data_parallel(groups).all_reduce(total, "owned() or whole()")
-        flags = (total > 0).tolist()
+        comm = packed.process_groups.data_parallel(groups)
+        flags = _anywhere(comm, (place in own for place in places), packed.device)
         for shard in shards:
             count = len(shard.pack.layout.slots)
             found[shard.pack], flags = flags[:count], flags[count:]
@@ -654,18 +632,17 @@ def _write(
     fragments: Fragments,
     edits: Written,
     changed: Mapping[Pack, Sequence[bool]],
-    is_grad: bool,
 ) -> None:
     """Write edits, and send published values of changed packs to all ranks. Collective.
 
     Args:
         changed: per pack and slot, whether its master is edited; equal on the ranks of a pack.
-        is_grad: whether a gradient is edited on some rank.
     """
     for (shard, number), of_fragment in edits.items():
         for edit in of_fragment.values():
             fragments.write(shard, number, edit)
-    if is_grad:
+    is_grad = any(GRAD in of_fragment for of_fragment in edits.values())
+    if any(_anywhere(packed.process_groups.everyone, [is_grad], packed.device)):
         packed.reduce.note_edits()
     sync = Sync()
     for shard in packed.shards:
