@@ -100,11 +100,6 @@ class PackedOptimizer:
         self.shards: list[Shard] = []
         # Stages wait for one another in their backwards, and a step has many.
         at_step = len(self.stages) > 1 or process_groups.parallel_dims.in_pipeline
-        if at_step and plan.config.accumulate == "sharded":
-            raise ValueError(
-                "accumulate: expected 'local' in a pipeline, whose backwards accumulate on each "
-                "rank until step(), got 'sharded'"
-            )
         self.reduce = Reducer(process_groups, plan.config, at_step)
         self.decider = Decider(self.reduce, process_groups, plan.config, self.device, originals)
         self.sync = Sync()

@@ -120,6 +120,11 @@ def plan_for(
     inner = _compat.unwrapped(model)
     parallel_dims = ParallelDims(world) if isinstance(world, int) else world
     originals = OptimizerList.of(optimizers)
+    if config.accumulate == "sharded" and (len(stages) > 1 or parallel_dims.in_pipeline):
+        raise ValueError(
+            "accumulate: expected 'local' in a pipeline, whose backwards accumulate on each rank "
+            "until step(), got 'sharded'"
+        )
     names = {param: name for name, param in inner.named_parameters()}
     groups = validate.check_groups(names, originals, added)
     params = {name: param for param, name in names.items() if name in groups}

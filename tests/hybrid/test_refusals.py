@@ -29,11 +29,19 @@ def at(mesh: DeviceMesh, dim: str) -> int:
 def sharded(
     mesh: DeviceMesh, model: Any = None, optimizer: Any = None, stages: Any = None, **options: Any
 ) -> tuple[nn.Module, Any]:
-    """A small model and its sharded optimizer; ``stages`` may be given in its place."""
+    """A small model and its sharded optimizer; ``stages`` may be given in its place.
+
+    A model that is refused stays as it was.
+    """
     model = Bag(one=(4, 4), two=(4,)) if model is None else model
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
     stages = model if stages is None else stages(model)
-    return model, shardcast.shard(stages, optimizer, **{"mesh": mesh, **options})
+    dtypes = [param.dtype for param in model.parameters()]
+    try:
+        return model, shardcast.shard(stages, optimizer, **{"mesh": mesh, **options})
+    except (TypeError, ValueError, RuntimeError):
+        assert [param.dtype for param in model.parameters()] == dtypes
+        raise
 
 
 def placed(mesh: DeviceMesh, **placements: Any) -> Bag:
