@@ -107,20 +107,14 @@ def activate_packs(packed: PackedOptimizer, indices: Collection[int]) -> None:
             packed.activate(shard)
 
 
-def activate_trained(packed: PackedOptimizer, frozen: Sequence[Shard]) -> list[Shard]:
-    """Activate and return the ``frozen`` shards that now have a gradient on some rank.
-
-    In models with such packs this takes one more small all-reduce, for which the host waits.
-    Parameters that stay frozen are better left out of the optimizer.
-    """
-    has_gradient = [any(p.grad is not None for p in s.pack.params) for s in frozen]
-    return activate_together(packed, frozen, has_gradient)
-
-
 def activate_together(
     packed: PackedOptimizer, frozen: Sequence[Shard], wanted: Sequence[bool]
 ) -> list[Shard]:
-    """Activate and return the ``frozen`` shards that some rank wants. Collective."""
+    """Activate and return the ``frozen`` shards that some rank wants. Collective.
+
+    In models with such packs a step takes this small all-reduce more, for which the host waits.
+    Parameters that stay frozen are better left out of the optimizer.
+    """
     flags = torch.tensor(wanted, dtype=torch.float32).to(packed.device)
     for number, shard in enumerate(frozen):
         pack_groups = shard.pack.layout.pack_groups

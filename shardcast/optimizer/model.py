@@ -277,17 +277,50 @@ class ModelHooks:
                         f"keep_fp32=({pattern!r},)) with a new model"
                     )
 
+    @torch.no_grad()
     def _before_load(
         self,
         module: nn.Module,
-        state_dict: dict[str, object],
+        state_dict: MutableMapping[str, object],
         prefix: str,
-        metadata: dict[str, Any],
+        metadata: Mapping[str, Any],
         *_strictness: object,
     ) -> None:
+        """Load masters at full precision; the model gets them cast. Local.
+
+        If a value is the cast of its master, the master stays as it is, see :meth:`.Shard.load`.
+        While an average is in the model, loaded values replace the average, and go with it. In
+        packs with their own cast, published values replace those in ``state_dict``.
+        """
         if not prefix:  # the module whose load_state_dict() the script calls
             self._in_vain[module] = in_vain(module, state_dict)
-        before_load(self._shards, self._sync, self._loads, module, state_dict, prefix, metadata)
+        if metadata.get("assign_to_params_buffers"):  # torch's own key for assign=True
+            raise RuntimeError(
+                "model: load_state_dict(assign=True) would replace parameters of a sharded model; "
+                "load without assign, or before shardcast.shard"
+            )
+        self._sync.wait()  # loading split masters writes to the packs
+        loaded: dict[nn.Parameter, Tensor] = {}
+        for name, param in module.named_parameters(recurse=False):  # which torch loads next
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor):
+                value = _compat.local_tensor(value)
+                if value.shape == _compat.local_tensor(param).shape:
+                    loaded[param] = value
+        for shard in self._shards:
+            if shard.is_lent or loaded.keys().isdisjoint(shard.pack.in_model):
+                continue
+            is_shared = shard.pack.layout.pack_groups.shard == PLAIN
+            for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True):
+                if param in loaded:
+                    self._loads.note(param, slot.name, is_shared)
+            if shard.in_place:
+                continue
+            for _, fragment, param in shard.owned():
+                if param in loaded:
+                    shard.load(fragment, loaded[param].reshape(-1)[slice(*fragment.param_range)])
+            if shard.in_blocks:
+                _round(shard, module, state_dict, prefix, loaded)
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
@@ -299,61 +332,6 @@ def _tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-
-
-@torch.no_grad()
-def before_load(
-    shards: Sequence[Shard],
-    sync: Sync,
-    loads: Loads,
-    module: nn.Module,
-    state_dict: MutableMapping[str, object],
-    prefix: str,
-    metadata: Mapping[str, Any],
-) -> None:
-    """Load masters at full precision; the model gets them cast. Local.
-
-    If a value is the cast of its master, the master stays as it is, see :meth:`.Shard.load`. While
-    an average is in the model, loaded values replace the average, and go with it.
-
-    Args:
-        shards: shards of all packs of the model.
-        sync: may still be in flight.
-        loads: notes the loaded parameters.
-        module: one of the model's modules, whose own parameters torch loads next.
-        state_dict: values by names with ``prefix``. In packs with their own cast, published values
-            replace them.
-
-    Raises:
-        RuntimeError: ``assign=True``, which would replace parameters; nothing changes.
-    """
-    if metadata.get("assign_to_params_buffers"):  # torch's own key for assign=True
-        raise RuntimeError(
-            "model: load_state_dict(assign=True) would replace parameters of a sharded model; "
-            "load without assign, or before shardcast.shard"
-        )
-    sync.wait()  # loading split masters writes to the packs
-    loaded: dict[nn.Parameter, Tensor] = {}
-    for name, param in module.named_parameters(recurse=False):
-        value = state_dict.get(prefix + name)
-        if isinstance(value, Tensor):
-            value = _compat.local_tensor(value)
-            if value.shape == _compat.local_tensor(param).shape:
-                loaded[param] = value
-    for shard in shards:
-        if shard.is_lent or loaded.keys().isdisjoint(shard.pack.in_model):
-            continue
-        is_shared = shard.pack.layout.pack_groups.shard == PLAIN
-        for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True):
-            if param in loaded:
-                loads.note(param, slot.name, is_shared)
-        if shard.in_place:
-            continue
-        for _, fragment, param in shard.owned():
-            if param in loaded:
-                shard.load(fragment, loaded[param].reshape(-1)[slice(*fragment.param_range)])
-        if shard.in_blocks:
-            _round(shard, module, state_dict, prefix, loaded)
 
 
 def in_vain(module: nn.Module, state_dict: Mapping[str, object]) -> str:

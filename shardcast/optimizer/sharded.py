@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property, wraps
+from functools import wraps
 from itertools import compress
 from numbers import Real
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -24,7 +24,7 @@ from shardcast.memory.gradients import nothing
 from shardcast.memory.shard import take_moved
 from shardcast.messages import GRAD_SCALER, page
 from shardcast.optimizer import doors
-from shardcast.optimizer.groups import activate_trained, add_group, assign_groups
+from shardcast.optimizer.groups import activate_together, add_group, assign_groups
 from shardcast.optimizer.model import name_unheld
 from shardcast.optimizer.norms import ParameterNorms
 from shardcast.optimizer.packed import MemoryReport, PackedOptimizer, close, report_of
@@ -99,6 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(self, packed: PackedOptimizer) -> None:
         self._packed, self._clip = packed, Clip(packed.reduce)
         self._norms = ParameterNorms(packed, self._land)
+        self._states, self._full = StateDict(packed), FullState(packed)
         originals = packed.originals.optimizers
         defaults = originals[0].defaults if len(originals) == 1 else {}
         super().__init__(packed.originals.groups, defaults)
@@ -113,8 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not packed.process_groups.everyone.agree(call, packed.device) or state:
             self._states.apply(self._states.plan_plain(state))
         places = range(len(originals)) if len(originals) > 1 else ()
-        self._handles: list[OptimizerHandle] = []
-        self._handles += [OptimizerHandle(self, packed, self._handles, place) for place in places]
+        self._handles = [OptimizerHandle(self, place) for place in places]
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (*self._handles,) or (self,)
         for original in originals:
             retire(original)
@@ -242,12 +242,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scale.look(packed.reduce.grads, has_run)
         packed.reduce.finish(call)
         if frozen:
-            # After the reduction, which other ranks started in their backward. This reduces newly
-            # trained packs. Ranks in another call would issue another all-reduce, so ranks first
-            # compare calls. With model parallelism, ranks without frozen packs do not get here.
+            # After the reduction, which other ranks started in their backward. This reduces packs
+            # that now have a gradient on some rank. Ranks in another call would issue another
+            # all-reduce, so ranks first compare calls. With model parallelism, ranks without frozen
+            # packs do not get here.
             if packed.process_groups.model.size == 1:
                 packed.decider.meet(call)
-            activated = activate_trained(packed, frozen)
+            has_gradient = [any(p.grad is not None for p in s.pack.params) for s in frozen]
+            activated = activate_together(packed, frozen, has_gradient)
             if scale is not None:
                 scale.look([s.grads for s in activated if s.grads is not None], has_run, more=True)
 
@@ -592,14 +594,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._last_skip
 
     # -- groups and state --------------------------------------------------------------------
-
-    @cached_property
-    def _states(self) -> StateDict:
-        return StateDict(self._packed)
-
-    @cached_property
-    def _full(self) -> FullState:
-        return FullState(self._packed)
 
     @property
     def config(self) -> ShardcastConfig:
@@ -1007,19 +1001,13 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     _ready = False  # the base class fills in the groups
 
-    def __init__(
-        self,
-        sharded: ShardedOptimizer,
-        packed: PackedOptimizer,
-        handles: Sequence[OptimizerHandle],
-        place: int,
-    ) -> None:
-        self._sharded, self._packed, self._handles, self._place = sharded, packed, handles, place
+    def __init__(self, sharded: ShardedOptimizer, place: int) -> None:
+        self._sharded, self._packed, self._place = sharded, packed_of(sharded), place
         self._stepped_with: object = None  # gradients at the first step, until all have stepped
         self._options: list[Group] = []  # of its groups, at that step
         self._versions: list[int] = []  # of its parameters, likewise
         self._zero_grad_after: bool | None = None  # set_to_none of a deferred zero_grad
-        original = packed.originals.optimizers[place]
+        original = self._packed.originals.optimizers[place]
         self.name = type(original).__name__
         super().__init__(original.param_groups, original.defaults)
         for call in ("state_dict", "load_state_dict"):
@@ -1051,7 +1039,7 @@ class OptimizerHandle(torch.optim.Optimizer):
                 f"step: the handle of {_named(self)} takes no closure, which each handle would "
                 "run again; pass it to step() of the optimizer that shardcast.shard returned"
             )
-        handles = self._handles
+        handles = self._sharded._handles
         waiting = [handle for handle in handles if handle._stepped_with is None]
         if self not in waiting:
             raise RuntimeError(
@@ -1093,7 +1081,7 @@ class OptimizerHandle(torch.optim.Optimizer):
     @_compat.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of its own parameters, after they are used. Local."""
-        stepped = [handle for handle in self._handles if handle._stepped_with is not None]
+        stepped = [each for each in self._sharded._handles if each._stepped_with is not None]
         if self in stepped:  # other handles have not stepped yet
             self._zero_grad_after = set_to_none
             return
@@ -1163,7 +1151,7 @@ def _names(handles: Sequence[OptimizerHandle]) -> str:
 
 def _named(handle: OptimizerHandle) -> str:
     """Return its class, with its number if several have the same class."""
-    names = [each.name for each in handle._handles]
+    names = [each.name for each in handle._sharded._handles]
     place = f" (optimizers[{handle._place}])" if names.count(handle.name) > 1 else ""
     return f"{handle.name}{place}"
 

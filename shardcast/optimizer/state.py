@@ -180,7 +180,9 @@ class StateDict:
                 if is_local:
                     master = torch.empty(0) if master is None else master  # refused below
                     check_numel(master, fragment.numel, (fragment.numel,), fragment, "master")
-                    check_sizes(elementwise, fragment, values)
+                    for name, value in values.items() if elementwise else ():
+                        if isinstance(value, Tensor) and value.dim():
+                            check_numel(value, fragment.numel, (fragment.numel,), fragment, name)
                 fragments.append(FragmentState(shard, number, values, master))
         return fragments
 
@@ -559,15 +561,6 @@ def is_elementwise(value: object, fragment: Fragment, flat: bool) -> bool:
     """
     shapes = (fragment.shape, (fragment.numel,)) if flat else (fragment.shape,)
     return isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) in shapes
-
-
-def check_sizes(
-    elementwise: bool, fragment: Fragment, values: dict[str, object]
-) -> dict[str, object]:
-    for name, value in values.items():
-        if isinstance(value, Tensor) and value.dim() and elementwise:
-            check_numel(value, fragment.numel, (fragment.numel,), fragment, name)
-    return values
 
 
 def check_numel(
