@@ -152,9 +152,10 @@ def judge(
 
 PREAMBLE = """# Evidence
 
-These are other libraries' own tests. `bash launch/test.sh --foreign` runs them on shardcast. None
-of them is part of this repository. Each section lists what is replaced before a run, such as
-imports and devices; no assertion is replaced.
+`bash launch/test.sh --foreign` runs other libraries' own tests on shardcast. None of them is part
+of this repository. Each section lists what is replaced before a run, such as imports and devices;
+no assertion is replaced. The tests of DCP and FSDP2 are rewritten, with the original models and
+tolerances.
 
 *Passed* means that the whole test passes. *Refused* means an error that names cause and remedy; the
 run checks its words. *Not applicable* means that the test asks for something that shardcast does
