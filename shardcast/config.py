@@ -58,17 +58,17 @@ class ShardcastConfig(ValidatedOptions):
         "or none",
     )
     cast_forward_inputs: bool = option(
-        True, "cast activations to param_dtype where a module with low-precision weights takes them"
+        True, "cast activations to param_dtype at the inputs of modules with low-precision weights"
     )
     autocast: bool = option(
         True,
-        "compute as under torch.autocast: norms, vectors and outputs of embeddings are in fp32; "
-        "false: compute in param_dtype throughout, which is faster",
+        "compute as under torch.autocast: normalization layers, vectors and outputs of embeddings "
+        "are in fp32; false: compute in param_dtype throughout, which is faster",
     )
     convert_rest: bool = option(
         False,
         "cast parameters that are not trained to param_dtype, too; false: they keep their dtype, "
-        "and autocast casts them in each forward. autocast: false implies true",
+        "and autocast casts them in each forward. autocast: false turns this on",
     )
     fp32_outputs: tuple[str, ...] = option(
         (),

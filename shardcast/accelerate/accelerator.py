@@ -276,7 +276,7 @@ class ShardcastAccelerator(Accelerator):
     # -- backward and step --------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward of ``loss``, times the loss scale, over the accumulation steps.
+        """Scale ``loss``, divide it by the accumulation steps, and run its backward.
 
         If tokens are counted (:meth:`ShardedOptimizer.count`), the loss is divided by them only.
         Collective in the last micro-batch of a step: every rank.

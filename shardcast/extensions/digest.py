@@ -29,7 +29,7 @@ ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 
 
 
 class Digest(StepHook):
-    """The hash of one optimizer. It belongs to no option; the first call loads it."""
+    """Hash of the masters and state of one optimizer."""
 
     name = "digest"
 

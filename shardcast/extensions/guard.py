@@ -230,7 +230,7 @@ class Guard(Signal):
 
 
 class Guarded(StepHook):
-    """The guard's counters, as a script reads them."""
+    """Counters of the guard."""
 
     name = "guard"
 

@@ -89,7 +89,7 @@ class Before:
 
 
 class Metrics(StepHook):
-    """Sums of :class:`.SquareSums` over all ranks that have a part of a parameter."""
+    """Norms of each parameter, summed over all ranks that hold a part of it."""
 
     name = "metrics"
 

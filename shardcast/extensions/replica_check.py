@@ -51,7 +51,7 @@ class Copies(NamedTuple):
 
 
 class ReplicaCheck(StepHook):
-    """Compares hashes, group by group: 8 bytes of each rank as long as all are equal."""
+    """Comparison of replicas by their hashes; ranks exchange 8 bytes if all are equal."""
 
     name = "replica_check"
 

@@ -83,9 +83,9 @@ def shard(
             Dimensions other than ``dp`` are model-parallel: ranks along them agree on norms, skips
             and clips, and parameters are DTensors (``Shard`` or ``Replicate``) or plain copies.
         dp: the data-parallel dimension of ``mesh``; or two, ``(replicas, shards)``; or several,
-            flattened into one mesh. With context parallelism
-            ``mesh["dp", "cp"]._flatten("dp_cp")``.
-        pp: the pipeline dimension, along which each rank has other parameters, if ``mesh`` has it.
+            flattened into one: with context parallelism ``mesh["dp", "cp"]._flatten("dp_cp")``.
+        pp: the pipeline dimension of ``mesh``, if it has one. Along it, ranks hold different
+            stages.
         tied: weights that two pipeline stages hold, ``(name on one, name on the other)``. They
             start equal and stay equal, and their gradients are summed.
         grad_sum_over: by model-parallel dimension, name patterns of plain parameters with a partial

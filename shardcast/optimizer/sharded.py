@@ -652,7 +652,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """End training: restore the model's own dtype, with the fp32 masters as values.
 
         Do not use this optimizer afterwards. You can train the model without it, or shard it again.
-        Parameters outside the optimizer, and buffers, keep their rounded values.
+        Values that ``convert_rest`` or ``cast_buffers`` rounded stay rounded.
 
         Collective: every rank, unless ``restore=False``.
 
@@ -666,12 +666,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Read-only view of torch's state by model parameter, with the values that all ranks know.
+        """Read-only view of torch's state by model parameter.
 
-        These are ``step`` of the classes of ``torch.optim``: how many steps have updated a
-        parameter. Tensors are sharded, and only owners know all other values, so reading them
-        raises an error on every rank: use :meth:`whole`, or :meth:`owned` for this rank's part.
-        :meth:`load_state_dict` replaces the state. Local.
+        With the classes of ``torch.optim``, every rank can read ``step``, the number of updates of
+        a parameter. Reading tensors, or numbers that only owners have, raises an error on every
+        rank: use :meth:`whole`, or :meth:`owned` for this rank's part. :meth:`load_state_dict`
+        replaces the state. Local.
         """
         if self._packed.plain_names is not None:
             return self._packed.plain_names

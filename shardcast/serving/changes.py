@@ -30,7 +30,7 @@ from shardcast.step.step_hook import StepHook
 
 
 class ChangesOfRank(StepHook):
-    """Changes of one rank. A version has a number and the name of its run."""
+    """Changes of one rank since a version."""
 
     name = "changes"
 

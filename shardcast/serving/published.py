@@ -92,7 +92,7 @@ class Published(NamedTuple):
 
 
 class PublishedReader(StepHook):
-    """Reads codes and scales of the parameters of one optimizer."""
+    """Codes and scales of the parameters of one optimizer."""
 
     name = "published"
 
