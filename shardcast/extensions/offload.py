@@ -146,7 +146,8 @@ class HostHome(Home):
     """Host memory for a pack.
 
     Attributes:
-        is_current: nobody writes to the model, as within a step, so :meth:`look` need not check.
+        is_current: nobody writes to the model or the mean, as within a step, so that
+            :meth:`look` and :meth:`mean` need not check.
     """
 
     is_apart: ClassVar[bool] = True
@@ -161,8 +162,9 @@ class HostHome(Home):
         self._sent: Tensor | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)  # memory of means
         self._means: dict[torch.dtype, Tensor] = {}  # views of _memory
-        # The mean of the last copy, and its version at that time.
-        self._came: tuple[weakref.ref[Tensor], int] | None = None
+        # The mean of the last copy, and its hash at that time. An edit through ``.grad.data`` of a
+        # mean that ``.grad`` shows makes no new version.
+        self._came: tuple[weakref.ref[Tensor], Tensor] | None = None
         self._down: Wait = _done
         self._up: Wait = _done
 
@@ -235,13 +237,18 @@ class HostHome(Home):
         if own.dtype not in self._means:
             self._means[own.dtype] = self._memory[:nbytes].view(own.dtype)
         self._down = self._copies.down(self._means[own.dtype], own)
-        self._came = weakref.ref(own), own._version
+        self._came = weakref.ref(own), self._hash(own)
 
     def mean(self, grads: Gradients) -> Tensor:
         own = grads.own
-        if self._came is None or self._came[0]() is not own or self._came[1] != own._version:
+        if not self.is_current and not self._has(own):
             self.bring(grads)
         return self._means[own.dtype]
+
+    def _has(self, own: Tensor) -> bool:
+        """Return whether the mean is on its way to the host as it is now; waits for the device."""
+        came = self._came
+        return came is not None and came[0]() is own and bool(came[1] == self._hash(own))
 
     def keeps_mean(self, grads: Gradients) -> bool:
         return True

@@ -175,6 +175,7 @@ def test_each_own_element_goes_down_once_and_up_once_in_a_step(bus: Late):
     assert moved() == (whole + edited, whole)
     assert moved() == (whole, whole)
     assert moved(lambda: model.up.weight.grad.mul_(2.0)) == (whole + edited, whole)
+    assert moved(lambda: model.up.weight.grad.data.mul_(2.0)) == (whole + edited, whole)
     infinite = torch.full_like(model.down.weight, torch.inf)
     down, up = moved(lambda: setattr(model.down.weight, "grad", infinite))
     assert down > whole and up == 0, "a skipped step publishes nothing"
