@@ -120,6 +120,7 @@ def train(row: Mapping[str, Any], group: Any, folder: str | None, sleeps: bool) 
         optimizer.zero_grad()
         if sleeps and step in (0, 2):
             before, keep = held(optimizer), row["keep"]
+            model.load_state_dict(model.state_dict())  # as a resumed run before its first rollout
             moved = optimizer.sleep(keep, to=folder if row["to"] else None)
             report = optimizer.memory_report()
             gone = {"parameters", "masters", "state", "averages"}.difference(keep)

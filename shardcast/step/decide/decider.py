@@ -249,6 +249,7 @@ class Decider:
             reading = self.refusal.read(totals[self.refusal])
         if any(mistakes := reading.tolist()):
             raise self.refusal.error(mistakes)
+        self.refusal.loads.clear()  # equal on all ranks; sleep() takes their memory
 
     def _judged(self, readings: Parts, norm: Tensor) -> dict[Signal, Verdict]:
         verdicts = {}
