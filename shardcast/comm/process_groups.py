@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from shardcast._compat.groups import group_of
 from shardcast.comm.objects import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.plan.parallel_dims import PLAIN, PackGroups, ParallelDims
+
+T = TypeVar("T")
 
 
 class ProcessGroups:
@@ -64,6 +67,26 @@ class ProcessGroups:
     def data_parallel(self, pack_groups: PackGroups) -> Comm:
         """Return the data-parallel ranks that hold the same parameters."""
         return self.dp if pack_groups.shard == PLAIN else self.comm(pack_groups.shard)
+
+    def anywhere(
+        self, flags: Mapping[T, tuple[PackGroups, Sequence[bool]]], device: torch.device, call: str
+    ) -> dict[T, list[bool]]:
+        """Return which flags of each pack are true on some rank that holds it. Collective.
+
+        It takes an all-reduce per kind of pack, for which the host waits.
+        """
+        kinds: dict[PackGroups, list[T]] = {}
+        for pack, (pack_groups, _) in flags.items():
+            kinds.setdefault(pack_groups._replace(is_primary=True), []).append(pack)
+        found: dict[T, list[bool]] = {}
+        for pack_groups, packs in kinds.items():
+            own = [flag for pack in packs for flag in flags[pack][1]]
+            total = torch.tensor(own, dtype=torch.float32).to(device)
+            for comm in (self.data_parallel(pack_groups), *self.comms(pack_groups.reduce)):
+                comm.all_reduce(total, call)
+            every = iter((total > 0).tolist())
+            found.update((pack, [*islice(every, len(flags[pack][1]))]) for pack in packs)
+        return found
 
     def end_watch(self) -> None:
         """Stop watching these ranks, once training is over; see :mod:`.watch`. Local."""

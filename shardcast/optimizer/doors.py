@@ -606,24 +606,16 @@ def _take_first(packed: PackedOptimizer, fragments: Fragments, edits: Written) -
 
 def _changed_anywhere(packed: PackedOptimizer, edits: Written) -> dict[Pack, list[bool]]:
     """Return per pack and slot whether some rank edits its master. Collective."""
-    kinds: dict[PackGroups, list[Shard]] = {}
-    for shard in packed.shards:
-        groups = shard.pack.layout.pack_groups._replace(is_primary=True)
-        kinds.setdefault(groups, []).append(shard)
     own = {
-        (shard.pack, shard.fragments[number].slot.offset, shard.fragments[number].slot.name)
+        (shard.pack, shard.fragments[number].slot)
         for (shard, number), of_fragment in edits.items()
         if MASTER in of_fragment
     }
-    found: dict[Pack, list[bool]] = {}
-    for groups, shards in kinds.items():
-        places = [(s.pack, slot.offset, slot.name) for s in shards for slot in s.pack.layout.slots]
-        comm = packed.process_groups.data_parallel(groups)
-        flags = _anywhere(comm, (place in own for place in places), packed.device)
-        for shard in shards:
-            count = len(shard.pack.layout.slots)
-            found[shard.pack], flags = flags[:count], flags[count:]
-    return found
+    flags = {
+        pack: (pack.layout.pack_groups, [(pack, slot) in own for slot in pack.layout.slots])
+        for pack in (shard.pack for shard in packed.shards)
+    }
+    return packed.process_groups.anywhere(flags, packed.device, "owned() or whole()")
 
 
 @torch.no_grad()

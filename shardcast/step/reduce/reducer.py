@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from shardcast import _compat
-from shardcast.comm import Buffers, Comm, ProcessGroups, Reduction, warn_first
+from shardcast.comm import Buffers, ProcessGroups, Reduction, warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.memory.gradients import Act, Gradients, nothing, set_grad_dtype
 from shardcast.memory.pack import Pack
-from shardcast.plan.parallel_dims import PackGroups
 from shardcast.plan.precision import MASTER_DTYPE, SHORT_SUM, exact_sums, grad_dtype, wire_dtype
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import (
@@ -336,31 +335,16 @@ class Reducer:
             grads.share()
 
     def _anywhere(self, call: str) -> dict[Pack, list[bool]]:
-        """Return per pack and slot whether a rank has a gradient, and whether one has fp32 sums.
-
-        It takes an all-reduce per kind of pack, for which the host waits.
-        """
-        kinds: dict[PackGroups, list[Pack]] = {}
-        for pack in self.buckets:
-            kinds.setdefault(pack.layout.pack_groups._replace(is_primary=True), []).append(pack)
-        found: dict[Pack, list[bool]] = {}
-        for pack_groups, packs in kinds.items():
-            every = [self.buckets[pack].grads for pack in packs]
-            flags = [
-                flag
-                for grads in every
-                for flag in (*grads.presence(), grads.own.dtype == MASTER_DTYPE)
-            ]
-            total = torch.tensor(flags, dtype=torch.float32).to(packs[0].data.device)
-            data = self.process_groups.data_parallel(pack_groups)
-            comms: list[Comm] = [data, *self.process_groups.comms(pack_groups.reduce)]
-            for comm in comms:
-                comm.all_reduce(total, call)
-            flags = (total > 0).tolist()
-            for pack in packs:
-                count = len(pack.params) + 1
-                found[pack], flags = flags[:count], flags[count:]
-        return found
+        """Return per pack and slot whether a rank has a gradient, and whether one has fp32 sums."""
+        flags = {
+            grads.pack: (
+                grads.pack.layout.pack_groups,
+                [*grads.presence(), grads.own.dtype == MASTER_DTYPE],
+            )
+            for grads in self.grads
+        }
+        device = next((pack.data.device for pack in self.buckets), torch.device("cpu"))
+        return self.process_groups.anywhere(flags, device, call)
 
     def _flush(self) -> None:
         """Send everything left, land all means, and note what a script did to earlier ones.
