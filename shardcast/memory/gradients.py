@@ -78,9 +78,9 @@ class Gradients:
         pack: Pack,
         dtype: torch.dtype,
         wire: torch.dtype,
-        widens: bool = False,
-        before_edit: Callable[[], None] = nothing,
-        norm_of: Callable[[Gradients, int, float], Tensor | None] = nothing,
+        widens: bool,
+        before_edit: Callable[[], None],
+        norm_of: Callable[[Gradients, int, float], Tensor | None],
     ) -> None:
         self.pack, self.low, self._wire, self._widens = pack, dtype, wire, widens
         _, start, stop = pack.own

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -29,24 +28,24 @@ PACK, MESSAGE, MOST = 16 * MIB, MIB // 4, 1024 * MIB
 def describe(
     named: Mapping[str, nn.Parameter],
     config: ShardcastConfig,
-    groups: Mapping[str, GroupId] | None = None,
-    storage_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
-    costs: Mapping[str, float] = MappingProxyType({}),
-    pack_groups_by_name: Mapping[str, PackGroups] | None = None,
-    flags: Mapping[GroupId, str] = MappingProxyType({}),
+    groups: Mapping[str, GroupId],
+    storage_dtype: Callable[[nn.Parameter], torch.dtype],
+    costs: Mapping[str, float],
+    pack_groups_by_name: Mapping[str, PackGroups],
+    flags: Mapping[GroupId, str],
 ) -> list[ParamInfo]:
     """Return the planner's view of parameters, in the order of ``named`` (model order).
 
     Args:
-        groups: each parameter's optimizer group; ``None``: one for all.
-        storage_dtype: returns the storage dtype of a parameter; ``None`` keeps the current ones.
+        groups: each parameter's optimizer group.
+        storage_dtype: returns the storage dtype of a parameter.
         costs: costs of updates, to balance whole parameters, if not their elements.
-        pack_groups_by_name: process groups of each parameter, if the job has a mesh.
+        pack_groups_by_name: process groups of each parameter.
         flags: flags of each group, see :class:`.ParamInfo`.
     """
     # Numbered in order of appearance, because cuda:0 on one rank is cuda:1 on another.
     devices: dict[torch.device, str] = {}
-    infos, plain, publishing = [], PackGroups(), publishing_of(config)
+    infos, publishing = [], publishing_of(config)
     for name, param in named.items():
         device = devices.get(param.device)
         if device is None:
@@ -54,9 +53,8 @@ def describe(
             count = sum(device.type == kind for device in devices)
             device = devices[param.device] = f"{kind} {count + 1}" if count else kind
         shape = tuple(_compat.local_tensor(param).shape)
-        dtype = param.dtype if storage_dtype is None else storage_dtype(param)
+        dtype = storage_dtype(param)
         cast, unit = publishing.cast(name, shape, dtype) if publishing else ("", 1)
-        group = GroupId() if groups is None else groups[name]
         infos.append(
             ParamInfo(
                 name,
@@ -64,13 +62,13 @@ def describe(
                 dtype,
                 device,
                 param.requires_grad,
-                group,
+                groups[name],
                 "" if config.group_fn is None else repr(config.group_fn(name, param)),
-                plain if pack_groups_by_name is None else pack_groups_by_name[name],
+                pack_groups_by_name[name],
                 costs.get(name),
                 cast,
                 unit,
-                flags.get(group, ""),
+                flags[groups[name]],
             )
         )
     return infos
@@ -103,22 +101,20 @@ def with_algorithms(
 
 def plan_packs(
     params: Sequence[ParamInfo],
-    world: int | ParallelDims,
-    partition: str | Mapping[GroupId, str],
+    parallel_dims: ParallelDims,
+    partitions: Mapping[GroupId, str],
     config: ShardcastConfig,
     first: int = 0,
 ) -> Layout:
     """Plan the packs of ``params`` (in model order), without algorithms.
 
     Args:
-        world: number of ranks, or the dimensions of a mesh.
-        partition: ``even`` or ``whole``, for all parameters or by index of their group.
+        partitions: ``even`` or ``whole``, by group.
         config: its pack options are used; without ``pack_mb`` packs grow with the world.
         first: index of the first pack.
     """
     pack_mb, pack_params, alone = config.pack_mb, config.pack_params, config.unpacked_first
     bins: list[list[ParamInfo]] = [[param] for param in params[:alone]]
-    parallel_dims = ParallelDims(world) if isinstance(world, int) else world
     grown = min(max(PACK, MESSAGE * parallel_dims.world_size), MOST)
     most = grown if pack_mb is None else int(pack_mb * MIB)
     open_bins: dict[PackKey, list[ParamInfo]] = {}  # the open pack of each kind
@@ -145,15 +141,14 @@ def plan_packs(
         filled[key] += aligned(param)
         remaining[key] -= aligned(param)
     bins.sort(key=lambda members: parallel_dims.set_up_order(members[0].pack_groups))
-    by_group = {p.group: partition for p in params} if isinstance(partition, str) else partition
     owners: dict[str, int] = {}
-    undivided = [param for param in params if by_group[param.group] == "whole"]
+    undivided = [param for param in params if partitions[param.group] == "whole"]
     for cut in dict.fromkeys(param.pack_groups.shard for param in undivided):
         alike = [param for param in undivided if param.pack_groups.shard == cut]
         owners |= assign_owners(alike, parallel_dims.ranks(alike[0].pack_groups))
     packs = []
     for index, members in enumerate(bins, first):
-        key, mode = members[0].pack_key, by_group[members[0].group]
+        key, mode = members[0].pack_key, partitions[members[0].group]
         members.sort(key=lambda param: param.group)  # keeps model order within a group
         size = parallel_dims.ranks(key.pack_groups)
         align = max(1, config.alignment // key.dtype.itemsize)

@@ -14,6 +14,7 @@ from torch import nn
 import shardcast
 from shardcast.plan.layout import GroupId, Layout, ParamInfo
 from shardcast.plan.packing import describe, plan_packs
+from shardcast.plan.parallel_dims import PackGroups, ParallelDims
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,7 +28,9 @@ OPTIONS: dict[str, Any] = {
 
 
 def plan(params: list[ParamInfo], world: int, partition: str, **options: Any) -> Layout:
-    return plan_packs(params, world, partition, shardcast.ShardcastConfig(**options))
+    partitions = {param.group: partition for param in params}
+    config = shardcast.ShardcastConfig(**options)
+    return plan_packs(params, ParallelDims(world), partitions, config)
 
 
 @st.composite
@@ -239,7 +242,9 @@ def test_ranks_on_different_gpus_of_one_kind_have_equal_digests():
     digests = set()
     for index in range(2):
         param: Any = OnDevice(index)
-        infos = describe({"weight": param}, shardcast.ShardcastConfig())
+        config, group = shardcast.ShardcastConfig(), GroupId()
+        facts = {}, {"weight": PackGroups()}, {group: ""}
+        infos = describe({"weight": param}, config, {"weight": group}, lambda p: p.dtype, *facts)
         digests.add(plan(infos, 2, "even", **OPTIONS).digest())
     assert len(digests) == 1
 

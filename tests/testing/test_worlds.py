@@ -17,8 +17,9 @@ from torch import nn
 import shardcast
 from shardcast.comm import Comm
 from shardcast.plan.algorithms import Topology
-from shardcast.plan.layout import Layout, ParamInfo
+from shardcast.plan.layout import GroupId, Layout, ParamInfo
 from shardcast.plan.packing import MESSAGE, MIB, plan_packs, with_algorithms
+from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.testing import Collective, fake_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -44,7 +45,8 @@ def layout_of(
     world_size: int, partition: str = "even", topology: Topology | None = None, **fields: Any
 ) -> Layout:
     config = shardcast.ShardcastConfig(**fields)
-    layout = plan_packs(seven_billion(), world_size, partition, config)
+    dims, partitions = ParallelDims(world_size), {GroupId(): partition}
+    layout = plan_packs(seven_billion(), dims, partitions, config)
     return with_algorithms(layout, config, topology or Topology("nccl", min(8, world_size)))
 
 
