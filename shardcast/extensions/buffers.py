@@ -72,14 +72,15 @@ class Buffers(StepHook):
         stages = self._stages if self._comm.size > 1 else ()
         self._modules = [pair for stage in stages for pair in stage.named_modules()]
         self._warned = set[str]()
-        entries = [*self._found()]
-        self._known = {(module, key) for _, module, key, _ in entries}
-        self._registered = self._count()
-        self._places = [
-            Place(name, module, key, buffer.shape, buffer.dtype, buffer.device)
-            for name, module, key, buffer in entries
-            if is_dense(buffer) and not self._is_left_out(name)
-        ]
+        self._known = set[tuple[nn.Module, str]]()
+        self._places: list[Place] = []
+        seen = set[Tensor]()
+        for name, module, key, buffer in self._new():
+            local = _compat.local_tensor(buffer)
+            if buffer not in seen and is_dense(local) and not self._is_left_out(name):
+                of_local = local.shape, local.dtype, local.device
+                self._places.append(Place(name, module, key, *of_local))
+            seen.add(buffer)
         self._of_root: dict[nn.Module, list[Place]] = {}
         self._due: dict[nn.Module, bool] = {}  # whether its next forward sends buffers first
         hook = torch.compiler.disable(self._before_forward, reason=OUTSIDE)
@@ -97,8 +98,7 @@ class Buffers(StepHook):
 
     def after_update(self, decision: Decision) -> None:
         """Send rank 0's buffers to all ranks."""
-        if self._count() != self._registered:
-            self._warn_of_new()
+        self._warn_of_new()
         self._broadcast(self._places)
 
     def sent(self) -> dict[str, Tensor] | None:
@@ -151,21 +151,9 @@ class Buffers(StepHook):
         nbytes = place.shape.numel() * place.dtype.itemsize
         return torch.full((nbytes,), 255, dtype=torch.uint8, device=place.device)
 
-    def _count(self) -> int:
-        """Count the buffers; takes a few microseconds per step."""
-        return sum(
-            buffer is not None for _, module in self._modules for buffer in module._buffers.values()
-        )
-
     def _warn_of_new(self) -> None:
         """Warn once about new buffers, which other ranks may not have."""
-        self._registered = self._count()
-        new = [
-            name
-            for name, module, key, _ in self._found()
-            if (module, key) not in self._known and not self._is_left_out(name)
-        ]
-        self._known.update((module, key) for _, module, key, _ in self._found())
+        new = [name for name, *_ in self._new() if not self._is_left_out(name)]
         if new:
             names = ", ".join(map(repr, new))
             warn_first(
@@ -177,15 +165,13 @@ class Buffers(StepHook):
     def _is_left_out(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._left_out)
 
-    def _found(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-        """Yield each current buffer: its name, module, key in the module, and local part."""
-        seen: set[int] = set()
+    def _new(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+        """Yield each buffer that is new since the last call: name, module, key there, value."""
         for path, module in self._modules:
             for key, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    name = f"{path}.{key}" if path else key
-                    yield name, module, key, _compat.local_tensor(buffer)
+                if buffer is not None and (module, key) not in self._known:
+                    self._known.add((module, key))
+                    yield f"{path}.{key}" if path else key, module, key, buffer
 
 
 OPTION = Option(
