@@ -7,7 +7,6 @@ of operations or the device could matter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,15 +31,13 @@ def _nearest(values):
 @triton.jit
 def _block(
     values,
-    first,
-    second,
+    output,
     scales,
     width,
     rounds: tl.constexpr,
-    twice: tl.constexpr,
     side: tl.constexpr,
 ):
-    """Quantize a block; write codes and scale, or its values on the grid, maybe twice."""
+    """Quantize a block; write codes and scale, or its values on the grid."""
     row, column = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, side)
     start = row.to(tl.int64) * side * width + column * side
@@ -71,47 +68,35 @@ def _block(
         # exact, because it is a bf16 number
         out = (back.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
         out = tl.where(is_nan, 0x7FC0, out).to(tl.int16)
-        tl.store(first + place, out)
-        if twice:
-            tl.store(second + place, out)
+        tl.store(output + place, out)
     else:
         raw = code.to(tl.int32, bitcast=True)
         size = raw & 0x7FFFFFFF
         tiny = (size.to(tl.float32, bitcast=True) * 512.0).to(tl.int32)
         usual = (size >> 20) - 960
         byte_of_code = tl.where(size < 0x3C800000, tiny, usual) | ((raw >> 24) & 0x80)
-        tl.store(first + place, byte_of_code.to(tl.uint8))
+        tl.store(output + place, byte_of_code.to(tl.uint8))
         tl.store(scales + row.to(tl.int64) * (width // side) + column, byte.to(tl.uint8))
 
 
-def _launch(values: Tensor, others: Sequence[Tensor], scales: Tensor, rounds: bool) -> None:
+def _launch(values: Tensor, output: Tensor, scales: Tensor, rounds: bool) -> None:
     height, width = values.numel() // values.shape[-1], values.shape[-1]
     grid: Any = (height // SIDE, width // SIDE)
     with torch.cuda.device_of(values):
-        _block[grid](
-            values,
-            others[0],
-            others[-1],
-            scales,
-            width,
-            rounds=rounds,
-            twice=len(others) > 1,
-            side=SIDE,
-            num_warps=WARPS,
-        )
+        _block[grid](values, output, scales, width, rounds=rounds, side=SIDE, num_warps=WARPS)
 
 
-def round_(masters: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Write the published values of masters, as int16, into one or two outputs.
+def round_(masters: Tensor, output: Tensor) -> None:
+    """Write the published values of masters, as int16.
 
     Args:
         masters: fp32, contiguous, of shape ``(..., rows, columns)``.
     """
-    _launch(masters, outputs, outputs[0], rounds=True)
+    _launch(masters, output, output, rounds=True)
 
 
 def collapse_(values: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Write codes and scales, as bytes, of contiguous fp32 or bf16 values."""
     assert codes.dtype == scales.dtype == torch.uint8
     given = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
-    _launch(given, [codes], scales, rounds=False)
+    _launch(given, codes, scales, rounds=False)

@@ -34,12 +34,10 @@ class Kernels:
         self._form, self._config = form, config
         self._compiled: bool | None = None
 
-    def round(self, masters: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Write the published values of masters to each of the outputs."""
-        count, columns = 1 + len(outputs), self._form.block_columns
-        rows = self._rows(masters)
-        bits = [output.view(BITS) for output in outputs]
-        self._run(_round, (masters, *bits), [rows] * count, [columns] * count)
+    def round(self, masters: Tensor, output: Tensor) -> None:
+        """Write the published values of masters to the output."""
+        rows, columns = self._rows(masters), self._form.block_columns
+        self._run(_round, (masters, output.view(BITS)), [rows] * 2, [columns] * 2)
 
     def collapse(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Return the codes and scales of values."""
@@ -114,10 +112,8 @@ class Kernels:
                 call(self._form, *piece)
 
 
-def _round(form: Form, masters: Tensor, *outputs: Tensor) -> None:
-    bits = form.round_bits(masters)
-    for output in outputs:
-        output.copy_(bits)
+def _round(form: Form, masters: Tensor, output: Tensor) -> None:
+    output.copy_(form.round_bits(masters))
 
 
 def _collapse(form: Form, values: Tensor, codes: Tensor, scales: Tensor) -> None:
@@ -168,6 +164,5 @@ def _of_blocks(call: Kernel) -> Kernel | None:
         return None
     from shardcast.serving import blocks
 
-    if call is _round:
-        return lambda masters, *outputs: blocks.round_(masters, outputs)
-    return blocks.collapse_ if call is _collapse else None
+    handwritten: dict[Kernel, Kernel] = {_round: blocks.round_, _collapse: blocks.collapse_}
+    return handwritten.get(call)

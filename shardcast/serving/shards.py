@@ -69,13 +69,9 @@ class BlockShard(Shard):
         self.look()
         for run in self._runs:
             part = self.local(run.start, run.stop)
-            # A record sees both the last published values and the current ones.
-            both = (self.published[part], self._last[part])
-            outputs = both[:1] if self.followed else both
-            rows = [output.view(1, -1, run.width) for output in outputs]
+            rows = self.published[part].view(1, -1, run.width)
             self._kernels.round(self.master.read(part).view(1, -1, run.width), rows)
-        if self.followed:
-            self._note_published()
+        self._note_published()
 
     @torch.no_grad()
     def edit(self, fragment: Fragment, changed: Tensor, values: Tensor) -> None:

@@ -156,7 +156,7 @@ def test_compiled_kernels_have_the_bits_of_eager_ones(form: str, monkeypatch: py
         published = FORMS[form].round(values)[None]
         rounded, again = torch.zeros(2, *published.shape, dtype=torch.bfloat16).unbind()
         new_codes, new_scales = bits(codes[None]).clone(), scales[None].clone()
-        kernels.round(values[None], [rounded])
+        kernels.round(values[None], rounded)
         kernels.collapse(rounded, new_codes.zero_(), new_scales.zero_())
         kernels.expand(again, new_codes, new_scales)
         assert same(rounded, published) and same(again, published) and same(new_scales[0], scales)

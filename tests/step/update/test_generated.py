@@ -98,7 +98,7 @@ import sys
 import torch
 from shardcast.serving import blocks
 values, rounded, codes, scales = torch.load(sys.argv[1])
-blocks.round_(values, [rounded, rounded.clone()])
+blocks.round_(values, rounded)
 blocks.collapse_(values, codes, scales)
 torch.save((rounded, codes, scales), sys.argv[1])
 """
