@@ -86,10 +86,10 @@ class Sleep(StepHook):
                 the script or a graph still refers to the memory. Raised on every rank.
             TypeError, ValueError, OSError: ``keep`` or ``to`` cannot be used. Raised on every rank.
         """
-        optimizer, kinds = self._optimizer, {keep} if isinstance(keep, str) else set(keep)
-        device = optimizer.device
+        optimizer, device, kinds = self._optimizer, self._optimizer.device, set[str]()
 
         def copied() -> None:
+            kinds.update({keep} if isinstance(keep, str) else keep)
             self._check(kinds)
             optimizer.sync.wait()
             take_moved(optimizer.shards)

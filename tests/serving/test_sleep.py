@@ -440,6 +440,8 @@ def test_a_file_that_cannot_be_made_on_one_rank_is_an_error_on_all_and_nothing_s
         assert_same_bits(everything(model, optimizer), before)
         with pytest.raises(ValueError, match="keep: expected names among"):
             optimizer.sleep(keep={"moments"} if group.rank() == 0 else ())
+        with pytest.raises(TypeError, match="iterable"):
+            optimizer.sleep(keep=1 if group.rank() == 0 else ())  # type: ignore[arg-type]
         optimizer.sleep()
         optimizer.wake()
 
