@@ -68,7 +68,7 @@ class Net(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
 
 
-def loader(float64: bool = False) -> DataLoader[Any]:
+def loader() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(48, 7, generator=generator)
     targets = inputs.sum(dim=1, keepdim=True) / 3

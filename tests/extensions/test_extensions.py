@@ -56,12 +56,12 @@ def example(table: str) -> tuple[str, Any]:
     return name, vars(module)[kind]
 
 
-def trained(group: Any, steps: int = 3, **options: Any) -> tuple[Any, Any]:
+def trained(group: Any, **options: Any) -> tuple[Any, Any]:
     """Return the model and its optimizer after some steps."""
     case = CASES["mlp"]
     model = case.build()
     optimizer = sharded(model, group, **options)
-    for step in range(steps):
+    for step in range(3):
         case.loss(model, case.batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -93,11 +93,8 @@ def test_ranks_of_other_model_parallel_groups_raise_too():
 
 
 def test_between_two_checks_nothing_is_hashed_or_sent():
-    def sent(group: Any, every: int) -> None:
-        job(group, 6, replica_check=every)
-
     def calls(every: int) -> list[tuple[str, Any]]:
-        _, world = run_world(2, lambda group: sent(group, every))
+        _, world = run_world(2, lambda group: job(group, 6, replica_check=every))
         return [(call.op, call.shape) for call in world.logs[0]]
 
     plain, checked = calls(0), calls(3)
