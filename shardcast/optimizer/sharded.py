@@ -1,6 +1,6 @@
 """The sharded optimizer. One step is reduce, decide, update and cast, sync.
 
-This module also has the pending clip and the handles of several optimizers.
+This module also has the handles of several optimizers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from shardcast.plan.layout import Layout
 from shardcast.plan.originals import Group, OptimizerList, ParamGroup
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.options import BACKWARDS
-from shardcast.step.reduce.reducer import Reducer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _ready = False  # torch's __init__ must not fill in groups and state; ours exist already
 
     def __init__(self, packed: PackedOptimizer) -> None:
-        self._packed, self._clip = packed, Clip(packed.reduce)
+        self._packed = packed
         self._norms = ParameterNorms(packed, self._land)
         self._states, self._full = StateDict(packed), FullState(packed)
         originals = packed.originals.optimizers
@@ -172,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with packed.decider.refusal.held():
             self._refuse_scaler()
         is_edited = False
-        decision = self._clip.pending()  # a clip has reduced and decided already
+        decision = packed.reduce.pending  # a clip has reduced and decided already
         if decision is None:
             self._reduce("step")
             is_loss = isinstance(result, (float, Tensor))  # a closure may return other things
@@ -213,7 +212,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         On accelerators the ranks do not meet here. A rank with edits does not know whether the
         others have edits, so it sends nothing. The next decision compares them.
         """
-        packed, clip = self._packed, self._clip.decision
+        packed, clip = self._packed, self._packed.reduce.clip
         assert clip is not None
         if packed.process_groups.everyone.size > 1 and not packed.decider.meets:
             with packed.decider.refusal.held():
@@ -269,7 +268,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for param in compress(pack.in_model, slots)
             ]
         )
-        self._clip.forget()
         self._packed.in_no_sync = False
         self._last_norm, self._last_skip = decision.norm, decision.skip
         packed = self._packed
@@ -298,7 +296,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Local, except after a failed backward: then it waits until the other ranks also clear
         theirs, or make another collective call.
         """
-        self._clip.forget()
         self._drop_tokens()
         self._packed.in_no_sync &= not self._packed.reduce.synchronises  # still inside it
         self._packed.decider.cleared()
@@ -365,9 +362,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _count(self, tokens: float | Tensor) -> None:
         reduce = self._packed.reduce
         if reduce.last_backward is not None and not reduce.has_gradients:
-            self._clip.forget()
+            reduce.clip = None
             self._drop_tokens()  # gradients were cleared by the model's zero_grad, or one by one
-        if self._clip.decision is not None:
+        if reduce.is_clipped:
             raise RuntimeError(
                 "count: called after clip_grad_norm_, which has divided by the tokens of this "
                 "step; count each micro-batch before its backward, and clip after the last one"
@@ -423,7 +420,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._packed.reduce.check()
             check()
 
-        self._clip.pending()
         self._reduce(call)
         self._packed.together(checks, call)
 
@@ -515,9 +511,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bound = clip_bound(call, packed.originals, parameters, "max_norm", max_norm)
             check_norm(call, norm_type, packed.config.norm_type, error_if_nonfinite)
         self._reduce(call)
-        clip = self._clip.pending()  # its factors may be multiplied in now
+        clip = packed.reduce.pending  # its factors may be multiplied in now
         decision = packed.decider.decide(bound, clip, call=call)
-        self._clip.note(decision)
+        packed.reduce.note_clip(decision)
         if packed.reduce.shows:
             packed.reduce.multiply_in()
         return decision.norm.float()
@@ -548,9 +544,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with packed.decider.refusal.held():
             bound = clip_bound(call, packed.originals, parameters, "clip_value", clip_value)
         self._reduce(call)
-        clip = self._clip.pending()
         with packed.reduce.own_edits():
-            packed.decider.clip_value(bound, clip)
+            packed.decider.clip_value(bound, packed.reduce.pending)
 
     @property
     def divisor(self) -> float | Tensor:
@@ -877,49 +872,6 @@ def _without(name: str, originals: Sequence[torch.optim.Optimizer]) -> Attribute
         "rank has only its own part of gradients and state; edit them in `with "
         "optimizer.owned() as parts:`, or use an optimizer that updates in step()"
     )
-
-
-class Clip:
-    """The decision of a clip that the script called on the current gradients, for the coming step.
-
-    The :class:`.Reducer` has its factors until they are multiplied in, by the update or before.
-    """
-
-    def __init__(self, reduce: Reducer) -> None:
-        self._reduce = reduce
-        self._decision: Decision | None = None
-        self._backward: int | None = None  # the last one before the clip
-
-    def note(self, decision: Decision) -> None:
-        """Keep a decision on the current gradients, whose means lack its factors."""
-        self._decision, self._backward = decision, self._reduce.last_backward
-        self._reduce.note_clip(decision)
-
-    def forget(self) -> None:
-        """Forget the decision: it was used, or its gradients were dropped."""
-        self._decision = None
-
-    @property
-    def decision(self) -> Decision | None:
-        """The decision without factors that are multiplied in already; ``None``: no clip."""
-        decision = self._decision
-        if decision is None or self._reduce.clip is not None:
-            return decision
-        return dataclasses.replace(
-            decision, factors=dict.fromkeys(decision.factors, decision.unscale)
-        )
-
-    def pending(self) -> Decision | None:
-        """Return :attr:`decision`, unless a backward or packs came after it.
-
-        Neither if sleep dropped the gradients.
-        """
-        if self._decision is not None and (
-            self._reduce.last_backward != self._backward
-            or self._decision.present.keys() != self._reduce.buckets.keys()
-        ):
-            self.forget()
-        return self.decision
 
 
 def clip_bound(

@@ -46,6 +46,10 @@ class Decision:
     multiplier: Tensor
     increment: Tensor
 
+    def without_factors(self) -> Decision:
+        """Return the decision on gradients into which its factors are multiplied."""
+        return replace(self, factors=dict.fromkeys(self.factors, self.unscale))
+
     @cached_property
     def on_host(self) -> Decision:
         """Return a copy with host numbers, all read at once; waits for the device."""

@@ -63,7 +63,8 @@ class Reducer:
         last_backward: the engine's number of the last backward with gradients; ``None``: there was
             none since the last step or ``zero_grad``.
         due: whether there are gradients that were not reduced; a step needs a pass before it.
-        clip: decision of a clip whose factors the means lack; ``None`` if they lack none.
+        clip: decision of the last clip of these gradients, without factors that are multiplied in;
+            the means lack the others.
         norm_of: returns a norm of the mean of one slot of gradients, for a script.
         counting: the backward whose gradients of open packs are only counted, while no further pack
             is complete.
@@ -82,6 +83,7 @@ class Reducer:
         self.last_backward: int | None = None
         self.due = True
         self.clip: Decision | None = None
+        self._clipped: int | None = None  # the last backward before it
         self.norm_of: Callable[[Gradients, int, float], Tensor | None] = nothing
         self.counting: int | None = None
         self.history: dict[str, Any] = {**NOTHING}
@@ -140,7 +142,8 @@ class Reducer:
 
         Existing gradients of its parameters are reduced with this step's.
         """
-        self.multiply_in()  # a decision is on the packs of its time
+        self.multiply_in()
+        self.clip = None  # which is a decision on other packs
         low = pack.layout.dtype
         me = weakref.ref(self)
         grads = Gradients(
@@ -449,9 +452,17 @@ class Reducer:
 
     def note_clip(self, clip: Decision) -> None:
         """Note the decision of a clip, whose factors the means lack."""
-        clips = any(factor is not clip.unscale for factor in clip.factors.values())
-        self.clip = clip if clips else None
-        self._seen = self.versions()
+        self.clip, self._clipped, self._seen = clip, self.last_backward, self.versions()
+
+    @property
+    def is_clipped(self) -> bool:
+        """Return whether there was a clip since the last step or ``zero_grad``."""
+        return self.clip is not None and not (self.due and self.last_backward is None)
+
+    @property
+    def pending(self) -> Decision | None:
+        """The decision of a clip for the coming step, if no backward came after it."""
+        return self.clip if self.is_clipped and self.last_backward == self._clipped else None
 
     @torch.no_grad()
     def multiply_in(self) -> None:
@@ -460,9 +471,10 @@ class Reducer:
         Called before a script reads or edits a mean, and before a backward adds to one. Otherwise
         only the update applies the factors.
         """
-        clip, self.clip = self.clip, None
-        if clip is None:
+        clip = self.clip
+        if clip is None or all(factor is clip.unscale for factor in clip.factors.values()):
             return
+        self.clip = clip.without_factors()
         known: dict[Tensor | None, Tensor | None] = {None: None, clip.unscale: None}
         for factor in clip.factors.values():
             if factor is not None and factor not in known:
@@ -539,12 +551,12 @@ class Reducer:
 
     def _start(self, sends: bool) -> None:
         """Start to accumulate and send: the first gradient is about to come, or there is none."""
-        self.due = True  # stays true if a backward fails
-        self._gathered = False
         if self.clip is not None:
             if any(grads.kept() for grads in self.grads):
                 self.multiply_in()  # now, while no mean is on its way
-            self.clip = None  # of gradients that were cleared
+            self.clip = None if self.due else self.clip.without_factors()
+        self.due = True  # stays true if a backward fails
+        self._gathered = False
         for grads in self.grads:
             grads.begin(refuses=sends and self.history[BACKWARDS] > 0)
         self.counting = None
