@@ -229,6 +229,10 @@ class EvaluateAverage(Callback):
         """Restore the weights. Collective: every rank."""
         self._entered.close()
 
+    def on_exception(self, *_args: object) -> None:
+        """Restore the weights, before the strategy is torn down. Collective, as above."""
+        self._entered.close()
+
 
 class LogMetrics(Callback):
     """Callback that logs metrics of parameters every ``log_every_n_steps`` steps.

@@ -260,6 +260,26 @@ def test_a_callback_validates_with_an_average_and_weight_averaging_is_warned_of(
             trainer.fit(Net(), loader(), loader())
 
 
+class Failing(Net):
+    """Its first validation fails."""
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        raise ValueError("of the validation")
+
+
+def test_an_error_while_an_average_is_validated_is_raised_and_the_weights_are_back(tmp_path: Path):
+    options = {"strategy": ShardcastStrategy({"averages": {"ema": 0.5}}), "num_sanity_val_steps": 0}
+    trainer, module = trainer_of(str(tmp_path), 1, **options, max_epochs=1), Failing()
+    trainer.callbacks.append(EvaluateAverage("ema"))
+    trained: dict[str, Tensor] = {}
+    module.on_validation_start = lambda: trained.update(  # type: ignore[method-assign]
+        trainer.strategy.precision_plugin.sharded[0].full_parameters()
+    )
+    with pytest.raises(ValueError, match="of the validation"):
+        trainer.fit(module, loader(), loader())
+    assert all(torch.equal(p, trained[name]) for name, p in module.named_parameters())
+
+
 UNUSED = "ddp_find_unused_parameters_true"  # of a GAN, whose losses train one network each
 SAME: dict[str, tuple[str, dict[str, Any], float]] = {
     "clipped by norm": ("net", {}, 1e-6),
