@@ -84,18 +84,20 @@ def apply(
     _check_whole(patches, None if is_full else lacking)
     added = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in lacking.items()}
     tensors |= added
-    also: dict[str, list[str]] = {}  # names of tied parameters
-    for alias, name in (pair for part in parts for pair in part.aliases.items()):
-        also.setdefault(name, []).append(alias)
+    aliases = {alias: name for part in parts for alias, name in part.aliases.items()}  # of ties
     writes = []
     for patch in patches:
-        names = [patch.name, *(alias for alias in also.get(patch.name, ()) if alias in tensors)]
+        also = [alias for alias, name in aliases.items() if name == patch.name and alias in tensors]
+        names = [patch.name, *also]
         writes += [(_fitting(tensors, name, patch), patch) for name in names]
     for tensor, patch in writes:
         _write(tensor, patch)
     if added:
         assert isinstance(target, dict)
         target.update(added)
+        for alias, name in aliases.items():
+            if name in added and alias not in tensors:
+                target[alias] = added[name]
     return parts[0].version
 
 
