@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardcast._compat import groups
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
+from shardcast.serving.forms import FORMS
 
 PATIENCE = timedelta(seconds=60)  # wait for other ranks to make the same call
 
@@ -117,12 +118,17 @@ def exact_state(
         prefix: prefix of the model's names in the model that was passed to :func:`shardcast.shard`.
     """
     masters = optimizer.full_parameters()
+    layouts = [shard.pack.layout for shard in packed_of(optimizer).shards]
+    formed = [(slot.name, it.cast) for it in layouts if it.cast for slot in it.slots]
+    forms = {id(masters[name]): form for name, form in formed if name in masters}  # of ties, too
 
     def exact(name: str, value: Any) -> Any:
         master = masters.get(prefix + name)  # a module's state may use other names
         if master is None or not isinstance(value, Tensor) or value.shape != master.shape:
             return value
-        same = torch.equal(master.to(value.dtype), value.to(master.device))
+        form = forms.get(id(master))
+        published = master.to(value.dtype) if form is None else FORMS[form].round(master)
+        same = torch.equal(published.to(value.dtype), value.to(master.device))
         return master if same else value
 
     return {name: exact(name, value) for name, value in state.items()}

@@ -425,6 +425,23 @@ def hooks(model: nn.Module) -> int:
     return on_params + on_modules
 
 
+def test_the_fp32_state_has_the_masters_behind_a_published_form() -> None:
+    forms = {"published": {"mxfp8": ["0.weight"]}}
+    accelerator = ShardcastAccelerator(cpu=True, mixed_precision="bf16", shardcast_config=forms)
+    model = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 1))
+    model.again = model[0]
+    model, optimizer = prepared(accelerator, model)
+    accelerator.backward(model[0](torch.randn(4, 32)).square().mean())
+    optimizer.step()
+    masters, state = optimizer.full_parameters(), accelerator.get_state_dict(model)
+    assert not torch.equal(masters["0.weight"].bfloat16(), model[0].weight)
+    for name, master in masters.items():
+        assert torch.equal(state[name], master) and state[name].dtype == torch.float32, name
+    with torch.no_grad():
+        model[0].weight[0, 0] = 3.0
+    assert accelerator.get_state_dict(model)["0.weight"][0, 0] == 3.0
+
+
 def test_free_memory_removes_the_hooks_with_the_optimizer_and_training_may_go_on() -> None:
     accelerator = accelerator_of("bf16")
     model, optimizer = prepared(accelerator)
