@@ -48,10 +48,6 @@ class Buffer:
             self.data, self._pieces = self._memory[:numel], ()
         return True
 
-    def is_like(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether it is of this kind."""
-        return self._memory.dtype == dtype and self._memory.device == device
-
     def pieces(self, count: int) -> list[Tensor]:
         """Return ``data`` in parts of ``count`` elements; the same tensors for every pack."""
         if not self._pieces or self._pieces[0].numel() != count:
@@ -79,7 +75,7 @@ class Buffers:
         """Return a free buffer, or a new one."""
         small = None
         for position, buffer in enumerate(self._free):
-            if buffer.is_like(dtype, device):
+            if (buffer.data.dtype, buffer.data.device) == (dtype, device):
                 if buffer.fits(numel):
                     return self._free.pop(position)
                 small = position

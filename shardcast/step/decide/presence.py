@@ -55,14 +55,12 @@ class Presence(Signal):
         self.made = self._zero.clone()
 
     def numel(self) -> int:
-        if len(self._places) != len(self._grads):
-            self._arrange()
+        self._arrange()
         return self._numel + 1
 
     def local(self) -> Tensor:
         """Return this rank's part; each pattern is uploaded once."""
-        if len(self._places) != len(self._grads):
-            self._arrange()
+        self._arrange()
         self._here = tuple(
             -1 if is_here else CLEARED * (slot in gone)
             for grads in self._grads
@@ -110,7 +108,9 @@ class Presence(Signal):
         )
 
     def _arrange(self) -> None:
-        """Assign places to each pack, in the same order on all ranks."""
+        """Assign places to each pack, in the same order on all ranks, if there are new ones."""
+        if len(self._places) == len(self._grads):
+            return
         self._places, self._numel = [], 0
         self._uploaded.clear()
         for grads in self._grads:
@@ -131,21 +131,18 @@ class Presence(Signal):
         one. On an accelerator, where that waits for the all-reduce, they are read only if this rank
         owns a part of the slot.
         """
-        self._total, self._present = total, self._anywhere(total)
-        return self._present
-
-    def _anywhere(self, total: Tensor) -> dict[Pack, tuple[bool, ...]]:
+        self._total = total
         local = [here < 0 for here in self._here]
         on_host = _compat.is_host(self._device)
         owned = (on_host or owns for grads in self._grads for owns in grads.owned)
         if self._asks and any(owns and not has for owns, has in zip(owned, local, strict=True)):
             present = [-count % CLEARED > 0 for count in total.tolist()]
-            return {
-                grads.pack: tuple(present[places])
-                for grads, places in zip(self._grads, self._places, strict=True)
-            }
+            local = [it for places in self._places for it in present[places]]
         slots = iter(local)
-        return {grads.pack: tuple(islice(slots, len(grads.owned))) for grads in self._grads}
+        self._present = {
+            grads.pack: tuple(islice(slots, len(grads.owned))) for grads in self._grads
+        }
+        return self._present
 
     # -- the steps of each parameter --------------------------------------------------------------
 
@@ -180,6 +177,5 @@ class Presence(Signal):
         self._missed[places] = self.made - self._missed.new_tensor(steps)
 
     def _slots(self, grads: Gradients) -> slice:
-        if len(self._places) != len(self._grads):
-            self._arrange()
+        self._arrange()
         return self._places[self._grads.index(grads)]

@@ -109,7 +109,6 @@ class FusedUpdate(Update):
         self._kind = type(optimizer)
         self._steps = torch.zeros(0, dtype=MASTER_DTYPE)  # per fragment, for all shards
         self._histories: list[Hashable] = []  # parallel to the steps; None before the first step
-        self._uniform = True  # whether all histories are equal
         self._group_of: list[GroupId] = []  # parallel to the steps
         self._groups: list[GroupId] = []  # the same, without repetitions
         self._execute = Executor(on_host=True)
@@ -131,7 +130,6 @@ class FusedUpdate(Update):
             self._states[shard] = state
             self._steps = torch.cat([self._steps, self._steps.new_zeros(len(shard.fragments))])
             self._histories += [None] * len(shard.fragments)
-            self._uniform = len(set(self._histories)) == 1
             self._group_of += [fragment.slot.group for fragment in shard.fragments]
             self._groups = [*dict.fromkeys(self._group_of)]
             self._plan = None
@@ -239,10 +237,9 @@ class FusedUpdate(Update):
         }
         plan = _Plan(present, rules, self._active, memory, counting, is_steady, known, ranges)
         if not self._execute.on_host:
-            steps = self._steps
+            steps, uniform = self._steps, len(set(self._histories)) == 1
             for rule in dict.fromkeys(key.rule for key in known):
-                table = RuleTable(rule, known, steps, self._uniform, self._execute.keep)
-                plan.tables.append(table)
+                plan.tables.append(RuleTable(rule, known, steps, uniform, self._execute.keep))
             found = {n: it for table in plan.tables for n, it in table.numbers.items()}
             plan.numbers = [found[number] for number in range(len(known))]
             plan.ranges = {shard: self._merged(each, plan) for shard, each in ranges.items()}
@@ -328,10 +325,7 @@ class FusedUpdate(Update):
             if counts:
                 counting.append(self._steps[start:stop])
             start = stop
-        if self._uniform and all(counted) and self._histories[0] is not None:
-            return counting, True
         self._histories = _grown(self._histories, counted)
-        self._uniform = len(set(self._histories)) == 1
         return counting, _grown(self._histories, counted) == self._histories
 
     def memory(self) -> Iterator[Tensor]:
@@ -375,7 +369,6 @@ class FusedUpdate(Update):
         steps = float(state.get("step", 0.0 if sgd and buffer is None else 2.0)) if state else 0.0
         self._steps[own.first + number] = steps
         self._histories[own.first + number] = ("loaded", steps) if state else None
-        self._uniform = False  # until the next step checks it
         self._plan = None
 
 
