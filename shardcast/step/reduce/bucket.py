@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,6 +27,7 @@ class Bucket:
         sums: other groups over which gradients are summed.
         repeated: mesh dimensions along which the ranks at coordinate 0 send a whole gradient for
             all.
+        streams: streams of an accelerator on which gradients were made; ``None`` on a host.
         at_end: it is sent at the end of a backward, because a backward inside another one produced
             a gradient.
     """
@@ -34,12 +35,12 @@ class Bucket:
     grads: Gradients
     mean: Mean
     divisor: Divisor
-    sums: Sequence[Comm] = ()
-    repeated: Sequence[str] = ()
+    sums: Sequence[Comm]
+    repeated: Sequence[str]
+    streams: set[Any] | None
     at_end: bool = False
     _reduction: Reduction | None = None
     _packed: Buffer | None = None  # buffer of the sent gradients
-    _streams: set[Any] = field(default_factory=set)  # streams on which gradients were made
 
     @cached_property
     def late(self) -> bool:
@@ -88,9 +89,13 @@ class Bucket:
             )
         self.at_end = self.at_end or (sends and (is_sent or not is_outer))
         grads.arrive(position, not is_alone)
-        if grads.pack.data.device.type != "cpu":
-            self._streams.add(_compat.current_stream(grads.pack.data.device))
+        self.note_stream()
         return self.complete
+
+    def note_stream(self) -> None:
+        """Note the stream on which a hook runs, for the copy of gradients that are sent."""
+        if self.streams is not None:
+            self.streams.add(_compat.current_stream(self.grads.pack.data.device))
 
     def failed(self, waits: bool) -> None:
         """Called when the backward failed, possibly before the last gradient was accumulated.
@@ -135,9 +140,9 @@ class Bucket:
         """Launch the collective, with memory from ``buffers``."""
         assert not self.grads.in_flight
         grads, layout = self.grads, self.grads.pack.layout
-        if self._streams:
-            _compat.wait_streams(self._streams, [param.grad for param in grads.pack.params])
-            self._streams.clear()
+        if self.streams:
+            _compat.wait_streams(self.streams, [param.grad for param in grads.pack.params])
+            self.streams.clear()
         device, self._packed = grads.pack.data.device, None
 
         def empty(numel: int, dtype: torch.dtype) -> Tensor:

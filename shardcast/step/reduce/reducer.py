@@ -167,6 +167,7 @@ class Reducer:
                 for dim in pack_groups.reduce
                 if dim in parallel_dims.model and parallel_dims.coordinate[dim] > 0
             ],
+            None if pack.data.device.type == "cpu" else set(),
         )
         self.grads.append(grads)
         hooks = _hooks(me, bucket, len(pack.in_model))
@@ -716,6 +717,7 @@ def _hooks(me: weakref.ref[Reducer], bucket: Bucket, count: int) -> Iterator[Cal
             grads = bucket.grads
             if (arrived := grads.arrived) and not grads.shown and reducer.counting == running:
                 arrived[position] = arrived.get(position, 0) + 1
+                bucket.note_stream()
                 if len(arrived) == count:
                     reducer.counting = None
             elif grad is not None:  # as a function may give, which autograd does not accumulate

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, run_world, sgd, sharded, values
+from models import CASES, assert_same_bits, packed_of, run_world, sgd, sharded, values
 from pairwise import SEED, pairwise
 from sequences import (
     ALL,
@@ -33,6 +34,7 @@ from sequences import (
 )
 from torch import Tensor, nn
 
+from shardcast import _compat
 from shardcast.testing import SpawnedWorld, ThreadedWorld, spawn_world, threaded_world
 
 pytestmark = [
@@ -719,6 +721,30 @@ def test_ranks_with_parts_of_a_batch_equal_plain_training_on_the_whole(
 
 def test_two_gloo_processes_with_halves_of_a_batch_equal_plain_training(gloo: SpawnedWorld):
     assert_as_plain(gloo.run(train_on_part, "gpt_reentrant", 3), "gpt_reentrant")
+
+
+def test_gradients_are_sent_after_all_streams_that_made_them(monkeypatch: pytest.MonkeyPatch):
+    """Autograd runs each node on the stream of its forward: within a pack they may differ."""
+    current = threading.local()
+    waited: list[set[str]] = []
+    monkeypatch.setattr(_compat, "current_stream", lambda _: current.stream)
+    monkeypatch.setattr(_compat, "wait_streams", lambda streams, _: waited.append({*streams}))
+
+    def run(group: Any) -> None:
+        model = nn.ParameterList(torch.ones(4) for _ in range(4))
+        optimizer = sharded(model, group, sgd, pack_params=3)
+        for bucket in packed_of(optimizer).reduce.buckets.values():
+            bucket.streams = set()  # as on an accelerator
+        loss = torch.zeros(())
+        for number, param in enumerate(model):
+            out = param.exp()
+            out.register_hook(lambda _, n=number: setattr(current, "stream", f"stream {n}"))
+            loss = loss + out.sum()
+        loss.backward()
+        optimizer.step()
+
+    ThreadedWorld(2).run(run)
+    assert waited.count({"stream 0", "stream 1", "stream 2"}) == 2, waited
 
 
 def zero_what_was_sent(group: Any) -> list[dict[str, Tensor]]:
