@@ -35,7 +35,7 @@ def compare(directories: list[Path], output: Path) -> None:
 
 
 def noise() -> str:
-    """Say how far DDP is from itself, beside which differences of two runs are to be seen."""
+    """Return how far apart seeds of DDP end, as a scale for the difference of two runs."""
     low, high = min(DDP_LOSSES), max(DDP_LOSSES)
     return (
         f"for comparison: DDP + autocast alone, 300 steps with {len(DDP_LOSSES)} seeds, ended "

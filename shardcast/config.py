@@ -237,7 +237,7 @@ class ShardcastConfig(ValidatedOptions):
             return source.replace(**keywords) if keywords else source
         named = os.environ.get(CONFIG_VARIABLE)
         if source is not None and named not in (None, "", str(source)) and is_first_process():
-            warn(f"SHARDCAST_CONFIG={named} has no effect: code replaces it")
+            warn(f"SHARDCAST_CONFIG={named} has no effect: the script sets its own config")
         values = (named or {}) if source is None else source
         if isinstance(values, (str, os.PathLike)):
             values = read_config(cls, values)

@@ -133,7 +133,7 @@ class ShardcastTrainerMixin(_Trainer):
             self.lr_scheduler = Schedulers(self.lr_scheduler)
         elif isinstance(self.optimizer, (list, tuple)) and self.lr_scheduler is not None:
             raise ValueError(
-                "optimizers: expected no scheduler, or a list of them, beside several "
+                "optimizers: expected no scheduler, or a list of them, with several "
                 f"optimizers, got one {type(self.lr_scheduler).__name__}, which would drive the "
                 "groups of only one of them; pass optimizers=([muon, adamw], None) for the "
                 "schedule that lr_scheduler_type names, or a list with a scheduler of each"

@@ -441,7 +441,7 @@ def _data(files: Mapping[str, Any]) -> dict[str, object]:
 
 def _exists(target: Path) -> ValueError:
     return ValueError(
-        f"step: checkpoint {str(target)!r} exists already, with other contents, and is never "
+        f"step: checkpoint {str(target)!r} exists already, with other contents, and is not "
         "overwritten by default; pass overwrite=True, or save under another step"
     )
 

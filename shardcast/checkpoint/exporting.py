@@ -223,7 +223,7 @@ def _export_model(
         except KeyError as error:  # all that safetensors says is the dtype
             names = [key for key, tensor in tensors.items() if tensor.dtype in error.args]
             raise ValueError(
-                f"directory: {names} have {error}, which safetensors files cannot have; keep such "
+                f"directory: {names} have {error}, which safetensors cannot store; keep such "
                 "buffers as real numbers (torch.view_as_real), or out of checkpoints with "
                 "register_buffer(..., persistent=False), and save again"
             ) from error

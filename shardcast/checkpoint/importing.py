@@ -72,8 +72,8 @@ def load_plain(
         if "shardcast" in loaded:
             raise ValueError(
                 "state: expected a plain optimizer's state, got one rank's part of a sharded one; "
-                "give that part to optimizer.load_state_dict() on its rank, or what "
-                "full_state_dict() returned on rank 0 to load_plain() on all"
+                "load that part with optimizer.load_state_dict() on its rank, or pass what "
+                "full_state_dict() returned on rank 0 to load_plain() on all ranks"
             )
         by_name = state_by_param(loaded, head["groups"])
         source = from_tensors(where, tensors, by_name)
@@ -150,8 +150,8 @@ def _tensors(source: Values) -> dict[str, Tensor]:
         if is_checkpoint(given) or steps(given):
             raise ValueError(
                 f"weights: expected a file, or a directory with model.safetensors, got the "
-                f"checkpoint {str(given)!r}; checkpoint.load(directory, model, optimizer) loads "
-                "it (state=False: its weights alone), checkpoint.export writes plain files of it"
+                f"checkpoint {str(given)!r}; load it with checkpoint.load(directory, model, "
+                "optimizer), weights alone with state=False, or convert it with checkpoint.export"
             )
         for path in _files_of(given):
             tensors.update(

@@ -86,7 +86,7 @@ def load(
     if resumed is None:
         raise FileNotFoundError(
             f"directory: no committed checkpoint in {str(directory)!r}; check the path, or use "
-            "resume() where a run may be new"
+            "resume() if the run may be new"
         )
     return resumed
 

@@ -244,9 +244,9 @@ def flush(path: Path) -> None:
             _told.add(device)
             warn_first(
                 f"directory: the file system of {str(path)!r} cannot flush a directory "
-                f"({error.strerror}): files in it are flushed and checkpoints are whole or not "
-                "there when a process is killed, but a power cut soon after a save may lose the "
-                "names of that checkpoint and its files; keep the one before it (keep=2 or more)"
+                f"({error.strerror}): its files are flushed, so checkpoints are complete or absent "
+                "if a process is killed, but a power cut soon after a save may lose the names of "
+                "that checkpoint and its files; keep the one before it (keep=2 or more)"
             )
     finally:
         os.close(handle)

@@ -122,7 +122,7 @@ def _build(name: str, kind: str | None) -> tuple[nn.Module, OptimizerList]:
     if not isinstance(model, nn.Module) or unknown:
         got = ", ".join(type(value).__name__ for value in (model, *optimizers))
         raise ValueError(
-            f"model: expected that {name} returns a torch.nn.Module, or one and its "
+            f"model: expected {name} to return a torch.nn.Module, or one and its "
             f"torch.optim.Optimizer or a list of them, got {got}"
         )
     if optimizers and kind is not None:

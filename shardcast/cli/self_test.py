@@ -51,13 +51,13 @@ def _try(group: dist.ProcessGroup | None, device_type: str) -> str:
     difference = float((_trained(device, torch.float32) - _trained(device)).abs().max())
     if not difference < 1e-5:
         raise RuntimeError(
-            f"fp32 weights: expected those of plain torch.optim.AdamW, got {difference:.1e} off"
+            f"fp32 weights: expected those of plain torch.optim.AdamW, off by {difference:.1e}"
         )
     low = _trained(device, torch.bfloat16)
     first = low.clone()  # as on rank 0
     dist.broadcast(first, 0, group=group)
     if not torch.equal(first, low):
-        raise RuntimeError("bf16 weights: expected equal ones on all ranks, got different ones")
+        raise RuntimeError("bf16 weights: expected the same on all ranks, got different ones")
     return f"fp32 {difference:.0e} from plain torch, bf16 ranks equal"
 
 

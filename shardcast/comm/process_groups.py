@@ -157,7 +157,7 @@ def _among(comm: Comm, ranks: Sequence[int], name: str) -> Comm:
     except KeyError:
         raise ValueError(
             "shard_ranks: expected a process_group of torch's init_process_group or new_group, "
-            f"beside which others can be made, got {type(group).__name__}; use shard_ranks "
+            f"from which subgroups can be made, got {type(group).__name__}; use shard_ranks "
             f"'all', or in tests ThreadedWorld({{'dp': {comm.size}}}) without process_group="
         ) from None
     backend = dist.get_backend_config(group)

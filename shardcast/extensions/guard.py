@@ -48,7 +48,7 @@ class GuardRule(ValidatedOptions):
         if self.norm is None and self.loss is None:
             raise ValueError("expected 'norm' or 'loss', in standard deviations, got neither")
         if self.action == "clip" and self.loss is not None:
-            raise ValueError("action: expected skip beside 'loss', got 'clip'")
+            raise ValueError("action: expected 'skip' with 'loss', got 'clip'")
 
 
 @dataclass(frozen=True)

@@ -320,8 +320,8 @@ def _fits(plan: Plan, _parallel_dims: ParallelDims) -> None:
     for number, _, group in plan.originals.numbered():
         if group.get("capturable"):
             raise ValueError(
-                f"capturable: expected False beside offload, got {group['capturable']!r} in group "
-                f"{number}: the host updates the masters, so that a step cannot be captured in a "
+                f"capturable: expected False with offload, got {group['capturable']!r} in group "
+                f"{number}: the host updates the masters, so a step cannot be captured in a "
                 "CUDA graph; build the optimizer without it, or leave offload off"
             )
     if any(param.is_meta for param in plan.params.values()):  # this is an estimate

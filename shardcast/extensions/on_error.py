@@ -364,7 +364,7 @@ def _fits(plan: Plan, dims: ParallelDims) -> None:
 def _refuse(config: ShardcastConfig, conflicts: Mapping[str, bool]) -> None:
     if names := [name for name, is_so in conflicts.items() if is_so]:
         raise ValueError(
-            f"on_error: expected 'raise' beside {names[0]}, got {config.on_error.action!r}; the "
+            f"on_error: expected 'raise' with {names[0]}, got {config.on_error.action!r}; the "
             "others could not continue without a rank that fails"
         )
 

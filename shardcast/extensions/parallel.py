@@ -87,7 +87,7 @@ def _check_tied(stages: Sequence[Mapping[Tie, str]]) -> None:
             raise ValueError(
                 f"tied: expected {tie.first!r} and {tie.second!r} to be alike on their two stages, "
                 f"got {fact} and {unlike}; put both into the same group of the optimizer or leave "
-                "both out, freeze neither or both, and name both or none in keep_fp32"
+                "both out, freeze both or neither, and list both or neither in keep_fp32"
             )
 
 

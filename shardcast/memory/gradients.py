@@ -188,9 +188,9 @@ class Gradients:
         if self.in_flight or position in self.held:
             raise RuntimeError(
                 f"backward: .grad of {self.pack.layout.slots[position].name!r} was edited or "
-                "zeroed in place while a part of it was not in the mean yet, after a failed "
-                "backward, or one inside no_sync() before zero_grad(): call optimizer.zero_grad() "
-                "first, or set every .grad to None"
+                "zeroed in place while the mean had only a part of it, after a failed backward, or "
+                "one inside no_sync() without zero_grad(): call optimizer.zero_grad() first, or "
+                "set every .grad to None"
             )
         self._before_edit()
         self.adds.add(position)

@@ -353,8 +353,8 @@ def _chosen(packed: PackedOptimizer, wanted: Sequence[str | nn.Parameter]) -> li
     def compare() -> None:
         if missing := sorted((others & every.keys()) - names):
             raise ValueError(
-                f"whole: expected the same parameters on every rank, got {missing[0]!r} on other "
-                f"ranks than rank {everyone.rank}"
+                f"whole: expected the same parameters on every rank, got {missing[0]!r} on some "
+                f"ranks, but not on rank {everyone.rank}"
             )
         if nowhere := [p for p in unmatched if all(p in theirs for _, theirs in by_rank)]:
             raise ValueError(

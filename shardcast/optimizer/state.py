@@ -569,8 +569,8 @@ def check_numel(
     if value.numel() != numel:
         raise ValueError(
             f"state_dict: {name!r} of parameter {fragment.slot.name!r} has shape "
-            f"{tuple(value.shape)}, expected {shape}; load the state of this very model (one that "
-            "is not elementwise needs partition 'whole')"
+            f"{tuple(value.shape)}, expected {shape}; load the state of this very model (state "
+            "that is not elementwise needs partition 'whole')"
         )
 
 

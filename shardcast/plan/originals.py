@@ -126,7 +126,7 @@ class OptimizerList:
                 raise RuntimeError(
                     f"param_groups: expected the {len(sharded)} parameters in group {number} that "
                     f"were sharded with it, in order, got {len(params)} or others; freeze a "
-                    "parameter with requires_grad_(False), give further ones to add_param_group"
+                    "parameter with requires_grad_(False), add others with add_param_group"
                 )
 
 

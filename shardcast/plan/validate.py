@@ -113,7 +113,7 @@ def check_groups(
                 raise ValueError(
                     f"optimizer: it holds a parameter of shape {tuple(param.shape)} that is not "
                     "one of the model's; build the optimizer from model.parameters() of this very "
-                    "model, and add a new module to the model before its group to the optimizer"
+                    "model, and add a new module to the model before you add its group"
                 )
             if name in groups:
                 owner = originals.owner(groups[name])

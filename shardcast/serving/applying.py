@@ -121,7 +121,7 @@ def _check_parts(parts: Sequence[Changes]) -> None:
     if numbers != [*range(parts[0].parts)] or len({part.parts for part in parts}) != 1:
         raise IncompleteChangesError(
             f"changes: expected parts 0 to {parts[0].parts - 1} of version {versions[0]}, one of "
-            f"each rank of the training, got {', '.join(map(str, numbers))}"
+            f"each rank of the training run, got {', '.join(map(str, numbers))}"
         )
 
 
@@ -136,11 +136,11 @@ def _fitting(tensors: Mapping[str, Tensor], name: str, patch: WeightPatch) -> Te
     """Return the tensor of that name, checked against the training's shape and dtype."""
     tensor = tensors.get(name)
     if tensor is None:
-        raise WrongModelError(f"target: it has no parameter {name!r}, which the training has")
+        raise WrongModelError(f"target: expected a parameter {name!r}, as in the training run")
     if (tuple(tensor.shape), tensor.dtype) != (tuple(patch.shape), patch.dtype):
         raise WrongModelError(
-            f"target: expected {name!r} in {patch.dtype} of {tuple(patch.shape)}, as the training "
-            f"has it, got {tensor.dtype} of {tuple(tensor.shape)}"
+            f"target: expected {name!r} in {patch.dtype} of {tuple(patch.shape)}, as in the "
+            f"training run, got {tensor.dtype} of {tuple(tensor.shape)}"
         )
     if _compat.is_dtensor(tensor):
         raise WrongModelError(f"target: expected a plain tensor as {name!r}, got a DTensor")

@@ -82,7 +82,7 @@ class ChangesOfRank(StepHook):
             )
         if weights is not None and (weights != "published" or not optimizer.config.published):
             raise ValueError(
-                f"changes: weights: expected None, or 'published' beside published={{...}} of "
+                f"changes: weights: expected None, or 'published' with published={{...}} of "
                 f"shard(), got {weights!r}"
             )
         if optimizer.is_closed:
@@ -181,8 +181,7 @@ def _fits(plan: Plan, dims: ParallelDims) -> None:
                     raise ValueError(
                         f"changes: {slot.name!r} is a plain parameter of an expert that not all "
                         "ranks hold, and other ranks may have another expert under this name: make "
-                        "experts DTensors, whose elements have places in one parameter, also "
-                        "where names are numbered, or leave changes off"
+                        "experts DTensors, even if their names are numbered, or leave changes off"
                     )
 
 

@@ -160,7 +160,7 @@ class Exported:
         if not options:
             raise ValueError(
                 "weights: expected the name of an average, got 'published', and the checkpoint is "
-                "of a training without published forms"
+                "of a run without published forms"
             )
         self._serving, self._trained = Serving(ShardcastConfig(published=options)), {*trained}
         self._bare: set[str] = set()  # modules whose matrices have no form

@@ -308,7 +308,7 @@ class Sleep(StepHook):
 
     def before_reduce(self) -> None:
         """Raise RuntimeError for a step or a clip."""
-        self.refuse("step, or what else reduces gradients")
+        self.refuse("step, or another call that reduces gradients")
 
     def nbytes(self) -> int | None:
         """Return the bytes in host memory."""

@@ -119,7 +119,7 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"cannot send {fn} and its arguments to other processes ({error}); "
-                "the function must stand at the top level of a module"
+                "define the function at the top level of a module"
             ) from error
         timeout = self.timeout if timeout is None else timeout
         deadline = time.time() + timeout

@@ -251,7 +251,7 @@ def test_a_scheduler_for_each_is_stepped_saved_and_loaded_and_one_for_all_refuse
         optimizers, schedulers = halving(model)
         return optimizers, schedulers[0]
 
-    with pytest.raises(ValueError, match="no scheduler, or a list of them, beside several"):
+    with pytest.raises(ValueError, match="no scheduler, or a list of them, with several"):
         trainer_of(str(tmp_path), optimizers=one)
 
 

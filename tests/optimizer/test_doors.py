@@ -236,7 +236,7 @@ ASKED: dict[str, tuple[type[Exception], str, Callable[[int, nn.Module], tuple[An
     ),
     "others on one rank": (
         ValueError,
-        "got '2.bias' on other ranks than rank 0",
+        "got '2.bias' on some ranks, but not on rank 0",
         lambda r, m: ("0.bias", *(["2.bias"] * r)),
     ),
     "wrong on one rank": (TypeError, "got int", lambda r, m: (1 if r else "0.bias",)),

@@ -362,7 +362,7 @@ AFTERWARDS: dict[str, tuple[Call, type[Exception], str]] = {
     "strangers": (
         lambda _, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
         ValueError,
-        "and add a new module to the model before its group",
+        "and add a new module to the model before you add its group",
     ),
     "one in two groups": (
         lambda model, optimizer: optimizer.add_param_group({"params": [model.a.weight]}),

@@ -84,7 +84,7 @@ class LossScale(Signal):
         return RuntimeError(
             "step(): a loss scale is in use but the loss was not scaled on rank"
             f"{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; call "
-            "optimizer.scale_loss(loss).backward() wherever a backward runs, with Accelerate "
+            "optimizer.scale_loss(loss).backward() for every backward, or with Accelerate "
             "accelerator.backward(loss)"
         )
 

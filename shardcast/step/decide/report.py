@@ -295,10 +295,10 @@ def tell_of_gradients(
         raise RuntimeError(
             f"{too_many} steps in a row were skipped because of non-finite gradients "
             f"(max_skipped_steps); first: {where}. Lower the learning rate or the loss scale, "
-            "or look at the data of these steps; a script that reads .grad needs "
+            "or look at the data of these steps; if the script reads .grad, call "
             "optimizer.gather_gradients() before"
         )
-    reads = "; a script that reads .grad needs optimizer.gather_gradients() before"
+    reads = "; if the script reads .grad, call optimizer.gather_gradients() before"
     warn_once_for(comm, f"step skipped, non-finite gradient: {where}{reads * (comm.size > 1)}")
 
 

@@ -74,7 +74,7 @@ class Bucket:
                 RuntimeError(
                     f"backward: a re-entrant checkpoint produced another gradient of {first!r}, "
                     "or of a parameter in its pack, after that pack was sent; call "
-                    "optimizer.zero_grad() and run this step again, in which it is sent last, "
+                    "optimizer.zero_grad() and run this step again (the pack is then sent last), "
                     "or use torch.utils.checkpoint with use_reentrant=False"
                 )
             )
@@ -110,9 +110,9 @@ class Bucket:
                 self.grads.show_all()
         except Exception as error:  # most likely out of memory, like the backward itself
             lost = RuntimeError(
-                "backward: gradients of a backward that failed could not be kept "
-                f"({type(error).__name__}: {error}), and others may be in their memory now; call "
-                "optimizer.zero_grad() after such a backward"
+                "backward: gradients of a failed backward could not be kept "
+                f"({type(error).__name__}: {error}), and their memory may hold other values now; "
+                "call optimizer.zero_grad() after a failed backward"
             )
             self.grads.refuse(lost)
 

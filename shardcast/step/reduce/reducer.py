@@ -256,8 +256,8 @@ class Reducer:
             return
         if self.settle() and has_averaged:
             self._mistake = RuntimeError(
-                f"{call}: gradients were assigned after a backward that failed when some packs "
-                "were sent, so some would be averaged over ranks and others not; call "
+                f"{call}: gradients were assigned after a backward that failed with some packs "
+                "already sent, so some would be averaged over ranks and others not; call "
                 "optimizer.zero_grad() on every rank before you assign them"
             )
 
@@ -512,9 +512,9 @@ class Reducer:
         for grads, version in zip(self.grads, seen, strict=True):
             if grads.waits_for_clip and (grads.version != version or grads.assigned()):
                 raise RuntimeError(
-                    "step: gradients were edited or replaced after clip_grad_norm_, which in low "
-                    "precision clips them within the step on one rank; edit before you clip, or "
-                    "call optimizer.gather_gradients() after the clip, which multiplies it in"
+                    "step: gradients were edited or replaced after clip_grad_norm_, but on one "
+                    "rank in low precision the clip is applied only in the step; edit before you "
+                    "clip, or call optimizer.gather_gradients() after the clip, which applies it"
                 )
 
     def state(self) -> Any:

@@ -434,7 +434,7 @@ def test_files_that_a_container_has_read_count_as_free(
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_capturable_is_refused_by_name(kind: Any):
     model = Model()
-    with pytest.raises(ValueError, match=r"capturable: expected False beside offload, got True"):
+    with pytest.raises(ValueError, match=r"capturable: expected False with offload, got True"):
         shardcast.shard(model, kind(model.parameters(), capturable=True), offload=True)
     shardcast.shard(model, kind(model.parameters()), offload=True)
 
