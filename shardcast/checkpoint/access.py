@@ -21,6 +21,7 @@ from shardcast.checkpoint.inventory import Inventory, LocalInventory, Replica, m
 from shardcast.checkpoint.region import Region, ShardView
 from shardcast.checkpoint.source import StateSource, model_path, state_path
 from shardcast.memory.codecs import row_of
+from shardcast.memory.hashing import hasher_of
 from shardcast.memory.shard import Shard
 from shardcast.optimizer.groups import activate_packs
 from shardcast.optimizer.model import saved_buffers
@@ -41,8 +42,9 @@ from shardcast.plan.precision import MASTER_DTYPE
 T = TypeVar("T")
 Model = nn.Module | Sequence[nn.Module]  # or this rank's stages of a pipeline
 EXTRA_STATE = "_extra_state"  # the last part of torch's key for get_extra_state()
-# The last checkpoint that each optimizer loaded, and its digest at that time.
-_loaded: weakref.WeakKeyDictionary[ShardedOptimizer, tuple[str, str]] = weakref.WeakKeyDictionary()
+# The last checkpoint that each optimizer loaded, its digest at that time, and hashes of this rank's
+# other tensors.
+_loaded = weakref.WeakKeyDictionary[ShardedOptimizer, tuple[str, str, list[int]]]()
 
 
 class Snapshot:
@@ -235,13 +237,25 @@ class Snapshot:
         return digest
 
     def note_loaded(self, folder: Path, digest: str) -> None:
-        """Remember that masters and state, whose digest is given, come from ``folder``. Local."""
-        _loaded[self._sharded] = str(folder), digest
+        """Remember that all tensors come from ``folder``. Local.
+
+        Args:
+            digest: of masters and state.
+        """
+        _loaded[self._sharded] = str(folder), digest, self._hashes_of_rest()
 
     def is_as_loaded(self, folder: Path) -> bool:
-        """Return whether masters and state are unchanged since they were loaded. Collective."""
-        place, digest = _loaded.get(self._sharded, ("", ""))
-        return place == str(folder) and digest == self.digest()
+        """Return whether all tensors are unchanged since they were loaded. Collective."""
+        place, digest, rest = _loaded.get(self._sharded, ("", "", []))
+        if place != str(folder):
+            return False
+        is_same = digest == self.digest() and rest == self._hashes_of_rest()
+        return all(self.comm.exchange(is_same, self.device))
+
+    def _hashes_of_rest(self) -> list[int]:
+        """Return hashes of this rank's buffers and parameters without masters. Local."""
+        rest = [_compat.local_tensor(it) for it in (self._outside | self._buffers).values()]
+        return [int(hasher_of(tensor.device)(tensor)) for tensor in rest]
 
     def forms(self) -> str:
         """Return options that determine the state and its precision. Collective."""

@@ -73,6 +73,28 @@ def test_what_was_edited_since_it_was_loaded_is_saved_if_it_may_overwrite(
     assert_same_bits(whole(run_world(2, loading)[0]), whole(edited))
 
 
+@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize("what", ["0.weight", "1.weight", "1.running_mean"])
+def test_what_was_edited_since_it_was_loaded_is_no_checkpoint_of_before(
+    tmp_path: Path, name: str, what: str
+):
+    """Be it trained, frozen or a buffer, and on one rank alone."""
+
+    def run(group: Any) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        optimizer = shard(model, optimizer, process_group=group)
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+        checkpoint.load(tmp_path, model, optimizer)
+        saved(name, tmp_path, model, optimizer, step=1, extra="another")
+        if group.rank() == 0:
+            model.state_dict()[what].fill_(7.0)
+        with pytest.raises((ValueError, RuntimeError), match="exists already, with other contents"):
+            saved(name, tmp_path, model, optimizer, step=1)
+
+    run_world(2, run)
+
+
 def test_a_checkpoint_that_was_removed_since_it_was_loaded_is_saved_again(tmp_path: Path):
     model, optimizer = job(None, 2)
     folder = checkpoint.save(tmp_path, model, optimizer, step=2)
