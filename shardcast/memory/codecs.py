@@ -13,7 +13,7 @@ Every run has the plain codec; options provide the others as :attr:`.Option.code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -158,6 +158,9 @@ class Encoded:
         zeros: allocates memory from a number of elements and a dtype; see :meth:`.Home.zeros`.
         first: the first piece, if it exists: the memory of plain values, or the owned span of the
             pack for a codec that has the published parameter.
+
+    Attributes:
+        pieces: the memory itself, including the published parameter.
     """
 
     def __init__(
@@ -171,35 +174,24 @@ class Encoded:
     ) -> None:
         self.codec, self.row, self._numel = codec, row, numel
         self._counts = [count for _, count in codec.pieces(row)]
-        self._pieces = [] if first is None else [first]
+        self.pieces = [] if first is None else [first]
         rows = -(-numel // row)
-        for dtype, count in codec.pieces(row)[len(self._pieces) :]:
-            self._pieces.append(zeros(numel if count == row else rows * count, dtype))
+        for dtype, count in codec.pieces(row)[len(self.pieces) :]:
+            self.pieces.append(zeros(numel if count == row else rows * count, dtype))
 
     @property
     def nbytes(self) -> int:
         """Bytes held, without the published parameter."""
-        return sum(piece.nbytes for piece in self._pieces[self.codec.has_published :])
-
-    @property
-    def pieces(self) -> Sequence[Tensor]:
-        """The memory itself, including the published parameter."""
-        return self._pieces
-
-    @property
-    def data(self) -> Tensor:
-        """The memory itself, 1-d fp32; only for a plain codec."""
-        assert self.codec.plain
-        return self._pieces[0]
+        return sum(piece.nbytes for piece in self.pieces[self.codec.has_published :])
 
     @property
     def first(self) -> Tensor:
         """The memory of the first piece."""
-        return self._pieces[0]
+        return self.pieces[0]
 
     def move(self, first: Tensor) -> None:
         """Use other memory, with the same values, for the first piece."""
-        self._pieces[0] = first
+        self.pieces[0] = first
 
     def parts(self, part: slice) -> Pieces:
         """Yield the memory of the pieces of a part, 1-d."""
@@ -207,7 +199,7 @@ class Encoded:
         rows = slice(start // self.row, -(-stop // self.row))
         return tuple(
             piece[start:stop] if count == self.row else piece[rows]
-            for piece, count in zip(self._pieces, self._counts, strict=True)
+            for piece, count in zip(self.pieces, self._counts, strict=True)
         )
 
     def _put(self, part: slice, pieces: Pieces) -> None:
@@ -237,18 +229,9 @@ class Encoded:
             for piece, count in zip(rows, self._counts, strict=True)
         )
 
-    def write(self, part: slice, values: Tensor, bits: Tensor | None = None) -> None:
-        """Overwrite a part with 1-d fp32 values.
-
-        Args:
-            bits: see :meth:`.Codec.encode`; 1-d.
-        """
-        if self.codec.plain:
-            self._put(part, (values,))
-            return
-        pieces = self.codec.encode(
-            in_rows(values, self.row), None if bits is None else in_rows(bits, self.row)
-        )
+    def write(self, part: slice, values: Tensor) -> None:
+        """Overwrite a part with 1-d fp32 values."""
+        pieces = self.codec.encode(in_rows(values, self.row), None)
         self._put(part, self._flat(pieces, values.numel()))
 
     def edit(self, part: slice, changed: Tensor, values: Tensor) -> None:
@@ -256,11 +239,7 @@ class Encoded:
 
         If a row has a number of its own, the whole row is encoded again.
         """
-        kept = self.parts(part)
-        if self.codec.plain:
-            self._put(part, (torch.where(changed, values, kept[0]),))
-            return
-        old, numel = self._rows_of(kept), values.numel()
+        old, numel = self._rows_of(self.parts(part)), values.numel()
         rows = in_rows(changed, self.row)
         new = torch.where(rows, in_rows(values, self.row), self.codec.decode(old))
         pieces = self.codec.merged(old, self.codec.encode(new, None), rows)

@@ -77,7 +77,7 @@ class Shard:
     @property
     def data(self) -> Tensor:
         """Memory of the masters, 1-d fp32; only for a plain codec."""
-        return self.master.data
+        return self.master.first
 
     @property
     def published(self) -> Tensor:

@@ -29,7 +29,7 @@ from shardcast.extensions.chance import INDEX, name_hash, random_bits
 from shardcast.extensions.low_moments import Bf16, Int8
 from shardcast.extensions.split_masters import Split16
 from shardcast.memory import codecs
-from shardcast.memory.codecs import Codec, Encoded
+from shardcast.memory.codecs import Codec, Encoded, in_rows
 from shardcast.memory.hashing import bits_of
 from shardcast.memory.shard import FILL
 from shardcast.step.update import fused as update
@@ -172,6 +172,12 @@ def test_weights_set_to_zero_by_hand_have_masters_near_zero(zero: float):
     assert torch.equal(store.read(ALL).signbit(), torch.full_like(exact, zero).signbit())
 
 
+def write_by_chance(store: Encoded, exact: Tensor, number: int) -> None:
+    bits = in_rows(draws(exact.numel(), number), store.row)
+    (rounded,) = store.codec.encode(in_rows(exact, store.row), bits)
+    store.first.copy_(rounded.view(-1)[: exact.numel()])
+
+
 # -- fewer bits -----------------------------------------------------------------------------
 
 
@@ -180,7 +186,7 @@ def test_rounding_by_chance_is_right_in_the_mean_and_nearest_is_not():
     store = encoded(Bf16(), 256)
     total = torch.zeros(256, dtype=torch.float64)
     for number in range(400):
-        store.write(ALL, exact.clone(), draws(exact.numel(), number))
+        write_by_chance(store, exact, number)
         total += store.read(ALL)
     assert set(store.read(ALL).tolist()) <= {1.0, 1 + 2**-7}
     # 256 x 400 draws with a deviation of 2**-7 * 0.43: the mean is known to 1.1e-5.
@@ -195,7 +201,7 @@ def test_what_bf16_holds_is_not_changed_by_chance():
     exact[:4] = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])
     store = encoded(Bf16(), 1000)
     for number in range(50):
-        store.write(ALL, exact.clone(), draws(exact.numel(), number))
+        write_by_chance(store, exact, number)
         assert same_bits(store.read(ALL), exact)
 
 
