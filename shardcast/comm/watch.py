@@ -32,7 +32,7 @@ class Watch:
         gave_up: one of them failed.
     """
 
-    _all: ClassVar[weakref.WeakSet[Watch]] = weakref.WeakSet()  # watches that are not idle
+    _all: ClassVar[weakref.WeakSet[Watch]] = weakref.WeakSet()  # watches with groups
     gave_up = False
 
     def __init__(self) -> None:
@@ -57,12 +57,12 @@ class Watch:
     def widest(cls) -> TensorCollectives | None:
         """Return the largest group of this thread, or else of this process."""
         own: Watch | None = getattr(_of_thread, "watch", None)
-        watches = [own] if own is not None and not own.is_idle else list(cls._all)
+        watches = [own] if own is not None and own.comms else list(cls._all)
         comms = [
             comm
             for watch in watches
             for comm in list(watch.comms)
-            if comm.size == 1 or comm.store is not None  # its group still exists
+            if comm.store is not None  # its group still exists
         ]
         return max(comms, key=lambda comm: comm.size, default=None) if len(watches) == 1 else None
 
@@ -79,11 +79,6 @@ class Watch:
             if self.lookout is not None:
                 self.lookout.end(self)
         self.comms.discard(comm)
-
-    @property
-    def is_idle(self) -> bool:
-        """Return whether there is nothing to watch."""
-        return not self.comms
 
 
 _of_thread = threading.local()

@@ -304,11 +304,6 @@ class Layout:
         """Packs that are reduced, updated and synced."""
         return [pack for pack in self.packs if pack.requires_grad]
 
-    def owned(self, rank: int) -> int:
-        """Return the elements, with padding, whose masters ``rank`` holds, except experts."""
-        every = [pack for pack in self.packs if len(pack.spans) == self.world_size]
-        return sum(pack.spans[rank].numel for pack in every)
-
     def slots(self) -> Iterator[tuple[PackLayout, Slot]]:
         for pack in self.packs:
             for slot in pack.slots:
