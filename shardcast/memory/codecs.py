@@ -231,6 +231,9 @@ class Encoded:
 
     def write(self, part: slice, values: Tensor) -> None:
         """Overwrite a part with 1-d fp32 values."""
+        if self.codec.plain:  # without a copy of rows that are not whole
+            self._put(part, (values,))
+            return
         pieces = self.codec.encode(in_rows(values, self.row), None)
         self._put(part, self._flat(pieces, values.numel()))
 
