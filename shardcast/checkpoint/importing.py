@@ -250,7 +250,8 @@ def _from_dcp(folder: Path, model_key: str, optimizer_key: str | None) -> StateS
     options: dict[int, dict[str, Any]] = {}
     for key in reader.paths:
         if key[:2] == (optimizer_key, "param_groups") and len(key) == 4:
-            options.setdefault(int(key[2]), {})[key[3]] = reader.object(key)
+            value = reader.tensor(key) if key in reader.stored else reader.object(key)
+            options.setdefault(int(key[2]), {})[key[3]] = value
     if not options:
         raise ValueError(
             f"{where}: it has no param_groups under {optimizer_key!r}; save the result of "

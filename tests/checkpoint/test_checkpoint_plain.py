@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from models import CASES, advance, assert_same_bits, parts, run_world, sharded, values, whole
 from safetensors.torch import load_file
 from small_runs import make
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from shardcast.checkpoint import export, import_dcp, load_plain, save
 from shardcast.testing import SpawnedWorld
@@ -108,8 +110,6 @@ def test_an_export_is_cut_by_size_and_comes_back_to_the_bit(tmp_path: Path, shar
 
 def with_fsdp(group: Any, folder: str) -> Any:
     """Three steps of torch's own FSDP2, its checkpoint, and its whole state."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -145,3 +145,18 @@ def test_fsdp2_files_are_taken_to_the_bit(tmp_path: Path, gloo: SpawnedWorld, pa
         for key, value in values_.items():
             expected[f"{name}/{key}"] = value.reshape(-1) if value.dim() else value
     assert_same_bits(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_rate_in_dcp_files_may_be_a_tensor(tmp_path: Path):
+    model = nn.Linear(3, 2)
+    inner = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+    dcp.save(
+        dict(zip(("model", "optim"), get_state_dict(model, inner), strict=True)),
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    other = nn.Linear(3, 2)
+    optimizer = sharded(other, None, lambda m: torch.optim.AdamW(m.parameters()))
+    import_dcp(tmp_path, other, optimizer)
+    assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.25))
