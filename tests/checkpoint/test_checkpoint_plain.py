@@ -23,16 +23,16 @@ pytestmark = pytest.mark.timeout(60)
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def trained(kind: str, case: str = "gpt", steps: int = 3) -> tuple[nn.Module, Any]:
+def trained(kind: str) -> tuple[nn.Module, Any]:
     """A plain model and optimizer after some steps."""
-    model = CASES[case].build(seed=0)
+    model = CASES["gpt"].build(seed=0)
     optimizer = make(kind, model)
-    advance(model, optimizer, 0, steps)
+    advance(model, optimizer, 0, 3)
     return model, optimizer
 
 
-def fresh(group: Any, kind: str, case: str = "gpt", **fields: Any) -> tuple[nn.Module, Any]:
-    model = CASES[case].build(seed=9)
+def fresh(group: Any, kind: str, **fields: Any) -> tuple[nn.Module, Any]:
+    model = CASES["gpt"].build(seed=9)
     return model, sharded(model, group, lambda m: make(kind, m), **fields)
 
 
@@ -125,10 +125,10 @@ def with_fsdp(group: Any, folder: str) -> Any:
     return get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
 
 
-def importing(group: Any, load: Any, folder: str, case: str, fields: dict[str, Any]) -> Any:
-    model, optimizer = fresh(group, "adamw", case, **fields)
+def importing(group: Any, folder: str, fields: dict[str, Any]) -> Any:
+    model, optimizer = fresh(group, "adamw", **fields)
     optimizer.param_groups[0]["weight_decay"] = 0.5  # must be overwritten
-    load(folder, model, optimizer)
+    import_dcp(folder, model, optimizer)
     assert optimizer.param_groups[0]["weight_decay"] == 0.0
     return parts(optimizer), values(model)
 
@@ -137,7 +137,7 @@ def importing(group: Any, load: Any, folder: str, case: str, fields: dict[str, A
 def test_fsdp2_files_are_taken_to_the_bit(tmp_path: Path, gloo: SpawnedWorld, partition: str):
     weights, state = gloo.run(with_fsdp, str(tmp_path))[0]
     fields = {"partition": partition, "param_dtype": BF16}
-    ranks, _ = run_world(3, importing, import_dcp, str(tmp_path), "gpt", fields)
+    ranks, _ = run_world(3, importing, str(tmp_path), fields)
     found = whole(rank[0] for rank in ranks)
     expected = {}
     for name, values_ in state["state"].items():

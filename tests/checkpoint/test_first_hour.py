@@ -107,17 +107,8 @@ def test_a_checkpoint_that_was_removed_since_it_was_loaded_is_saved_again(tmp_pa
 # -- paths of the wrong kind --------------------------------------------------------------------
 
 
-def test_a_plain_file_names_load_plain_and_a_checkpoint_names_load_and_export(tmp_path: Path):
+def test_a_checkpoint_in_the_place_of_a_plain_file_names_load_and_export(tmp_path: Path):
     model, optimizer = job(None, 1)
-    plain = tmp_path / "plain.pt"
-    torch.save(model.state_dict(), plain)
-    for act in (
-        lambda: checkpoint.resume(plain, model, optimizer),
-        lambda: checkpoint.load(plain, model, optimizer),
-        lambda: checkpoint.inspect(plain),
-    ):
-        with pytest.raises(NotADirectoryError, match=r"got the file .*load_plain\(model, opt"):
-            act()
     one = checkpoint.save(tmp_path / "run", model, optimizer, step=1)
     for folder in (tmp_path / "run", one):
         with pytest.raises(ValueError, match=r"checkpoint\.load\(.*checkpoint\.export"):

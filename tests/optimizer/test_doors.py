@@ -20,29 +20,38 @@ pytestmark = pytest.mark.timeout(120)
 # -- each edit on one flat piece; plain torch edits whole tensors -------------------------------
 
 
-def test_gradients_are_shown_as_gathered_and_edits_of_them_count():
-    def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
+@pytest.mark.parametrize("door", ["owned", "whole"])
+def test_gradients_are_shown_as_gathered_and_edits_of_them_count(door: str):
+    """By the parts of a rank, which are edited one by one, or by whole rows of some parameters."""
+
+    def edit(grads: dict[str, Tensor]) -> None:
+        if door == "owned":
+            for grad in grads.values():
+                grad.clamp_(-1e-3, 2e-3).view(-1)[::2] *= 2  # parts begin at even places here
+        else:
+            grads["2.weight"] -= grads["2.weight"].mean(1, keepdim=True)
+            grads["4.bias"][0] = 0
+
+    def script(model: Any, optimizer: Any, batch: Tensor, sharded: bool) -> None:
         for step in range(4):
             model(batch).square().mean().backward()
-            if step == 1:
-                nn.utils.clip_grad_norm_(model.parameters(), 1e-3) if not sharded else (
-                    optimizer.clip_grad_norm_(1e-3)
-                )
-            if sharded:
+            if step == 1 and sharded:
+                optimizer.clip_grad_norm_(1e-3)
+            elif step == 1:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            if not sharded:
+                edit({name: param.grad for name, param in model.named_parameters()})
+            elif door == "owned":
                 with optimizer.owned() as owned:
-                    for part in owned:
-                        part.grad.clamp_(-1e-3, 2e-3)[::2] *= 2
+                    edit({f"{part.name} {part.start}": part.grad for part in owned})
             else:
-                for param in model.parameters():
-                    param.grad.clamp_(-1e-3, 2e-3).view(-1)[::2] *= 2
+                with optimizer.whole(model[2].weight, "4.bias") as params:
+                    edit({name: one.grad for name, one in params.items()})
             optimizer.step()
             optimizer.zero_grad()
 
-    def even_starts(model: nn.Module) -> Any:
-        return sgd(model, lr=1.0)
-
-    check(even_starts, script, worlds=(1,), tol=1e-6)
-    check(even_starts, script, worlds=(2,), tol=1e-6)  # parts begin at even places here
+    worlds = (1, 2) if door == "owned" else (1, 2, 3)
+    check(lambda model: sgd(model, lr=1.0), script, worlds=worlds, tol=1e-6)
 
 
 def test_gradients_that_were_gathered_are_shown_anew_after_an_edit():
@@ -128,27 +137,6 @@ def test_replicas_and_copies_take_the_edits_of_the_first_holder():
 
 
 # -- whole parameters --------------------------------------------------------------------------
-
-
-def test_whole_gradients_are_shown_as_gathered_and_edits_of_them_count():
-    def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
-        for step in range(4):
-            model(batch).square().mean().backward()
-            if step == 1 and sharded:
-                optimizer.clip_grad_norm_(1e-3)
-            elif step == 1:
-                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            if sharded:
-                with optimizer.whole(model[2].weight, "4.bias") as params:
-                    params["2.weight"].grad -= params["2.weight"].grad.mean(1, keepdim=True)
-                    params["4.bias"].grad[0] = 0
-            else:
-                model[2].weight.grad -= model[2].weight.grad.mean(1, keepdim=True)
-                model[4].bias.grad[0] = 0
-            optimizer.step()
-            optimizer.zero_grad()
-
-    check(lambda model: sgd(model, lr=1.0), script, tol=1e-6)
 
 
 def test_a_tied_parameter_is_found_by_each_of_its_names():

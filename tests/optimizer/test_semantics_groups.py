@@ -93,23 +93,6 @@ def test_keys_of_the_users_own_stay_and_are_saved():
     assert sorted(n for group in saved for n in group["params"]) == list(range(6))
 
 
-def two_layers(model: Any) -> torch.optim.Optimizer:
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 1e-3}]
-    return torch.optim.AdamW(groups, lr=1e-2)
-
-
-def test_groups_that_are_assigned_are_used():
-    """As callbacks that unfreeze layers do when they resume: other dictionaries, and more."""
-
-    def assign(step: int, model: Any, optimizer: Any) -> None:
-        groups = [{**group, "lr": group["lr"] * 0.5} for group in optimizer.param_groups]
-        if step == 2:
-            groups.append({**groups[0], "params": list(model[4].parameters())})
-        optimizer.param_groups = groups
-
-    check(two_layers, steps(5, assign))
-
-
 def forgets(state: dict[Any, Any]) -> None:
     state.clear()
 
@@ -323,12 +306,17 @@ def sets_the_originals_list(optimizer: Any, groups: list[dict[str, Any]]) -> Non
 
 @pytest.mark.parametrize("act", [sets_a_place, sets_the_list, sets_the_originals_list])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
-def test_groups_that_are_replaced_are_used(kind: Any, act: Any):
-    def replace(step: int, _model: nn.Module, optimizer: Any) -> None:
+def test_groups_that_are_replaced_or_added_by_an_assignment_are_used(kind: Any, act: Any):
+    """As callbacks that unfreeze layers do when they resume: other dictionaries, and more."""
+    is_list = act is sets_the_list  # the one way to add a group
+
+    def replace(step: int, model: Any, optimizer: Any) -> None:
         if step == 2:
             first, *others = optimizer.param_groups
-            act(optimizer, [{**first, "lr": 0.3}, *others])
+            more = [{**first, "params": [*model[4].parameters()]}] if is_list else []
+            act(optimizer, [{**first, "lr": 0.3}, *others, *more])
         elif step == 4:
             optimizer.param_groups[0]["lr"] = 0.1  # of the new dictionary
 
-    check(interleaved(kind), steps(6, replace))
+    build = interleaved(kind)
+    check(lambda model: build(model[:4] if is_list else model), steps(6, replace))
