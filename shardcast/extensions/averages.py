@@ -174,10 +174,8 @@ class Averages(StepHook):
             shards = [shard for shard in optimizer.shards if shard.grads is not None]
             for shard in shards:
                 shard.lend()
-                for number, fragment in enumerate(shard.fragments):
-                    part = shard.local(fragment.start, fragment.stop)
-                    values = shard.rounded(fragment.slot, self.values(shard, number, name))
-                    shard.pack.own_data[part].copy_(values)
+                for own, cast in self._casts(shard, name):
+                    own.copy_(cast)
             optimizer.sync()
             self._note(shards, name)
         try:
@@ -213,12 +211,14 @@ class Averages(StepHook):
 
     def _is_edited(self, shard: Shard, name: str) -> bool:
         """Return whether a script changed the average in the model. Waits for the device."""
+        casts = self._casts(shard, name)
+        return any(not torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in casts)
+
+    def _casts(self, shard: Shard, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's part of each parameter in the model, and that of the average, cast."""
         for number, fragment in enumerate(shard.fragments):
-            published = shard.pack.own_data[shard.local(fragment.start, fragment.stop)]
-            cast = shard.rounded(fragment.slot, self.values(shard, number, name))
-            if not torch.equal(published.view(torch.uint8), cast.view(torch.uint8)):
-                return True
-        return False
+            own = shard.pack.own_data[shard.local(fragment.start, fragment.stop)]
+            yield own, shard.rounded(fragment.slot, self.values(shard, number, name))
 
     def load_average(self, name: str, weights: Mapping[str, Tensor], steps: int = 0) -> None:
         """Continue an existing average.
