@@ -44,6 +44,8 @@ from shardcast.optimizer.model import is_sharded
 from shardcast.optimizer.sharded import OptimizerHandle, ShardedOptimizer, packed_of
 from shardcast.optimizer.state import load_step_state, step_state
 from shardcast.plan.precision import Precision as Rules
+from shardcast.plan.publishing import publishing_of
+from shardcast.serving.forms import FORMS
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -101,8 +103,13 @@ class ShardcastPrecision(Precision):
                 dtypes[buffer] = rules.buffer_dtype(child, buffer)
         # A later fit must not begin from rounded weights.
         self._exact = [(t, t.data) for t, dtype in dtypes.items() if t.dtype != dtype]
+        publishing = publishing_of(self.config)
+        names: dict[Tensor, str] = {p: n for n, p in module.named_parameters() if p.requires_grad}
         for tensor, exact in self._exact:
-            tensor.data = exact.to(dtypes[tensor])
+            tensor.data = cast = exact.to(dtypes[tensor])
+            if publishing and tensor in names:
+                form, _ = publishing.cast(names[tensor], tuple(cast.shape), cast.dtype)
+                tensor.data = FORMS[form].round(exact) if form else cast
         self._casts = install_casts(module, rules)
         return module
 

@@ -418,6 +418,26 @@ def test_a_fit_after_a_validation_begins_from_exact_weights(tmp_path: Path):
     assert all(torch.equal(value, masters[1][name]) for name, value in masters[0].items())
 
 
+class Wide(Net):
+    """With a matrix of whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(7, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def test_a_checkpoint_is_validated_in_the_published_form_it_was_trained_in(tmp_path: Path):
+    def trainer() -> Any:
+        strategy = ShardcastStrategy({"published": {"mxfp4": ["net.2.weight"]}})
+        return trainer_of(str(tmp_path), 1, strategy=strategy, precision="bf16-true", max_epochs=1)
+
+    fit, saved = trainer(), tmp_path / "after.ckpt"
+    fit.fit(Wide(), loader(), loader())
+    fit.save_checkpoint(saved)
+    found = trainer().validate(Wide(), loader(), ckpt_path=saved)[0]["validation"]
+    assert found == float(fit.callback_metrics["validation"])
+
+
 class Monitored(Net):
     """Logs as many modules do."""
 
