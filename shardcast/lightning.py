@@ -182,7 +182,7 @@ class ShardcastPrecision(Precision):
         return super().optimizer_step(optimizer, model, closure, **kwargs)
 
     def clip_gradients(self, optimizer: AnyOptimizer, *args: object, **kwargs: object) -> None:
-        """Clip like Lightning.
+        """Clip by norm or value, as Lightning does. Collective: every rank.
 
         Raises:
             RuntimeError: it is one of several optimizers that are sharded together.
@@ -371,7 +371,7 @@ class ShardcastStrategy(DDPStrategy):
         self._sharded_module = module
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Broadcast buffers, then run the module's step, which bypasses its forward."""
+        """Broadcast buffers, then run the module's training step. Collective: every rank."""
         for sharded in self.precision_plugin.sharded:
             if (buffers := packed_of(sharded).hook_of("broadcast_buffers")) is not None:
                 buffers.before(self.lightning_module)

@@ -145,13 +145,13 @@ class ShardcastTrainerMixin(_Trainer):
         enable(self.accelerator, self._shardcast_config)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the metrics that ``log_metrics`` names."""
+        """Add the metrics that ``log_metrics`` names to ``logs``, and log them."""
         if self._log_metrics is not None and "loss" in logs and _shards(self):
             logs = {**logs, **flat(_pair(self)[1].metrics(self._log_metrics))}
         super().log(logs, *args, **kwargs)
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """Trainer's context; if the loss counts tokens, only they divide it."""
+        """Return Trainer's context. If the loss counts tokens, it is divided by them only."""
 
         def undivided() -> None:
             if _shards(self) and packed_of(_pair(self)[1]).decider.tokens.counted:
@@ -163,7 +163,7 @@ class ShardcastTrainerMixin(_Trainer):
         return stack
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate, with the average ``evaluate_average`` in the model."""
+        """Evaluate, with ``evaluate_average`` in the model if set. Collective: every rank."""
         with ExitStack() as stack:
             if self._evaluate_average is not None and _shards(self):
                 stack.enter_context(_pair(self)[1].averaged(self._evaluate_average))

@@ -129,7 +129,7 @@ class Saving:
     def end(self, call: str) -> list[str | None]:
         """Return the error of each rank, once all have ended. Collective: every rank.
 
-        All ranks have met in ``call`` before: a rank's part may take long to end.
+        All ranks must have met in ``call`` before, because a rank's part may take long.
         """
 
         def outcome() -> str | None:

@@ -53,7 +53,7 @@ Value = ShardView | tuple[KeyPath, object]  # an object has its path with it
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """One stored tensor: shape, dtype."""
+    """Shape and dtype of a stored tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

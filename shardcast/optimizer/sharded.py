@@ -569,7 +569,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Global gradient norm of the last step before clipping, 0-dim; ``None`` at first."""
+        """Unscaled global gradient norm of the last step before clipping; 0-dim, or ``None``."""
         return None if self._last_norm is None else self._last_norm.float()
 
     @property

@@ -68,7 +68,7 @@ class _File(NamedTuple):
 
 
 class FolderSender:
-    """Writes changes into a directory that all ranks and readers share.
+    """Writer of changes into a directory that all ranks and readers share.
 
     Args:
         directory: directory for the files, created if missing. A later run may continue in it.
@@ -176,7 +176,7 @@ class FolderSender:
 
 
 class FolderReader:
-    """Reads changes from a directory that each rank's :class:`FolderSender` writes into.
+    """Reader of changes from a directory that each rank's :class:`FolderSender` writes into.
 
     Args:
         directory: directory of the sender; may still be empty or missing.

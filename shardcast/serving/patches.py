@@ -39,7 +39,7 @@ def in_32_bits(indices: Tensor, whole: Tensor) -> Tensor:
 
 
 def step_of(version: str) -> int:
-    """Return the number of steps of its run, skipped ones included, before a version."""
+    """Return how many steps the run had made at a version, skipped ones included. Local."""
     return int(version.rsplit("-", 1)[1])
 
 
