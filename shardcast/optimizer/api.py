@@ -16,7 +16,7 @@ from shardcast.comm import Comm, ProcessGroups
 from shardcast.comm.process_groups import over_fewer_ranks
 from shardcast.config import ConfigSource, Keywords, ShardcastConfig
 from shardcast.extensions.waiting import look_after
-from shardcast.memory.aliases import Alias, find_aliases
+from shardcast.memory.aliases import find_aliases, tie
 from shardcast.messages import LOG
 from shardcast.optimizer import setup
 from shardcast.optimizer.model import (
@@ -145,8 +145,6 @@ def shard(
             check=given,
         )
 
-    aliases: list[Alias] = []
-
     def planned() -> setup.Plan:
         config, stages, originals, restores = given()
         if not stages:
@@ -158,11 +156,10 @@ def shard(
             f"after {len(restores)} closed without restore, which left {left} packs of gradients "
             "in flight in this process group (if ranks differ, make a new one)"
         )
-        plan = dataclasses.replace(plan, options=(*plan.options, closed))
         updates_of(originals, config, process_groups.dp)  # raises before the model is converted
         compiles(config, device)
-        aliases[:] = find_aliases(stages)
-        return plan
+        options, aliases = (*plan.options, closed), tuple(find_aliases(stages))
+        return dataclasses.replace(plan, options=options, aliases=aliases)
 
     with torch.no_grad(), setup.without_collector(), look_after(process_groups):
         plan = setup.agreed(planned, process_groups, device, "shard")
@@ -174,22 +171,17 @@ def shard(
         for restore in restores:
             restore()
         dtypes = setup.dtypes_of(stages)
-        if process_groups.everyone.rank == 0 and any(True for _ in plan.model.buffers()):
+        if process_groups.everyone.rank == 0:
             warn_of_averages(plan)
-        if plan.outside or any(True for stage in stages for _ in stage.buffers()):
-            convert_rest(plan, stages, process_groups)
+        convert_rest(plan, stages, process_groups)
         shards = setup.allocate(plan, process_groups)
-        for alias in aliases:  # before buffers are looked at
-            alias.tie()
+        tie(plan.aliases)  # before buffers are looked at
         for param in plan.params.values():
             param.grad = None
         launched.note_sharded(process_groups.everyone.rank)
         if process_groups.everyone.rank == 0 and device.type == "cpu":
-            packed_dtypes = {pack.dtype for pack in plan.layout.packs}
-            slow = {dtype for dtype in packed_dtypes if not _compat.has_products(dtype)}
-            if slow:
-                warn_of_slow_products(slow)
-        packed = PackedOptimizer(plan, shards, process_groups, dtypes, aliases)
+            warn_of_slow_products(pack.dtype for pack in plan.layout.packs)
+        packed = PackedOptimizer(plan, shards, process_groups, dtypes)
         sharded = ShardedOptimizer(packed)
         if divisor is not None:
             sharded.divisor = divisor

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,10 +41,6 @@ from shardcast.step.reduce.reducer import Reducer
 from shardcast.step.step_hook import StepHook
 from shardcast.step.sync.sync import Sync
 from shardcast.step.update import Update, updates_of
-
-if TYPE_CHECKING:
-    from shardcast.memory.aliases import Alias
-
 
 T = TypeVar("T")
 
@@ -86,9 +82,8 @@ class PackedOptimizer:
         shards: Sequence[Shard],
         process_groups: ProcessGroups,
         dtypes: Sequence[Mapping[str, torch.dtype]],
-        aliases: Sequence[Alias],
     ) -> None:
-        self.given_dtypes, self.aliases = dtypes, aliases
+        self.given_dtypes, self.aliases = dtypes, plan.aliases
         originals = self.originals = plan.originals
         self.model, self.stages = plan.model, plan.stages
         self.called = [root for stage in self.stages for root in called_by_script(stage)]

@@ -21,6 +21,7 @@ from torch import nn
 from shardcast import _compat
 from shardcast.comm import ProcessGroups
 from shardcast.config import ShardcastConfig
+from shardcast.memory.aliases import Alias
 from shardcast.memory.packed_param import note_of
 from shardcast.memory.shard import Shard, build_shard
 from shardcast.messages import warn
@@ -55,6 +56,7 @@ class Plan:
         begun: parameters for which the optimizer already has a state.
         options: facts that must be equal on all ranks, whatever their stage, one per line.
         unmatched: patterns that match nothing in this stage of a pipeline, as messages.
+        aliases: views of parameters that modules hold.
     """
 
     model: nn.Module
@@ -71,6 +73,7 @@ class Plan:
     begun: tuple[str, ...]
     options: tuple[str, ...]
     unmatched: tuple[str, ...]
+    aliases: tuple[Alias, ...] = ()
 
     def facts(self) -> list[str]:
         """Return facts that must be equal on all data-parallel ranks, one per line."""
@@ -314,11 +317,13 @@ def without_collector() -> Iterator[None]:
 
 
 def warn_of_slow_products(dtypes: Iterable[torch.dtype]) -> None:
-    """Warn, once per process and dtype, that parameters of ``dtypes`` make training slow here.
+    """Warn, once per process and dtype, of ``dtypes`` that make training slow on this CPU.
 
     Without AVX-512, torch multiplies bf16 and fp16 in a plain loop (pytorch 146508, 118499).
     """
     for dtype in set(dtypes) - told:
+        if _compat.has_products(dtype):
+            continue
         told.add(dtype)
         name = str(dtype).removeprefix("torch.")
         warn(
