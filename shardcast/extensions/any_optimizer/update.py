@@ -156,15 +156,9 @@ class AnyOptimizerUpdate(Update):
         own = shard.mean
         shard.home.arrive()
         grads = own.to(MASTER_DTYPE)
-        ranges = with_values(shard.pack.ranges, decision.factors)
-        if len(ranges) > 1 and grads is own:
-            grads = own.clone()
-        for part, factor in ranges:
-            if factor is None:
-                continue
-            if grads is own:
-                grads = own * factor
-            else:
+        for part, factor in with_values(shard.pack.ranges, decision.factors):
+            if factor is not None:
+                grads = grads.clone() if grads is own else grads
                 grads[part].mul_(factor)
         present = shard.present(decision.present[shard.pack])
         for param, fragment, is_present in zip(
