@@ -106,6 +106,8 @@ class Metrics(StepHook):
         self._weights = torch.empty(0)  # weight of a fragment: 1, or less for copies
         self._numels = torch.empty(0)
         self._totals: Tensor | None = None
+        # By patterns, so that a call in each step uploads nothing.
+        self._choices: dict[str, tuple[list[str], Tensor, Tensor]] = {}
         self._before: dict[Shard, Before] = {}
 
     def before_update(self, decision: Decision) -> None:
@@ -149,6 +151,7 @@ class Metrics(StepHook):
         weights: list[float] = []
         numels: list[float] = []
         self._slots = []
+        self._choices.clear()
         for shard in shards:
             slots, groups = shard.pack.layout.slots, shard.pack.layout.pack_groups
             first = len(self._slots)
@@ -207,6 +210,8 @@ class Metrics(StepHook):
 
     def _chosen(self, patterns: str | Mapping[str, str]) -> tuple[list[str], Tensor, Tensor]:
         """Return labels, and on the device slots with the rows of their labels."""
+        if (known := self._choices.get(repr(patterns))) is not None:
+            return known
         slots = [*enumerate(self._slots)]
         if isinstance(patterns, str):
             chosen = {name: [n] for n, name in slots if match(name, patterns)}
@@ -223,7 +228,7 @@ class Metrics(StepHook):
         pairs = [(n, row) for row, those in enumerate(chosen.values()) for n in those]
         both = to_device([*zip(*pairs, strict=True)], torch.int64, self._optimizer.device)
         places, rows = both.view(2, len(pairs))
-        return [*chosen], places, rows
+        return self._choices.setdefault(repr(patterns), ([*chosen], places, rows))
 
 
 def _of_fragments(row_sums: RowSums, count: int) -> Tensor:
