@@ -121,11 +121,13 @@ class Pack:
         Raises:
             RuntimeError: a parameter now has another dtype, device or shape; names it.
         """
-        if [param.data_ptr() for param in self.params] == self._addresses:
+        are_contiguous = all(param.is_contiguous() for param in self.params)
+        if are_contiguous and [param.data_ptr() for param in self.params] == self._addresses:
             return
         start, size, expected = self.data.data_ptr(), self.data.element_size(), self.layout.dtype
         for slot, param in zip(self.layout.slots, self.params, strict=True):
-            if not slot.numel or param.data_ptr() == start + slot.offset * size:
+            is_here = param.is_contiguous() and param.data_ptr() == start + slot.offset * size
+            if not slot.numel or is_here:
                 continue
             if (param.dtype, param.device) != (expected, self.data.device) or (
                 tuple(param.shape) != slot.shape
@@ -139,7 +141,7 @@ class Pack:
                 )
             self.wait()
             begin = self.data[slot.offset : slot.end].view(slot.shape)
-            begin.copy_(param.data)
+            begin.copy_(param.data.clone())  # which may be a view of the same memory
             param.data = _compat.own_storage(begin)
         self._addresses = [param.data_ptr() for param in self.params]
 

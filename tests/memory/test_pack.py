@@ -31,6 +31,12 @@ def test_a_pack_of_one_that_is_not_contiguous_is_packed_in_its_own_order():
     expected = model.weight.detach().clone()
     sharded(model)
     assert torch.equal(model.weight, expected)
+    square = nn.Linear(4, 4, bias=False)
+    optimizer = sharded(square)
+    expected = square.weight.detach().T.clone()
+    square.weight.data = square.weight.data.T  # in the same memory
+    assert torch.equal(optimizer.full_parameters()["weight"], expected)
+    assert square.weight.is_contiguous() and torch.equal(square.weight, expected)
 
 
 def test_parameters_keep_their_identity_values_and_ties():
