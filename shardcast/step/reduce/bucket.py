@@ -93,9 +93,15 @@ class Bucket:
         return self.complete
 
     def note_stream(self) -> None:
-        """Note the stream on which a hook runs, for the copy of gradients that are sent."""
+        """Note the stream on which a hook runs."""
         if self.streams is not None:
             self.streams.add(_compat.current_stream(self.grads.pack.data.device))
+
+    def _wait_for_streams(self) -> None:
+        """Let the current stream wait until all gradients are made, before it copies them."""
+        if self.streams:
+            _compat.wait_streams(self.streams, [param.grad for param in self.grads.pack.params])
+            self.streams.clear()
 
     def failed(self, waits: bool) -> None:
         """Called when the backward failed, possibly before the last gradient was accumulated.
@@ -122,6 +128,7 @@ class Bucket:
         Args:
             synchronizes: it is not inside ``no_sync()``, so this may be the mean of the step.
         """
+        self._wait_for_streams()
         self.grads.adopt()
         if synchronizes:
             self.grads.has_come(self.grads)
@@ -140,9 +147,7 @@ class Bucket:
         """Launch the collective, with memory from ``buffers``."""
         assert not self.grads.in_flight
         grads, layout = self.grads, self.grads.pack.layout
-        if self.streams:
-            _compat.wait_streams(self.streams, [param.grad for param in grads.pack.params])
-            self.streams.clear()
+        self._wait_for_streams()
         device, self._packed = grads.pack.data.device, None
 
         def empty(numel: int, dtype: torch.dtype) -> Tensor:

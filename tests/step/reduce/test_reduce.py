@@ -723,7 +723,10 @@ def test_two_gloo_processes_with_halves_of_a_batch_equal_plain_training(gloo: Sp
     assert_as_plain(gloo.run(train_on_part, "gpt_reentrant", 3), "gpt_reentrant")
 
 
-def test_gradients_are_sent_after_all_streams_that_made_them(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_are_copied_after_all_streams_that_made_them(
+    size: int, monkeypatch: pytest.MonkeyPatch
+):
     """Autograd runs each node on the stream of its forward: within a pack they may differ."""
     current = threading.local()
     waited: list[set[str]] = []
@@ -743,8 +746,8 @@ def test_gradients_are_sent_after_all_streams_that_made_them(monkeypatch: pytest
         loss.backward()
         optimizer.step()
 
-    ThreadedWorld(2).run(run)
-    assert waited.count({"stream 0", "stream 1", "stream 2"}) == 2, waited
+    ThreadedWorld(size).run(run)
+    assert waited.count({"stream 0", "stream 1", "stream 2"}) == size, waited
 
 
 def zero_what_was_sent(group: Any) -> list[dict[str, Tensor]]:
