@@ -48,7 +48,8 @@ class Gradients:
         wire: dtype in which gradients are sent.
         widens: whether long sums of gradients should be exact.
         before_edit: called before a script edits the mean.
-        norm_of: returns a norm of the mean of a slot of such gradients, over all ranks.
+        norm_of: returns a norm of the mean of a slot of such gradients, over all ranks, 0-dim fp32;
+            ``None`` during a backward. Collective.
 
     Attributes:
         low: ``dtype``.
@@ -107,7 +108,7 @@ class Gradients:
         self.in_flight = False
         self.holders: Tensor | None = None
         self.culprits: Collection[int] = ()
-        self._before_edit, self._norm_of = before_edit, norm_of
+        self._before_edit, self.norm_of = before_edit, norm_of
         self.has_come: Callable[[Gradients], None] = nothing
         self.mistake: Exception | None = None
 
@@ -195,13 +196,6 @@ class Gradients:
         self._before_edit()
         self.adds.add(position)
         return self.part(position)
-
-    def norm(self, position: int, p: float) -> Tensor | None:
-        """Return the norm of one slot's mean, 0-dim fp32; ``None`` during a backward.
-
-        Collective: every rank.
-        """
-        return self._norm_of(self, position, p)
 
     def zero(self, position: int) -> None:
         """Zero the gradient of one slot: it stays present, with nothing to add to."""

@@ -525,7 +525,7 @@ def _norm(call: TorchCall, of: Tensor) -> Tensor:
     grads, norm = _grads_of(here), None
     if isinstance(p, (int, float)) and p > 0 and grads is not None:
         if is_flat and is_default and _is_all(here, grads):
-            norm = grads.norm(here.position, float(p))
+            norm = grads.norm_of(grads, here.position, float(p))
         if norm is not None and here is not of:
             norm = dtensor.norm_over(of, norm, float(p))
     if norm is None:

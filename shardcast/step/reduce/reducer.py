@@ -130,7 +130,7 @@ class Reducer:
     @property
     def _local(self) -> bool:
         """Return whether backwards currently send nothing."""
-        return not self._syncs or self.at_step or self.alone
+        return not self.synchronises or self.alone
 
     @property
     def has_gradients(self) -> bool:
