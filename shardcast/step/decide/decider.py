@@ -158,8 +158,7 @@ class Decider:
         self.refusal.call = call
         with self.refusal.held():
             self._reduce.check()
-            if loss is not None or self._takes_loss:
-                self._take_loss(loss)
+            self._take_loss(loss)
         self._options.given = self._arguments(max_norm)
         self._norm.begin(max_norm, pending)
         own = [signal.local() for signal in self.signals]

@@ -147,12 +147,9 @@ class Loads:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before: dict[nn.Parameter, tuple[str, int]] = {}
-        self._own: set[nn.Parameter] = set()  # parameters that no other rank holds
+        # name, hash, and whether other ranks hold it
+        self._before: dict[nn.Parameter, tuple[str, int, bool]] = {}
         self._told: list[nn.Parameter] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._before)
 
     def note(self, param: nn.Parameter, name: str, is_shared: bool) -> None:
         """Note a parameter that is about to be loaded. Local; waits for the device.
@@ -161,19 +158,15 @@ class Loads:
             is_shared: all data-parallel ranks hold it, unlike experts.
         """
         if param not in self._before:
-            self._before[param] = name, self._hash(param)
-            if not is_shared:
-                self._own.add(param)
+            self._before[param] = name, self._hash(param), is_shared
 
     def changed(self) -> str:
         """Return the parameters whose bits have changed, with a hash of their values."""
         self._told = [*self._before]
-        if not self._before:
-            return ""
         changed = {}
-        for param, (name, before) in self._before.items():
+        for param, (name, before, is_shared) in self._before.items():
             if (after := self._hash(param)) != before:
-                changed[name] = None if param in self._own else after
+                changed[name] = after if is_shared else None
         if not changed:
             return ""
         return f"{listed([*changed])} (values {zlib.crc32(repr([*changed.items()]).encode()):08x})"
