@@ -87,10 +87,6 @@ class ParallelDims:
         Raises:
             TypeError, ValueError: a DTensor does not fit the mesh.
         """
-        if self == ParallelDims(self.world_size) and not any(
-            map(_compat.is_dtensor, named.values())
-        ):
-            return dict.fromkeys(named, PackGroups())
         return {name: pack_groups_of(self, name, param) for name, param in named.items()}
 
     @property
