@@ -72,11 +72,7 @@ class Snapshot:
         self._process_groups = packed.process_groups
         self.comm, self.device = self._process_groups.everyone, packed.device
         self.partition = packed.layout.partition
-        self._trained = {
-            slot.name: param
-            for shard in packed.shards
-            for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
-        }
+        self._trained = {name: param for param, name in packed.names().items()}
         cut = {param for param in self._trained.values() if param.numel()}
         # Parameters without fragments: those without an optimizer, and those without elements.
         self._outside = {n: p for n, p in packed.model.named_parameters() if p not in cut}

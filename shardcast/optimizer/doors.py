@@ -370,11 +370,7 @@ def _matched(
     packed: PackedOptimizer, wanted: Sequence[str | nn.Parameter]
 ) -> tuple[set[str], list[str]]:
     """Return names of wanted slots, and patterns that match none here. Local."""
-    slots = {
-        param: slot.name
-        for shard in packed.shards
-        for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
-    }
+    slots = packed.names()
     every = packed.model.named_parameters(remove_duplicate=False)
     known = [(name, slots[param]) for name, param in every if param in slots]
     names: set[str] = set()

@@ -134,6 +134,12 @@ class PackedOptimizer:
         """Return the update that has the parameters of ``shard``."""
         return self.updates[shard.pack.layout.optimizer]
 
+    def names(self) -> dict[nn.Parameter, str]:
+        """Return the name of each parameter in a pack."""
+        packs = [shard.pack for shard in self.shards]
+        params = (param for pack in packs for param in pack.in_model)
+        return dict(zip(params, (s.name for p in packs for s in p.layout.slots), strict=True))
+
     def together(self, act: Callable[[], T], call: str) -> T:
         """Return the result of ``act`` if it succeeds on all ranks; else all raise. Collective.
 
@@ -219,12 +225,7 @@ class PackedOptimizer:
         self.hooks = ModelHooks(self.called, self.shards, begins, self.sync, loads)
         for step_hook in self.step_hooks:
             step_hook.attach()
-        names = {
-            param: slot.name
-            for shard in self.shards
-            for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True)
-        }
-        self.tree = Tree(self.stages, names)
+        self.tree = Tree(self.stages, self.names())
         self._casts: list[LowForward] = [
             handle for root in self.called for handle in install_casts(root, self.precision)
         ]
