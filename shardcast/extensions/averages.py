@@ -104,16 +104,15 @@ class Averages(StepHook):
                 "0.999} to shard()"
             )
         self._optimizer = optimizer
-        self._names = [options.name for options in optimizer.config.averages]
         self.buffers: dict[str, Tensor] = {}
 
     def check(self, call: str, name: str) -> None:
         """Raise ValueError for an unknown name of an average."""
-        if name not in self._names:
-            names = ", ".join(map(repr, self._names))
+        names = [options.name for options in self._optimizer.config.averages]
+        if name not in names:
             raise ValueError(
-                f"{call}: expected the name of an average, {names}, got {name!r}; pass "
-                "averages={'ema': 0.999} to shard() for one"
+                f"{call}: expected the name of an average, {', '.join(map(repr, names))}, got "
+                f"{name!r}; pass averages={{'ema': 0.999}} to shard() for one"
             )
 
     def nbytes(self) -> int:

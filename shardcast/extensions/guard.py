@@ -74,7 +74,7 @@ class Guard(Signal):
 
     Attributes:
         judged: names of the checked values.
-        takes_loss: ``step()`` accepts a loss; ``needs_loss``: it requires one.
+        takes_loss: ``step()`` accepts a loss.
     """
 
     name = "guard"
@@ -83,13 +83,13 @@ class Guard(Signal):
     def __init__(self, rule: GuardRule | GuardFn, ranks: int, device: torch.device) -> None:
         self._rule, self._ranks, self._device = rule, ranks, device
         self.judged: Sequence[str] = ("norm",)
-        self.takes_loss, self.needs_loss = True, False
+        self.takes_loss = True
         sigmas, window = [], 0
         if isinstance(rule, GuardRule):
             by_signal = {"norm": rule.norm, "loss": rule.loss}
             self.judged = [name for name, sigma in by_signal.items() if sigma is not None]
             sigmas = [by_signal[name] for name in self.judged]
-            self.takes_loss = self.needs_loss = rule.loss is not None
+            self.takes_loss = rule.loss is not None
             window = rule.window
         self._sigmas = torch.tensor(sigmas, dtype=torch.float64, device=device)
         # The newest accepted values, the latest one last; NaN for values not yet seen.
@@ -153,7 +153,7 @@ class Guard(Signal):
             values, is_spike = norm.view(1), answer & norm.isfinite()
             bounds = torch.full_like(values, math.inf)
             return GuardVerdict(skip=is_spike, is_spike=is_spike, values=values, bounds=bounds)
-        if self.needs_loss and loss is None:
+        if "loss" in self.judged and loss is None:
             raise RuntimeError(
                 "step: the guard needs the loss; call step(loss=loss) with the unscaled loss on "
                 "every rank, and clip with max_grad_norm in the configuration, not with "

@@ -160,8 +160,7 @@ class HostHome(Home):
         self._published = torch.empty(0)
         # Hash of the pack when the host had the same values; not set during set-up.
         self._sent: Tensor | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)  # memory of means
-        self._means: dict[torch.dtype, Tensor] = {}  # views of _memory
+        self._memory = torch.empty(0, dtype=torch.uint8)  # of means
         # The mean of the last copy, and its hash at that time. An edit through ``.grad.data`` of a
         # mean that ``.grad`` shows makes no new version.
         self._came: tuple[weakref.ref[Tensor], Tensor] | None = None
@@ -229,21 +228,20 @@ class HostHome(Home):
     def bring(self, grads: Gradients) -> None:
         """Start to copy the mean to the host."""
         own = grads.own
-        nbytes = own.nbytes
-        if self._memory.nbytes < nbytes:
+        if self._memory.nbytes < own.nbytes:
             self._down()
-            self._means.clear()
-            self._memory = self._copies.allocate(nbytes)
-        if own.dtype not in self._means:
-            self._means[own.dtype] = self._memory[:nbytes].view(own.dtype)
-        self._down = self._copies.down(self._means[own.dtype], own)
+            self._memory = self._copies.allocate(own.nbytes)
+        self._down = self._copies.down(self._on_host(own), own)
         self._came = weakref.ref(own), self._hash(own)
 
     def mean(self, grads: Gradients) -> Tensor:
         own = grads.own
         if not self.is_current and not self._has(own):
             self.bring(grads)
-        return self._means[own.dtype]
+        return self._on_host(own)
+
+    def _on_host(self, own: Tensor) -> Tensor:
+        return self._memory[: own.nbytes].view(own.dtype)
 
     def _has(self, own: Tensor) -> bool:
         """Return whether the mean is on its way to the host as it is now; waits for the device."""
