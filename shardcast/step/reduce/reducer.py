@@ -173,17 +173,8 @@ class Reducer:
         hooks = _hooks(me, bucket, len(pack.in_model))
         self._handles += map(_hook_gradient, pack.in_model, hooks)
         if not self.due:
-            self.reduce_now(bucket)
+            ReducePass([bucket], self.buffers, self.alone).flush()
         return grads
-
-    @torch.no_grad()
-    def reduce_now(self, bucket: Bucket) -> None:
-        """Reduce one pack separately. Collective."""
-        if self.alone:
-            bucket.grads.adopt_all()
-        else:
-            bucket.send(self.buffers)
-            bucket.land(self.buffers)
 
     @contextmanager
     def no_sync(self, sends: bool = False) -> Iterator[None]:
