@@ -346,9 +346,18 @@ def step_state(packed: PackedOptimizer) -> dict[str, object]:
     return {**state, "hooks": hooks} if hooks else state
 
 
+@torch.no_grad()
 def load_step_state(packed: PackedOptimizer, state: Mapping[str, Any]) -> None:
     """Load what :func:`step_state` returned. Local."""
+    reduce, scale = packed.reduce, packed.decider.loss_scale
+    before = 1.0 if scale is None else float(scale.value)
     packed.decider.load_state_dict(state)
+    change = (1.0 if scale is None else float(scale.value)) / before
+    if change != 1 and reduce.pending is None:  # a clip has read the scale already
+        with reduce.own_edits():
+            for param in (param for shard in packed.shards for param in shard.pack.in_model):
+                if param.grad is not None:
+                    param.grad.mul_(change)
     hooks = state.get("hooks", {})
     for hook in packed.step_hooks:
         if hook.name in hooks:

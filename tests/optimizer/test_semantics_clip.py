@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -70,6 +71,35 @@ def test_a_load_or_another_group_between_a_clip_and_its_step_leaves_gradients_cl
         return torch.optim.SGD(model[:4].parameters(), lr=0.1, momentum=0.9)
 
     check(build, script, tol=2 * NORM)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_keep_their_size_when_another_loss_scale_is_loaded(size: int, clips: bool):
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> tuple[list[Tensor], float]:
+        saved = optimizer.state_dict()
+        optimizer.scale_loss(model(batch).float().sum() * math.inf).backward()
+        optimizer.step()  # skipped, with half of the scale from now on
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            optimizer.scale_loss(model(batch).float().square().mean()).backward()
+        optimizer.scale_loss(model(batch).float().square().mean()).backward()
+        if clips:
+            optimizer.clip_grad_norm_(0.1)
+        if loads:
+            optimizer.load_state_dict(saved)
+        optimizer.step()
+        return [*optimizer.full_parameters().values()], float(optimizer.loss_scale)
+
+    fields = {"param_dtype": "fp16", "loss_scale": "dynamic", "loss_scale_init": 1024.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the skip
+        loads = False
+        (expected, half), *_ = on_ranks(script, size, **fields)
+        loads = True
+        (found, whole), *_ = on_ranks(script, size, **fields)
+    assert (half, whole) == (512.0, 1024.0)
+    assert equal(found, expected)
 
 
 def split(model: Any, **own: Any) -> torch.optim.Optimizer:
