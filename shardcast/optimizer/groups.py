@@ -13,7 +13,6 @@ from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.optimizer.setup import agreed, allocate, plan_for
 from shardcast.plan.layout import GroupId
 from shardcast.plan.originals import Group, OptimizerList
-from shardcast.step.decide.options import STALE
 
 
 def add_group(packed: PackedOptimizer, place: int, group: Group) -> None:
@@ -89,15 +88,8 @@ def _extend(packed: PackedOptimizer, added: GroupId) -> None:
     packed.remove_hooks()  # includes modules that were added to the model
     packed.layout, packed.precision = plan.layout, plan.precision
     tie(packed.aliases)
-    _note_stale(packed, shards)
     packed.add(shards)
     packed.install_hooks()
-
-
-def _note_stale(packed: PackedOptimizer, added: Sequence[Shard]) -> None:
-    """Let the step compare how many gradients the added parameters have on each rank."""
-    count = sum(param.grad is not None for shard in added for param in shard.pack.params)
-    packed.reduce.history[STALE] += count
 
 
 def activate_packs(packed: PackedOptimizer, indices: Collection[int]) -> None:

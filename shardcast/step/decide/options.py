@@ -31,14 +31,13 @@ ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, to spread them over
 # The history of a rank's gradients between two steps, which must be equal on all ranks.
 BACKWARDS, CLEARS = "synchronized backwards of a step", "clears of their gradients"
 FAILED = "synchronized backwards of a step that failed"
-STALE = "gradients that parameters of an added group had already"
 DROPPED = "gradients cleared or assigned between two backwards of a step"
 LATE = "gradients assigned after a backward that failed, before it was sent"
 EDITED = "edits of gradients after the clip of the step before"
 ORDER = "synchronized backwards of other sharded models before this model's own"
-HISTORY = BACKWARDS, FAILED, CLEARS, STALE, DROPPED, EDITED
+HISTORY = BACKWARDS, FAILED, CLEARS, DROPPED, EDITED
 NOTHING = {
-    **dict.fromkeys((BACKWARDS, FAILED, CLEARS, STALE, ORDER), 0),
+    **dict.fromkeys((BACKWARDS, FAILED, CLEARS, ORDER), 0),
     **dict.fromkeys((DROPPED, LATE), ""),
     EDITED: False,
 }

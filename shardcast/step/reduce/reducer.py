@@ -31,7 +31,6 @@ from shardcast.step.decide.options import (
     LATE,
     NOTHING,
     ORDER,
-    STALE,
     listed,
 )
 from shardcast.step.reduce.bucket import Bucket
@@ -410,7 +409,7 @@ class Reducer:
         if self.history[BACKWARDS]:
             # Of means that the script cleared already, only some ranks have noted it by now.
             self.history[CLEARS] += any(grads.adds or grads.acts for grads in self.grads)
-        self.history.update({STALE: 0, FAILED: 0, ORDER: 0, DROPPED: "", LATE: ""})
+        self.history.update({FAILED: 0, ORDER: 0, DROPPED: "", LATE: ""})
         for grads in self.grads:
             grads.forget(set_to_none)
 
