@@ -102,18 +102,22 @@ class ChangesOfRank(StepHook):
         self._number += 1
         comm = optimizer.process_groups.everyone
         self._last = f"{self._run}-{self._number:08d}-{optimizer.comm.steps}"
-        return Changes(tuple(patches), self._last, base, comm.rank, comm.size, self._aliases())
+        aliases = self._aliases(bool(weights))
+        return Changes(tuple(patches), self._last, base, comm.rank, comm.size, aliases)
 
-    def _aliases(self) -> dict[str, str]:
-        first: dict[nn.Parameter, str] = {}
+    def _aliases(self, as_codes: bool) -> dict[str, str]:
+        first: dict[nn.Parameter, tuple[str, tuple[str, ...]]] = {}  # names, and their suffixes
         for shard in self._optimizer.shards:
-            slots, params = shard.pack.layout.slots, shard.pack.in_model
-            first |= {param: slot.name for slot, param in zip(slots, params, strict=True)}
+            layout, params = shard.pack.layout, shard.pack.in_model
+            suffixes = ("", SCALE) if as_codes and layout.cast else ("",)
+            for slot, param in zip(layout.slots, params, strict=True):
+                first[param] = slot.name, suffixes
         named = self._optimizer.model.named_parameters(remove_duplicate=False)
         return {
-            _compat.state_key(name): _compat.state_key(first[param])
+            _compat.state_key(name) + suffix: _compat.state_key(first[param][0]) + suffix
             for name, param in named
-            if first.get(param, name) != name
+            if param in first and first[param][0] != name
+            for suffix in first[param][1]
         }
 
 

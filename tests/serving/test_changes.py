@@ -59,10 +59,10 @@ def build(kind: str) -> tuple[Net, Any]:
 
 
 def weights(model: nn.Module) -> Values:
-    """Copies of all parameters, tied ones once, of a DTensor the whole."""
+    """Copies of all parameters, tied ones by each name, of a DTensor the whole."""
     return {
         name: getattr(param.detach(), "full_tensor", param.detach)().clone()
-        for name, param in model.named_parameters()
+        for name, param in model.named_parameters(remove_duplicate=False)
     }
 
 
@@ -147,7 +147,8 @@ class Story:
         if lost:
             since = "00000000-00000000-0"
         self.optimizer.wait_sync()
-        names = {name for name, _ in self.trained}
+        trained, named = {param for _, param in self.trained}, self.model.named_parameters
+        names = {name for name, param in named(remove_duplicate=False) if param in trained}
         there = {name: value for name, value in weights(self.model).items() if name in names}
         self.told.append((self.optimizer.changes(since=since), there))
 
@@ -384,6 +385,8 @@ def test_a_reader_of_codes_has_the_codes_and_scales_of_an_export(
 
     def run(group: Any) -> list[tuple[Changes, Values]]:
         model = nn.ModuleDict({"a": nn.Linear(256, 384), "b": nn.Linear(128, 256, bias=False)})
+        model["tied"] = nn.Linear(128, 256, bias=False)
+        model["tied"].weight = model["b"].weight
         with torch.no_grad():
             for number, param in enumerate(model.parameters()):
                 noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
@@ -413,6 +416,7 @@ def test_a_reader_of_codes_has_the_codes_and_scales_of_an_export(
                 there = sharded.published(name)
                 as_file = as_exported(FORMS[form], there.codes, there.scales.view(torch.uint8))
                 state[name], state[name + "_scale_inv"] = as_file
+            state["tied.weight"], state["tied.weight_scale_inv"] = as_file
             told.append((changes, state))
         checkpoint.save(tmp_path / "saved", model, sharded, step=1)
         return told
