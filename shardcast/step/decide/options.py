@@ -32,13 +32,12 @@ ODD = 0x1E3779B97F4A7C15  # multiplies the bits of a double, to spread them over
 BACKWARDS, CLEARS = "synchronized backwards of a step", "clears of their gradients"
 FAILED = "synchronized backwards of a step that failed"
 DROPPED = "gradients cleared or assigned between two backwards of a step"
-LATE = "gradients assigned after a backward that failed, before it was sent"
 EDITED = "edits of gradients after the clip of the step before"
 ORDER = "synchronized backwards of other sharded models before this model's own"
 HISTORY = BACKWARDS, FAILED, CLEARS, DROPPED, EDITED
 NOTHING = {
     **dict.fromkeys((BACKWARDS, FAILED, CLEARS, ORDER), 0),
-    **dict.fromkeys((DROPPED, LATE), ""),
+    DROPPED: "",
     EDITED: False,
 }
 SHOWN = 3  # largest number of names in a message
@@ -56,10 +55,6 @@ HISTORY_REMEDY = (
     "The ranks would train on different gradients: make the same calls of backward, zero_grad() "
     "and step() on all ranks, and skip steps only by numbers that are equal on all ranks"
 )
-LATE_REMEDY = (
-    "Some ranks would average them and others take them for means: call optimizer.zero_grad() on "
-    "every rank before you assign gradients after a backward that failed"
-)
 ORDER_REMEDY = (
     "Gradients of models of equal shapes were mixed: run the backwards of all models in the same "
     "order on every rank, and call zero_grad() of each before you go on"
@@ -71,7 +66,6 @@ UNTRAINED = (
 # Remedies by the fact that differs; if several differ, the first one here applies.
 REMEDIES = {
     ORDER: ORDER_REMEDY,
-    LATE: LATE_REMEDY,
     **dict.fromkeys(HISTORY, HISTORY_REMEDY),
     COUNT: COUNT_REMEDY,
     LEFT: LEFT_REMEDY,

@@ -28,7 +28,6 @@ from shardcast.step.decide.options import (
     DROPPED,
     EDITED,
     FAILED,
-    LATE,
     NOTHING,
     ORDER,
     listed,
@@ -238,25 +237,16 @@ class Reducer:
                 f"{call}: called inside no_sync(), where gradients are not reduced; leave the "
                 "block before the last backward and this call"
             )
-        has_averaged = self._complete()
+        self._complete()
         if self.due or self.alone:  # with one rank no backward makes a pass due
             with self.own_edits():
                 self._start(not self.alone)
                 self._flush()
-            return
-        if self.settle() and has_averaged:
-            self._mistake = RuntimeError(
-                f"{call}: gradients were assigned after a backward that failed with some packs "
-                "already sent, so some would be averaged over ranks and others not; call "
-                "optimizer.zero_grad() on every rank before you assign them"
-            )
+        else:
+            self.settle()
 
-    def settle(self) -> bool:
-        """Adopt what a script did to gradients since they were reduced. Local.
-
-        Returns:
-            Whether a gradient was assigned.
-        """
+    def settle(self) -> None:
+        """Adopt what a script did to gradients since they were reduced. Local."""
         are_dropped = not any(grads.adds for grads in self.grads)
         if self.clip is not None and any(grads.assigned() for grads in self.grads):
             self.multiply_in()  # now, because the clip is not of what was assigned
@@ -268,7 +258,6 @@ class Reducer:
                 "step: they are treated as means and not averaged over ranks; average them "
                 "yourself, or first call step() with all .grad None"
             )
-        return any(taken)
 
     def check(self) -> None:
         """Raise this rank's errors. Local, for a call that shares them with all ranks.
@@ -409,7 +398,7 @@ class Reducer:
         if self.history[BACKWARDS]:
             # Of means that the script cleared already, only some ranks have noted it by now.
             self.history[CLEARS] += any(grads.adds or grads.acts for grads in self.grads)
-        self.history.update({FAILED: 0, ORDER: 0, DROPPED: "", LATE: ""})
+        self.history.update({FAILED: 0, ORDER: 0, DROPPED: ""})
         for grads in self.grads:
             grads.forget(set_to_none)
 
@@ -631,24 +620,26 @@ class Reducer:
         if self._backward is None:
             self._complete()
 
-    def _complete(self) -> bool:
+    def _complete(self) -> None:
         """Send what a failed backward left, because ranks may have sent different packs.
 
         A gradient that the script cleared since is shown until then, and cleared on all ranks
-        afterwards: some may have sent it before. One that the script assigned since is sent in its
-        place. That is refused if another rank had sent the pack.
-
-        Returns:
-            Whether such gradients were sent.
+        afterwards: some may have sent it before. One that the script assigned since is refused, as
+        other ranks may have averaged what it replaces.
         """
         if self._pass is None or self._pass.alone:
-            return False
+            return
         self.history[FAILED] += 1
-        assigned = [
-            bucket.grads.pack.layout.slots[position].name
-            for bucket in self._pass.left
-            for position in bucket.grads.assigned()
-        ]
+        for grads in self.grads:
+            if assigned := grads.assigned():
+                names = listed([grads.pack.layout.slots[n].name for n in assigned])
+                grads.refuse(
+                    RuntimeError(
+                        "gradients were assigned after a backward that failed, whose other "
+                        f"gradients ranks may have averaged: {names}; call "
+                        "optimizer.zero_grad() on every rank before you assign them"
+                    )
+                )
         cleared = [(grads, n) for grads in self.grads for n in grads.cleared()]
         for grads, position in cleared:
             if not grads.in_flight:
@@ -656,9 +647,6 @@ class Reducer:
         self._flush()
         for grads, position in cleared:
             grads.pack.params[position].grad = None
-        if assigned:
-            self.history[LATE] = listed(assigned)
-        return bool(assigned)
 
     def warn_of_graph(self) -> None:
         """Warn about gradients with their own graph, which the mean does not have."""

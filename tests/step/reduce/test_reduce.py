@@ -449,22 +449,6 @@ def test_what_takes_the_place_of_zeros_is_no_difference_between_ranks(size: int)
             torch.testing.assert_close(mine, right)
 
 
-@pytest.mark.parametrize("fails_at", [0, 2, COUNT])
-@pytest.mark.parametrize("layout", ["even", "shard_ranks: one"])
-def test_what_is_assigned_after_a_backward_that_failed_replaces_the_mean_and_its_part(
-    layout: str, fails_at: int
-):
-    """Packs that were sent, packs with a gradient of this rank, and packs without one."""
-    actions: list[Action] = [
-        *failed_apart((fails_at, fails_at), "step")[:-3],
-        FIRST,
-        (Side.failed, (1, ALL[:2], fails_at)),
-        (Side.assign, (5, use(1, 3))),
-        *LAST,
-    ]
-    compare(actions, Cell(layout=layout, pack_params=1))
-
-
 @pytest.mark.parametrize("layout", ["even", "shard_ranks: one"])
 @pytest.mark.parametrize("places", [(COUNT, 1), (0, COUNT)], ids=str)
 def test_a_norm_after_a_backward_that_failed_is_of_all_ranks_or_of_none(
@@ -480,24 +464,22 @@ def test_a_norm_after_a_backward_that_failed_is_of_all_ranks_or_of_none(
             assert "reads .grad" in str(error)
 
 
-@pytest.mark.parametrize("places", [(0, COUNT), (1, 3), (2, 2), (0, 2, COUNT)], ids=str)
-def test_what_is_assigned_while_a_failed_backward_waits_is_never_mixed_with_it(
-    places: Sequence[int],
+@pytest.mark.parametrize("places", [(0, COUNT), (1, 3), (2, 2), (-1, 2), (COUNT,) * 3], ids=str)
+@pytest.mark.parametrize("which", [EVERY, use(1, 3)], ids=["all", "some"])
+def test_what_is_assigned_while_a_failed_backward_waits_is_refused(
+    places: Sequence[int], which: Any
 ):
-    """Nor averaged in some packs only. Where nothing had been sent it is averaged as usual."""
-    assigned: list[Action] = [(Side.clear, ("model",)), (Side.assign, (5, EVERY))]
+    """Some ranks may have averaged what it replaces, in some packs. It is none after a clear."""
+    assigned: list[Action] = [(Side.clear, ("model",)), (Side.assign, (5, which))]
     another: Action = (Side.backward, (6, ALL))
-    refused: list[list[Action]] = [[*assigned, (Side.step, ())]]
-    if len(set(places)) > 1:
-        refused.append([*assigned, another, (Side.step, ())])
-    for pack_params in (1, 2):
-        cell = Cell(size=len(places), pack_params=pack_params)
-        for after in refused:
-            with pytest.raises(RuntimeError, match=r"step: gradients (were |cleared or )?assigned"):
-                compare([*failed_apart(places, "step")[:-2], *after], cell)
-        early = failed_apart((COUNT,) * len(places), "step")[:-2]
-        compare([*early, *assigned, (Side.step, ())], cell)
-        compare([*early, *assigned, another, (Side.step, ())], cell)
+    failed = failed_apart(places, "step")[:-2]
+    told = r"gradients were assigned after a backward that failed.*layers.\d.weight.*zero_grad"
+    for layout, pack_params in (("even", 1), ("even", 2), ("shard_ranks: one", 1)):
+        cell = Cell(layout=layout, size=len(places), pack_params=pack_params)
+        for act in ([], [another], [(Side.gather, ())]):
+            with pytest.raises(RuntimeError, match=told):
+                compare([*failed, *assigned, *act, (Side.step, ())], cell)
+        compare([*failed, *assigned, (Side.clear, ("none",)), another, (Side.step, ())], cell)
 
 
 @pytest.mark.parametrize(("is_used", "value"), [(True, -1.0), (False, 0.5)])
