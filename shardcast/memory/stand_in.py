@@ -166,6 +166,10 @@ class StandIn(Tensor):
         with _compat.without_torch_function():
             return _run(TorchCall(func, tuple(args), kwargs or {}))
 
+    def set_(self, *_: object, **__: object) -> NoReturn:
+        """Raise, because this one does not reach ``__torch_function__``."""
+        _refuse_read("set_", self)
+
 
 class DistributedStandIn:
     """A mixin for DTensors whose local tensor is a :class:`StandIn`, see :func:`distributed`."""

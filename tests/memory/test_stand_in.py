@@ -90,7 +90,7 @@ a.copy_(g) | operator.iadd(a, g) | a.add_(g) | a.lerp_(g, .1) | p.sub_(g) | p.da
 operator.setitem(a, 0, g[0]) | torch.add(a, g, out=a) | torch._foreach_add_([a], [g])
 torch._foreach_copy_([a], [g]) | g.cumsum_(0) | g.cumprod_(0) | g.renorm_(2, 0, 1) | g @ g.T
 torch.cumsum(g, 0, out=g) | g.add_(g.view_as(g)) | g.copy_(g.flip(0)) | g.__dlpack__()
-F.normalize(g) | F.normalize(g, out=g)
+F.normalize(g) | F.normalize(g, out=g) | g.set_(a) | g.data.set_()
 g.max() | g.argmax() | torch.topk(g.view(-1), 2)
 g.pow(2) | g.square() | p * g | torch.einsum('ij->i', g) | g[g > 0] | g[p > 0] | g[[0, 1]]
 g.masked_select(p > 0) | torch.count_nonzero(g) | torch.where(p > 0, g, a) | g.mean() | g.std()
