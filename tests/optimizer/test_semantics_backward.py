@@ -154,6 +154,25 @@ def test_closing_after_a_failed_backward_waits_for_what_it_sent():
     assert on_ranks(script, pack_params=1, accumulate="sharded") == [True] * 2, "it was on the way"
 
 
+@pytest.mark.parametrize("call", ["step", "gather_gradients", "clip_grad_norm_"])
+def test_a_hook_may_step_gather_or_clip_before_its_backward_ends(call: str):
+    def script(model: Any, optimizer: Any, batch: Tensor, sharded: bool) -> None:
+        def hook(_: Tensor) -> None:
+            if call == "step":
+                optimizer.step()
+            elif sharded:
+                getattr(optimizer, call)(*[1e3] * (call == "clip_grad_norm_"))
+
+        model[0].weight.register_post_accumulate_grad_hook(hook)  # the last but a bias
+        for _ in range(2):
+            model(batch).float().square().mean().backward()
+            if call != "step":
+                optimizer.step()
+            optimizer.zero_grad()
+
+    check(sgd, script, tol=1e-6)
+
+
 def test_an_empty_no_sync_of_one_rank_before_all_clear_is_no_difference():
     """Otherwise each later step, too, would raise that ranks differ in clears of gradients."""
 

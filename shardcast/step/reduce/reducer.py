@@ -625,12 +625,13 @@ class Reducer:
 
         A gradient that the script cleared since is shown until then, and cleared on all ranks
         afterwards: some may have sent it before. One that the script assigned since is refused, as
-        other ranks may have averaged what it replaces.
+        other ranks may have averaged what it replaces. In a hook of a running backward, the rest of
+        its own pass is sent, and gradients that are not the mean have just come.
         """
         if self._pass is None or self._pass.alone:
             return
         self.history[FAILED] += 1
-        for grads in self.grads:
+        for grads in self.grads if self._backward is None else ():
             if assigned := grads.assigned():
                 names = listed([grads.pack.layout.slots[n].name for n in assigned])
                 grads.refuse(
