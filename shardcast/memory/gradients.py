@@ -803,6 +803,18 @@ class Gradients:
             if factor is not None:
                 self.all_shown[part].mul_(factor)
 
+    def rescale(self, change: float) -> None:
+        """Multiply all gradients, in the mean or not, by a number; zeros of a clear stay zeros."""
+        for position, param in enumerate(self.pack.params):
+            grad = param.grad
+            if grad is not None and type(grad) is not StandIn and not self.holds(position, grad):
+                grad.mul_(change)
+        for held in self.held.values():
+            if held is not None:
+                _compat.local_tensor(held).mul_(change)
+        if self._own is not None and (self.adds or not self.shown):
+            self.all_shown.mul_(change)
+
     @property
     def all_shown(self) -> Tensor:
         """The mean, and after a gather the parts of other owners, 1-d."""

@@ -355,7 +355,10 @@ def load_step_state(packed: PackedOptimizer, state: Mapping[str, Any]) -> None:
     change = (1.0 if scale is None else float(scale.value)) / before
     if change != 1 and reduce.pending is None:  # a clip has read the scale already
         with reduce.own_edits():
-            for param in (param for shard in packed.shards for param in shard.pack.in_model):
+            for grads in reduce.grads:
+                grads.rescale(change)
+            frozen = (shard.pack for shard in packed.shards if shard.grads is None)
+            for param in (param for pack in frozen for param in pack.in_model):
                 if param.grad is not None:
                     param.grad.mul_(change)
     hooks = state.get("hooks", {})
