@@ -44,6 +44,7 @@ _LEFT: weakref.WeakKeyDictionary[object, list[Reduction]] = weakref.WeakKeyDicti
 # Number of passes of all sharded models by process group, in a list of one.
 _PASSES: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
 FOLD, LIMIT = 65_599, 1 << 53  # combine the numbers of several passes into one
+USED = -1  # in place of the number of the last backward before a clip that a step has used
 
 
 class Reducer:
@@ -381,7 +382,7 @@ class Reducer:
         Args:
             is_edited: they had been edited after the clip.
         """
-        self.due, self.last_backward = True, None
+        self.due, self.last_backward, self._clipped = True, None, USED
         self._passes_before = self._passes[0]
         self.history.update({**NOTHING, EDITED: is_edited})
         for grads in self.grads:
@@ -437,7 +438,7 @@ class Reducer:
     @property
     def is_clipped(self) -> bool:
         """Return whether there was a clip since the last step or ``zero_grad``."""
-        return self.clip is not None and not (self.due and self.last_backward is None)
+        return self.clip is not None and self._clipped != USED
 
     @property
     def pending(self) -> Decision | None:
