@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as match
 from typing import TYPE_CHECKING, ClassVar
@@ -107,7 +107,7 @@ class Metrics(StepHook):
         self._numels = torch.empty(0)
         self._totals: Tensor | None = None
         # By patterns, so that a call in each step uploads nothing.
-        self._choices: dict[str, tuple[list[str], Tensor, Tensor]] = {}
+        self._choices: dict[Hashable, tuple[list[str], Tensor, Tensor]] = {}
         self._before: dict[Shard, Before] = {}
 
     def before_update(self, decision: Decision) -> None:
@@ -210,7 +210,8 @@ class Metrics(StepHook):
 
     def _chosen(self, patterns: str | Mapping[str, str]) -> tuple[list[str], Tensor, Tensor]:
         """Return labels, and on the device slots with the rows of their labels."""
-        if (known := self._choices.get(repr(patterns))) is not None:
+        key = patterns if isinstance(patterns, str) else tuple(patterns.items())
+        if (known := self._choices.get(key)) is not None:
             return known
         slots = [*enumerate(self._slots)]
         if isinstance(patterns, str):
@@ -228,7 +229,7 @@ class Metrics(StepHook):
         pairs = [(n, row) for row, those in enumerate(chosen.values()) for n in those]
         both = to_device([*zip(*pairs, strict=True)], torch.int64, self._optimizer.device)
         places, rows = both.view(2, len(pairs))
-        return self._choices.setdefault(repr(patterns), ([*chosen], places, rows))
+        return self._choices.setdefault(key, ([*chosen], places, rows))
 
 
 def _of_fragments(row_sums: RowSums, count: int) -> Tensor:

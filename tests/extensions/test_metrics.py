@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -240,6 +241,33 @@ def test_a_mapping_measures_the_parameters_that_each_pattern_matches_as_one():
             optimizer.metrics({"attention": "*.attention.*", "all": "*"})
 
     run_world(2, run)
+
+
+class Patterns(Mapping[str, str]):
+    """A mapping whose text does not tell what is in it."""
+
+    def __init__(self, **patterns: str) -> None:
+        self.patterns = patterns
+
+    def __getitem__(self, key: str) -> str:
+        return self.patterns[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.patterns)
+
+    def __len__(self) -> int:
+        return len(self.patterns)
+
+
+def test_patterns_of_any_mapping_are_read_in_each_call():
+    model = nn.Linear(3, 2)
+    optimizer = sharded(model, metrics=True)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    patterns = Patterns(one="*")
+    assert [*optimizer.metrics(patterns)] == ["one"]
+    patterns.patterns = {"weights": "*weight", "biases": "*bias"}
+    assert [*optimizer.metrics(patterns)] == ["weights", "biases"]
 
 
 def test_metrics_of_a_first_step_that_was_skipped_are_none_or_nothing():
