@@ -308,9 +308,18 @@ def _verify(
 
 
 def choose(
-    path: Path, check: Callable[[Path], DamagedCheckpointError | None], loud: bool = True
+    path: Path,
+    found: Iterable[Path],
+    check: Callable[[Path], DamagedCheckpointError | None],
+    loud: bool = True,
 ) -> Path | None:
     """Return the named checkpoint, or the newest intact one in it; ``None`` if it has none.
+
+    Args:
+        path: a directory of checkpoints, or one checkpoint.
+        found: what :func:`steps` has found in the directory, the same on all ranks.
+        check: returns the damage of a checkpoint, or ``None``.
+        loud: warn about damaged ones that are skipped.
 
     Raises:
         DamagedCheckpointError: the named checkpoint, or every one in the directory, is damaged.
@@ -326,8 +335,7 @@ def choose(
         )
     if named and not path.exists():
         raise FileNotFoundError(f"directory: there is no {str(path)!r}; check the path")
-    folders = [path] if named else steps(path).values()
-    return newest_sound(folders, check, path, named=named, loud=loud)
+    return newest_sound([path] if named else found, check, path, named=named, loud=loud)
 
 
 def newest_sound(
@@ -381,7 +389,8 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Raises:
         DamagedCheckpointError: every checkpoint is damaged.
     """
-    return choose(absolute(directory), damage)
+    path = absolute(directory)
+    return choose(path, steps(path).values(), damage)
 
 
 def chosen(directory: str | os.PathLike[str]) -> Path:

@@ -178,16 +178,18 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
         errors = snapshot.collect(lambda: folders.damage(folder, *share), "load")
         return next((error for error in errors if error is not None), None)
 
-    def look() -> str:
+    def look() -> tuple[list[Path], str]:
+        found = list(folders.steps(path).values())
         state = path.exists(), path.is_file(), folders.is_checkpoint(path)
-        return repr((*state, list(map(str, folders.steps(path).values()))))
+        return found, repr((*state, list(map(str, found))))
 
-    if not snapshot.comm.agree(snapshot.together(look, "load"), snapshot.device, "load"):
+    found, seen = snapshot.together(look, "load")
+    if not snapshot.comm.agree(seen, snapshot.device, "load"):
         raise RuntimeError(
             f"directory: the ranks see different checkpoints in {str(path)!r}; it must be on a "
             "file system that all ranks share"
         )
-    return folders.choose(path, check, loud=snapshot.comm.rank == 0)
+    return folders.choose(path, found, check, loud=snapshot.comm.rank == 0)
 
 
 def part_of(

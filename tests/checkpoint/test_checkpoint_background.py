@@ -20,6 +20,7 @@ from faults import no_space, watch
 from models import advance, assert_same_bits, parts, run_world, values, whole
 
 from shardcast import checkpoint
+from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint import saving
 from shardcast.checkpoint.background import save_async
 from shardcast.checkpoint.directory import BACKGROUND
@@ -91,6 +92,27 @@ def test_a_second_save_waits_for_the_first_which_others_leave_alone(tmp_path: Pa
     third.wait()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000002", "step-000000003"]
     timer.join()
+
+
+def test_ranks_load_one_checkpoint_although_another_job_commits_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pair = job()
+    for step in 1, 2:
+        checkpoint.save(tmp_path, *pair, step=step)
+    newer, hidden = tmp_path / "step-000000002", tmp_path / "hidden"
+    newer.rename(hidden)
+    calls, choose = [], folders.choose
+
+    def committed_between(*args: Any, **options: Any) -> Path | None:
+        calls.append(args)
+        if len(calls) == 2:  # of the second rank, once the first one has looked
+            hidden.rename(newer)
+        return choose(*args, **options)
+
+    monkeypatch.setattr(folders, "choose", committed_between)
+    steps, _ = run_world(2, lambda group: checkpoint.load(tmp_path, *job(group)).step)
+    assert steps == [1, 1] and newer.exists()
 
 
 def test_a_save_that_is_over_keeps_neither_model_nor_optimizer_in_memory(tmp_path: Path):
