@@ -15,6 +15,7 @@ import torch
 
 from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint.access import Model, Snapshot
+from shardcast.checkpoint.background import finish
 from shardcast.checkpoint.dcp import DamagedCheckpointError, Reader, Stored, fitting
 from shardcast.checkpoint.directory import Manifest
 from shardcast.checkpoint.source import StateSource, from_reader
@@ -50,6 +51,8 @@ def load(
     state: bool = True,
 ) -> Resumed:
     """Load the newest intact checkpoint of a directory, or one checkpoint by its path.
+
+    It first waits for saves that this job's :func:`save_async` has begun there.
 
     The mesh, partition, packs and ``param_dtype`` may differ from the saved ones. Masters, state
     and step counts are restored bit for bit. Everything is verified and compared before anything in
@@ -125,6 +128,7 @@ def _resume(
     began = time.monotonic()
     snapshot = Snapshot(model, optimizer)
     snapshot.meet("load")
+    snapshot.together(lambda: finish(path), "load")  # before any rank looks for the newest
     folder = _choose(snapshot, path)
     if folder is None:
         return None

@@ -94,6 +94,26 @@ def test_a_second_save_waits_for_the_first_which_others_leave_alone(tmp_path: Pa
     timer.join()
 
 
+def loading_beside(group: Any, folder: str, gate: Gate, restarts: bool) -> int:
+    model, optimizer = job(group)
+    checkpoint.save(folder, model, optimizer, step=1)
+    save_async(folder, model, optimizer, step=2)
+    if restarts:
+        optimizer.close()
+        del model, optimizer
+        gc.collect()
+        model, optimizer = job(group, seed=7)
+    if group.rank() == 0:
+        threading.Timer(0.3, gate.open.set).start()
+    return checkpoint.load(folder, model, optimizer).step
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_load_waits_for_the_running_save(tmp_path: Path, gate: Gate, restarts: bool):
+    steps, _ = run_world(2, loading_beside, str(tmp_path), gate, restarts)
+    assert steps == [2, 2]
+
+
 def test_ranks_load_one_checkpoint_although_another_job_commits_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
