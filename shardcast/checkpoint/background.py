@@ -30,7 +30,6 @@ from shardcast.optimizer.sharded import packed_of
 
 LOG = logging.getLogger("shardcast.checkpoint")
 _running: weakref.WeakKeyDictionary[object, Saving] = weakref.WeakKeyDictionary()  # by optimizer
-_saves: weakref.WeakSet[Saving] = weakref.WeakSet()  # also those whose optimizer is gone
 
 
 def save_async(
@@ -92,13 +91,6 @@ def save_async(
     return running
 
 
-def finish(path: Path) -> None:
-    """Wait for the own part of running saves into ``path``, a run or a checkpoint. Local."""
-    for save in list(_saves):
-        if path in (save.path, save.path.parent):
-            save._thread.join()
-
-
 def _copied(view: ShardView) -> ShardView:
     return dataclasses.replace(view, flat=view.flat.detach().to("cpu", copy=True))
 
@@ -129,7 +121,7 @@ class Saving:
             target=self._run, args=(job, views), name=f"save {self.path.name}"
         )
         self._thread.start()
-        _saves.add(self)
+        saving.threads[self._thread] = self.path
 
     def done(self) -> bool:
         """Whether this rank's part has ended, successfully or not. Local."""

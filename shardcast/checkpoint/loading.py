@@ -15,9 +15,9 @@ import torch
 
 from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint.access import Model, Snapshot
-from shardcast.checkpoint.background import finish
 from shardcast.checkpoint.dcp import DamagedCheckpointError, Reader, Stored, fitting
 from shardcast.checkpoint.directory import Manifest
+from shardcast.checkpoint.saving import finish
 from shardcast.checkpoint.source import StateSource, from_reader
 from shardcast.launched import is_first_process
 from shardcast.messages import LOG, note_speed

@@ -15,7 +15,9 @@ import pickle
 import platform
 import re
 import shutil
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,15 @@ LAG = 60.0  # seconds after which a network file system should show what another
 Arguments = tuple[str, int, int | None, bool, bool]
 SAID = 4096  # bytes, for the message of a rank that failed
 POLL = 0.02  # seconds between two looks
+# Targets of background saves, also of those whose optimizer is gone.
+threads: weakref.WeakKeyDictionary[threading.Thread, Path] = weakref.WeakKeyDictionary()
+
+
+def finish(path: Path) -> None:
+    """Wait for the own part of running saves into ``path``, a run or a checkpoint. Local."""
+    for thread, target in list(threads.items()):
+        if path in (target, target.parent):
+            thread.join()
 
 
 def save(
@@ -98,9 +109,14 @@ def save(
     if job.is_there:
         return job.target
     named = _naming(job.target)
+
+    def commit() -> None:
+        finish(job.target)  # an older state must not be committed after this one
+        named(job.commit)(written, began)
+
     try:
         written = snapshot.together(lambda: named(job.write)(snapshot.views()), "save")
-        snapshot.together(lambda: named(job.commit)(written, began), "save")
+        snapshot.together(commit, "save")
     except Exception:
         job.abandon()  # all ranks have stopped writing
         raise

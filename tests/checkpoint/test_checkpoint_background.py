@@ -114,6 +114,24 @@ def test_a_load_waits_for_the_running_save(tmp_path: Path, gate: Gate, restarts:
     assert steps == [2, 2]
 
 
+def saving_again(group: Any, folder: str, gate: Gate) -> Any:
+    model, optimizer = job(group)
+    earlier = save_async(folder, model, optimizer, step=1, overwrite=True)
+    advance(model, optimizer, 0, 1)
+    if group.rank() == 0:
+        threading.Timer(0.3, gate.open.set).start()
+    checkpoint.save(folder, model, optimizer, step=1, overwrite=True)
+    earlier.wait()
+    after = values(model)
+    checkpoint.load(folder, model, optimizer)
+    return after, values(model)
+
+
+def test_an_older_state_does_not_replace_a_newer_one(tmp_path: Path, gate: Gate):
+    results, _ = run_world(2, saving_again, str(tmp_path), gate)
+    assert_same_bits(*results[0])
+
+
 def test_ranks_load_one_checkpoint_although_another_job_commits_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
