@@ -161,9 +161,7 @@ class HostHome(Home):
         # Hash of the pack when the host had the same values; not set during set-up.
         self._sent: Tensor | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)  # of means
-        # The mean of the last copy, and its hash at that time. An edit through ``.grad.data`` of a
-        # mean that ``.grad`` shows makes no new version.
-        self._came: tuple[weakref.ref[Tensor], Tensor] | None = None
+        self._came: tuple[weakref.ref[Tensor], object] | None = None  # mean of the last copy
         self._down: Wait = _done
         self._up: Wait = _done
 
@@ -232,21 +230,29 @@ class HostHome(Home):
             self._down()
             self._memory = self._copies.allocate(own.nbytes)
         self._down = self._copies.down(self._on_host(own), own)
-        self._came = weakref.ref(own), self._hash(own)
+        self._came = weakref.ref(own), self._state(grads)
 
     def mean(self, grads: Gradients) -> Tensor:
         own = grads.own
-        if not self.is_current and not self._has(own):
+        if not self.is_current and not self._has(grads):
             self.bring(grads)
         return self._on_host(own)
 
     def _on_host(self, own: Tensor) -> Tensor:
         return self._memory[: own.nbytes].view(own.dtype)
 
-    def _has(self, own: Tensor) -> bool:
-        """Return whether the mean is on its way to the host as it is now; waits for the device."""
+    def _has(self, grads: Gradients) -> bool:
+        """Return whether the mean is on its way to the host as it is now."""
         came = self._came
-        return came is not None and came[0]() is own and bool(came[1] == self._hash(own))
+        return came is not None and came[0]() is grads.own and bool(came[1] == self._state(grads))
+
+    def _state(self, grads: Gradients) -> Tensor | int:
+        """Return what an edit of the mean changes.
+
+        Where ``.grad`` shows the mean itself, an edit through ``.grad.data`` makes no new version.
+        Its hash then costs a pass, and the comparison waits for the device.
+        """
+        return self._hash(grads.own) if grads.whole else grads.own._version
 
     def keeps_mean(self, grads: Gradients) -> bool:
         return True
