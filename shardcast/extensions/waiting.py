@@ -41,7 +41,9 @@ class Lookout:
     """Checks watches of this process, on a thread that lives while there are any."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: whatever holds it may drop the last reference to an optimizer, or start the
+        # garbage collector, and an optimizer that is collected ends its watch.
+        self._lock = threading.RLock()
         self._observed: weakref.WeakKeyDictionary[Watch, Silence] = weakref.WeakKeyDictionary()
         self._thread: _Thread | None = None
 
@@ -65,11 +67,18 @@ class Lookout:
             with contextlib.suppress(Exception):  # the store may be gone
                 observed.end()
         with self._lock:
-            last = all(map(_is_over, self._observed))
+            last = self._is_over()
             thread, self._thread = self._thread, None if last else self._thread
         if last and thread is not None:
             thread.over.set()
-            thread.join(1.0)
+            if thread is not threading.current_thread():
+                thread.join(1.0)
+
+    def _is_over(self) -> bool:
+        """Return whether all groups of all watches are gone."""
+        # A list, because an optimizer that is collected meanwhile removes its watch.
+        watches = [ref() for ref in self._observed.keyrefs()]
+        return all(watch is None or _is_over(watch) for watch in watches)
 
     def last_known(self, comm: TensorCollectives) -> str:
         """Return where the ranks were when one of them reported its wait; empty if none did."""
@@ -82,15 +91,18 @@ class Lookout:
     def look(self, thread: threading.Thread) -> bool:
         """Check all once; return whether ``thread`` must check again, which is decided last."""
         with self._lock:
-            watches = [*self._observed.items()]
-        for _, observed in watches:
+            watches = [ref() for ref in self._observed.keyrefs()]
+        for watch in watches:
+            observed = None if watch is None else self._observed.get(watch)
+            if observed is None:
+                continue
             try:
                 observed.look()
             # the store's process has ended, so no rank is left to report to
             except Exception as error:
                 LOG.debug("the other ranks' calls are unknown: %s", error)
         with self._lock:
-            if self._thread is thread and all(map(_is_over, self._observed)):
+            if self._thread is thread and self._is_over():
                 self._thread = None
             return self._thread is thread
 

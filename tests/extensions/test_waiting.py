@@ -22,6 +22,7 @@ from torch import nn
 from shardcast import checkpoint
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.comm.group import Work
+from shardcast.comm.watch import Watch
 from shardcast.extensions import waiting
 from shardcast.extensions.waiting import look_after
 from shardcast.messages import LOG
@@ -314,6 +315,30 @@ def test_the_last_optimizer_ends_the_thread_beside_one_whose_group_is_gone(
         return [thread for thread in watching() if thread not in before]
 
     assert ThreadedWorld(1).run(run) == [[]]
+
+
+def test_an_optimizer_that_the_thread_itself_collects_ends_its_watch_and_nobody_waits():
+    """The thread may have the last reference to a group while it looks at it."""
+    lookout = waiting.Lookout()
+    watch = Watch()
+
+    class Collected:
+        size, store = 2, None
+
+        @property
+        def is_alive(self) -> bool:
+            lookout.end(watch)  # as the finalizer of an optimizer does
+            return False
+
+    watch.comms.add(group := Collected())  # type: ignore[arg-type]
+    before = {*threading.enumerate()}
+    lookout.begin(watch)
+    (thread,) = {*threading.enumerate()} - before
+    thread.join(10)
+    assert not thread.is_alive()
+    lookout.begin(watch)
+    lookout.end(watch)
+    del group
 
 
 def test_a_rank_of_which_nothing_is_known_is_said_to_be_so():
