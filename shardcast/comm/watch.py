@@ -26,7 +26,6 @@ class Watch:
     Attributes:
         lookout: checks this watch, see :mod:`shardcast.extensions.waiting`; or ``None``.
         thread: id of its thread.
-        comms: its groups of several ranks.
         waits: the collective that the rank is waiting in, which sets and clears it.
         begun: number of collectives that it has entered.
         gave_up: one of them failed.
@@ -40,7 +39,9 @@ class Watch:
         self.waits: Work | None = None
         self.begun = 0
         self.thread = threading.get_ident()
-        self.comms: weakref.WeakSet[TensorCollectives] = weakref.WeakSet()
+        self._comms: weakref.WeakKeyDictionary[TensorCollectives, None] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @classmethod
     def begin(cls, comm: TensorCollectives) -> Watch:
@@ -49,7 +50,7 @@ class Watch:
         if watch is None:
             watch = _of_thread.watch = cls()
         if comm.size > 1:
-            watch.comms.add(comm)
+            watch._comms[comm] = None
             cls._all.add(watch)
         return watch
 
@@ -61,24 +62,30 @@ class Watch:
         comms = [
             comm
             for watch in watches
-            for comm in list(watch.comms)
+            for comm in watch.comms
             if comm.store is not None  # its group still exists
         ]
         return max(comms, key=lambda comm: comm.size, default=None) if len(watches) == 1 else None
 
     @property
+    def comms(self) -> list[TensorCollectives]:
+        """Its groups of several ranks."""
+        # `keyrefs` copies at once. Another thread may add a group, or collect one, meanwhile.
+        return [comm for ref in self._comms.keyrefs() if (comm := ref()) is not None]
+
+    @property
     def steps(self) -> int:
         """Number of steps of the optimizer that made most, among those still in use."""
-        return max((comm.steps for comm in list(self.comms) if comm.is_alive), default=0)
+        return max((comm.steps for comm in self.comms if comm.is_alive), default=0)
 
     def end(self, comm: TensorCollectives) -> None:
         """Remove ``comm``; if no other group is left, stop the watch at once."""
         # An optimizer that was not closed may outlive its process group.
-        if not any(other.is_alive for other in {*self.comms} - {comm}):
+        if not any(other.is_alive for other in self.comms if other is not comm):
             self._all.discard(self)
             if self.lookout is not None:
                 self.lookout.end(self)
-        self.comms.discard(comm)
+        self._comms.pop(comm, None)
 
 
 _of_thread = threading.local()

@@ -126,7 +126,7 @@ class _Thread(threading.Thread):
 
 def _is_over(watch: Watch) -> bool:
     """Return whether all groups of ``watch`` are gone."""
-    return not any(comm.is_alive for comm in list(watch.comms))
+    return not any(comm.is_alive for comm in watch.comms)
 
 
 _LOOKOUT = Lookout()
@@ -226,7 +226,7 @@ class Silence:
 
 
 def _write(watch: Watch, place: str) -> None:
-    for comm in list(watch.comms):
+    for comm in watch.comms:
         if (store := comm.store) is not None:
             store.set(PLACE.format(comm.rank), place)
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from torch import nn
 from shardcast import checkpoint
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.comm.group import Work
-from shardcast.comm.watch import Watch
+from shardcast.comm.watch import Watch, _of_thread
 from shardcast.extensions import waiting
 from shardcast.extensions.waiting import look_after
 from shardcast.messages import LOG
@@ -330,7 +331,7 @@ def test_an_optimizer_that_the_thread_itself_collects_ends_its_watch_and_nobody_
             lookout.end(watch)  # as the finalizer of an optimizer does
             return False
 
-    watch.comms.add(group := Collected())  # type: ignore[arg-type]
+    watch._comms[group := Collected()] = None  # type: ignore[index]
     before = {*threading.enumerate()}
     lookout.begin(watch)
     (thread,) = {*threading.enumerate()} - before
@@ -339,6 +340,31 @@ def test_an_optimizer_that_the_thread_itself_collects_ends_its_watch_and_nobody_
     lookout.begin(watch)
     lookout.end(watch)
     del group
+
+
+def test_groups_can_be_read_while_another_thread_makes_some(monkeypatch: pytest.MonkeyPatch):
+    """The thread that checks a watch reads them at any time; an error would end the thread."""
+    monkeypatch.setattr(_of_thread, "watch", watch := Watch(), raising=False)
+    stays, over = Comm(FakeGroup(0, 2)), threading.Event()
+    interval = sys.getswitchinterval()
+
+    def make() -> None:
+        _of_thread.watch = watch
+        while not over.is_set():
+            made = [Comm(FakeGroup(0, 2)) for _ in range(5)]
+            for comm in made:
+                comm.watch.end(comm)
+
+    thread = threading.Thread(target=make)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        assert all(stays in watch.comms for _ in range(5000))
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_rank_of_which_nothing_is_known_is_said_to_be_so():
