@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,6 @@ def told(steps: int = 2, **fields: Any) -> tuple[list[Changes], dict[str, Tensor
         advance(model, optimizer, step)
         found.append(optimizer.changes(since=found[-1].version))
     return found, values(model)
-
-
-def replaced(changes: Changes, **fields: Any) -> Changes:
-    """With other contents under the same checksum."""
-    return dataclasses.replace(changes, **fields)
 
 
 # -- apply ----------------------------------------------------------------------------------
@@ -152,16 +147,16 @@ def test_changes_that_are_not_what_was_sent_are_refused():
     moved = first.indices.clone()
     moved[0] += 1
     for other in (
-        replaced(patch, patches=(first._replace(values=more), *rest)),
-        replaced(patch, patches=(first._replace(indices=moved), *rest)),
-        replaced(patch, patches=(first._replace(name="b.weight"), *rest)),
-        replaced(patch, patches=tuple(rest)),
-        replaced(patch, version=full.version),
-        replaced(patch, aliases={"c.weight": "b.weight"}),
+        replace(patch, patches=(first._replace(values=more), *rest)),
+        replace(patch, patches=(first._replace(indices=moved), *rest)),
+        replace(patch, patches=(first._replace(name="b.weight"), *rest)),
+        replace(patch, patches=tuple(rest)),
+        replace(patch, version=full.version),
+        replace(patch, aliases={"c.weight": "b.weight"}),
     ):
         refused(publish.DamagedChangesError, other, full.version, "checksum")
     out_of_range = first._replace(indices=first.indices + 7 * 13)
-    other = replaced(patch, patches=(out_of_range, *rest), checksum="")
+    other = replace(patch, patches=(out_of_range, *rest), checksum="")
     refused(publish.DamagedChangesError, other, full.version, "a.weight")
 
 
@@ -180,7 +175,7 @@ def test_parts_that_are_not_those_of_one_version_are_refused():
     refused(publish.IncompleteChangesError, [left[2], left[2]], since, "parts 0 to 1")
     refused(publish.IncompleteChangesError, [left[2], right[1]], since, left[2].version)
     refused(publish.IncompleteChangesError, [], since, "none")
-    less = replaced(left[0], patches=left[0].patches[:-1], checksum="")
+    less = replace(left[0], patches=left[0].patches[:-1], checksum="")
     refused(publish.IncompleteChangesError, [less, right[0]], None, left[0][-1].name)
     target = reader_model()
     version = publish.apply(target, [right[0], left[0]])
@@ -238,25 +233,6 @@ def test_what_cannot_be_asked_is_refused_by_name():
 # -- a folder -------------------------------------------------------------------------------
 
 
-class Trainer:
-    """One rank, whose script may end and begin again."""
-
-    def __init__(self, group: Any, folder: Path, full_every: int, fields: dict[str, Any]) -> None:
-        self.group, self.folder, self.full_every = group, folder, full_every
-        self.fields = fields
-        self.state: Any = None
-        self.begin()
-
-    def begin(self) -> None:
-        self.model, self.optimizer = trainer(self.group, seed=1, **self.fields)
-        if self.state is not None:
-            self.optimizer.load_state_dict(self.state)
-        self.sender = FolderSender(self.folder, self.optimizer, self.full_every)
-
-    def meet(self) -> None:
-        self.group.barrier().wait()
-
-
 def files(folder: Path, kind: str = "") -> list[Path]:
     return sorted(path for path in folder.glob("*.safetensors") if f".{kind}" in path.name)
 
@@ -283,16 +259,20 @@ def test_a_reader_follows_a_folder_through_all_that_happens(
 ):
     """Skipped steps, a restart of either side, a lost patch, spoiled bytes, a slow reader."""
 
+    def begin(group: Any) -> tuple[nn.Module, Any, FolderSender]:
+        model, optimizer = trainer(group, seed=1, **fields)
+        return model, optimizer, FolderSender(tmp_path, optimizer, full_every=8)
+
     def run(group: Any) -> tuple[int, int]:
-        training = Trainer(group, tmp_path, 8, fields)
+        model, optimizer, sender = begin(group)
         target: Any = {}
         reader = FolderReader(tmp_path)
         met, damaged, draw = 0, 0, random.Random(ranks)
         for step in range(steps):
-            advance(training.model, training.optimizer, step)
+            advance(model, optimizer, step)
             if step % 3 != 1:
-                version = training.sender.send()
-            training.meet()
+                version = sender.send()
+            group.barrier().wait()
             if group.rank() == 0:
                 act = draw.random()
                 newest = files(tmp_path, "next")[-1:]
@@ -311,20 +291,21 @@ def test_a_reader_follows_a_folder_through_all_that_happens(
                     except publish.DamagedChangesError:
                         damaged += 1
                     if reader.version == version and step % 3 != 1:
-                        assert_same_bits(target, values(training.model))
+                        assert_same_bits(target, values(model))
                         met += 1
-            training.meet()
-            if step % 50 == 29:
-                training.state = training.optimizer.state_dict()
-                training.begin()
+            group.barrier().wait()
+            if step % 50 == 29:  # the script ends and begins again
+                state = optimizer.state_dict()
+                model, optimizer, sender = begin(group)
+                optimizer.load_state_dict(state)
         for _ in range(9):  # at the latest a full one brings everybody up
-            training.sender.send()
-        training.meet()
+            sender.send()
+        group.barrier().wait()
         if group.rank() == 0:
             reader.update(target)
-            assert reader.version == training.sender.version
-            assert_same_bits(target, values(training.model))
-        training.meet()
+            assert reader.version == sender.version
+            assert_same_bits(target, values(model))
+        group.barrier().wait()
         return met, damaged
 
     results, _ = run_world(ranks, run)
@@ -359,21 +340,7 @@ def test_any_byte_of_a_file_is_refused_or_says_the_same(tmp_path: Path):
             read_changes(path)
 
 
-OTHERS: list[Any] = [
-    None,
-    -1,
-    10**30,
-    "x",
-    [],
-    {},
-    [1],
-    [[1]],
-    {"a": 1},
-    1.5,
-    True,
-    ["13", 7],
-    [-13, -7],
-]
+OTHERS = (None, -1, 10**30, "x", [], {}, [1], [[1]], {"a": 1}, 1.5, True, ["13", 7], [-13, -7])
 
 
 def test_a_forged_head_with_its_right_checksum_is_refused_by_name(tmp_path: Path):
@@ -514,31 +481,23 @@ def test_a_version_without_all_its_parts_waits(tmp_path: Path):
 
     def run(group: Any) -> None:
         model, optimizer = trainer(group)
-        sender, target, reader = FolderSender(tmp_path, optimizer), reader_model(), None
+        sender, target = FolderSender(tmp_path, optimizer), reader_model()
         reader = FolderReader(tmp_path)
+
+        def version_after_send_of(rank: int) -> Any:
+            group.barrier().wait()
+            if group.rank() == rank:
+                sender.send()
+            group.barrier().wait()
+            return reader.update(target)
+
         assert reader.update(target) is None
-        group.barrier().wait()
-        if group.rank() == 1:
-            sender.send()
-        group.barrier().wait()
-        assert reader.update(target) is None
-        group.barrier().wait()
-        if group.rank() == 0:
-            sender.send()
-        group.barrier().wait()
-        first = reader.update(target)
+        assert version_after_send_of(1) is None
+        first = version_after_send_of(0)
         assert first is not None
         advance(model, optimizer, 0)
-        group.barrier().wait()
-        if group.rank() == 0:
-            sender.send()
-        group.barrier().wait()
-        assert reader.update(target) == first
-        group.barrier().wait()
-        if group.rank() == 1:
-            sender.send()
-        group.barrier().wait()
-        assert first != reader.update(target) == sender.version
+        assert version_after_send_of(0) == first
+        assert first != version_after_send_of(1) == sender.version
         assert_same_bits(values(target), values(model))
 
     run_world(2, run)
