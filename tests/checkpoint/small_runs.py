@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ from models import advance, everything, job, run_world
 from torch import nn
 
 from shardcast import checkpoint
+from shardcast.checkpoint.directory import MANIFEST, MARKER
+from shardcast.checkpoint.storage import digest_of
 
 DATA, METADATA = "__0_0.distcp", ".metadata"
 
@@ -34,6 +39,13 @@ def loaded(folder: Path, **options: Any) -> tuple[int, Any]:
     return step, everything(model, optimizer)
 
 
+def saved_by(name: str, *args: Any, **options: Any) -> Path:
+    """The checkpoint that ``save`` writes, or ``save_async`` once it has ended."""
+    made = getattr(checkpoint, name)(*args, **options)
+    path: Path = made if name == "save" else made.wait()
+    return path
+
+
 def save_two_steps(folder: Path) -> Path:
     """Checkpoints of two ranks after steps 1 and 2."""
 
@@ -45,6 +57,17 @@ def save_two_steps(folder: Path) -> Path:
 
     run_world(2, saving)
     return folder
+
+
+def seal(folder: Path, edit: Callable[[dict[str, Any]], Any] = lambda manifest: None) -> None:
+    """Edit the manifest and recompute the sums, as somebody would who means it."""
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    for name, listed in manifest["files"].items():
+        listed["sha256"] = digest_of(folder / name)
+        listed["bytes"] = (folder / name).stat().st_size
+    data = json.dumps(edit(manifest) or manifest).encode()
+    (folder / MANIFEST).write_bytes(data)
+    (folder / MARKER).write_text(hashlib.sha256(data).hexdigest())
 
 
 def truncate(path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from faults import watch
 from models import CASES, advance, assert_same_bits, job, parts, run_world, sharded, values, whole
 from safetensors.torch import load_file
-from small_runs import make
+from small_runs import make, saved_by
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -69,16 +69,14 @@ def compare(saved: list[Any], loaded: list[Any], same_dtype: bool = True) -> Non
                 assert_same_bits(rank[when][1], saved[0][when][1])
 
 
-@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async], ids=["save", "async"])
+@pytest.mark.parametrize("save", ["save", "save_async"])
 def test_a_bit_lost_before_it_was_written_is_seen_by_the_digest_on_any_grid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str
 ):
     def saving(group: Any, digest: bool, step: int) -> None:
         model, optimizer = start(group, "mlp", "adamw", {"averages": {"ema": 0.9}})
         advance(model, optimizer, 0, 2)
-        saved = save(tmp_path, model, optimizer, step=step, digest=digest)
-        if save is checkpoint.save_async:
-            saved.wait()
+        saved_by(save, tmp_path, model, optimizer, step=step, digest=digest)
 
     def loading(group: Any, step: int, **fields: Any) -> int:
         model, optimizer = start(group, "mlp", "adamw", {"averages": {"ema": 0.9}, **fields})
@@ -129,28 +127,26 @@ def test_a_checkpoint_that_another_release_python_or_torch_wrote_loads(writer: s
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async], ids=["save", "async"])
+@pytest.mark.parametrize("save", ["save", "save_async"])
 def test_the_very_same_is_saved_again_without_an_error_and_without_a_change(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, save: Any, ranks: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, save: str, ranks: int
 ):
     def saving(group: Any) -> None:
-        model, optimizer = start(group, "gpt", "adamw", {})
+        pair = start(group, "gpt", "adamw", {})
 
-        def saved(extra: int, digest: bool = False) -> None:
-            options = {"step": 2, "extra": {"rows": extra}, "per_rank": torch.arange(3)}
-            result = save(tmp_path, model, optimizer, **options, digest=digest)
-            if save is checkpoint.save_async:
-                result.wait()
+        def step_2(rows: int, digest: bool = False) -> None:
+            options = {"step": 2, "extra": {"rows": rows}, "per_rank": torch.arange(3)}
+            saved_by(save, tmp_path, *pair, **options, digest=digest)
 
-        advance(model, optimizer, 0, 2)
-        saved(1)
-        saved(1)
-        saved(1, digest=True)
+        advance(*pair, 0, 2)
+        step_2(1)
+        step_2(1)
+        step_2(1, digest=True)
         with pytest.raises((ValueError, RuntimeError), match="exists already, with other contents"):
-            saved(2)
-        advance(model, optimizer, 2, 3)
+            step_2(2)
+        advance(*pair, 2, 3)
         with pytest.raises((ValueError, RuntimeError), match="exists already, with other contents"):
-            saved(1)
+            step_2(1)
 
     with caplog.at_level("INFO", "shardcast"):
         run_world(ranks, saving)
@@ -159,11 +155,8 @@ def test_the_very_same_is_saved_again_without_an_error_and_without_a_change(
     lines = [message for message in info if message.startswith(f"saved {str(folder)!r}: ")]
     assert len(lines) == 3, "of rank 0 alone"
     assert all(re.search(r"GB in \d+\.\d s, .* GB/s$", line) for line in lines)
-    assert loading_resumed(tmp_path).extra == {"rows": 1}
-
-
-def loading_resumed(folder: Path) -> checkpoint.Resumed:
-    return checkpoint.load(folder, *start(None, "gpt", "adamw", {}))
+    resumed = checkpoint.load(tmp_path, *start(None, "gpt", "adamw", {}))
+    assert resumed.extra == {"rows": 1}
 
 
 EVEN, WHOLE = {"partition": "even"}, {"partition": "whole"}

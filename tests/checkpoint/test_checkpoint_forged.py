@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import math
 import pickle
 import random
@@ -18,7 +16,7 @@ import torch
 from commands import python
 from models import job
 from pairwise import WHOLE
-from small_runs import METADATA
+from small_runs import METADATA, seal
 
 from shardcast import checkpoint
 from shardcast.checkpoint import directory
@@ -59,25 +57,13 @@ def forged(value: Any, place: Place, other: Any) -> Any:
     return new
 
 
-def sum_up(folder: Path) -> None:
-    """Have the right sizes and checksums of all that is there."""
-    manifest = json.loads((folder / directory.MANIFEST).read_bytes())
-    for name in manifest["files"]:
-        data = (folder / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    data = json.dumps(manifest).encode()
-    (folder / directory.MANIFEST).write_bytes(data)
-    (folder / directory.MARKER).write_text(hashlib.sha256(data).hexdigest())
-
-
-def read_all(folder: Path, out: Path) -> dict[str, Callable[[], Any]]:
-    manifest = checkpoint.inspect
-    return {
-        "facts": lambda: [manifest(folder).tensors, manifest(folder).trained],
-        "steps": lambda: manifest(folder).optimizer_steps,
-        "export": lambda: checkpoint.export(folder, out),
-        "load": lambda: checkpoint.load(folder, *job(steps=0)),
-    }
+def read_all(folder: Path, out: Path) -> list[Callable[[], Any]]:
+    return [
+        lambda: [checkpoint.inspect(folder).tensors, checkpoint.inspect(folder).trained],
+        lambda: checkpoint.inspect(folder).optimizer_steps,
+        lambda: checkpoint.export(folder, out),
+        lambda: checkpoint.load(folder, *job(steps=0)),
+    ]
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -103,8 +89,8 @@ def test_forged_contents_with_right_checksums_end_in_an_error_that_names_the_che
             at = draw.randrange(len(data) - 8)
             data = data[:at] + draw.randbytes(8) + data[at + 8 :]
         (run / name).write_bytes(data)
-        sum_up(run)
-        for call in read_all(tmp_path / "run", tmp_path / "out").values():
+        seal(run)
+        for call in read_all(tmp_path / "run", tmp_path / "out"):
             try:
                 call()
             except (ValueError, RuntimeError) as error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import pickle
 import re
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, adamw, advance, assert_same_bits, everything, job, run_world, sharded
-from small_runs import DATA, METADATA, truncate
+from small_runs import DATA, METADATA, seal, truncate
 from torch import nn
 
 from shardcast.checkpoint import (
@@ -324,17 +322,6 @@ def test_one_ranks_part_of_a_state_is_not_taken_for_a_plain_state(tmp_path: Path
 
 
 # -- edited by hand, with sums that hold ----------------------------------------------------------
-
-
-def seal(folder: Path, edit: Edit) -> None:
-    """Edit the manifest and recompute the sums, as somebody would who means it."""
-    manifest = json.loads((folder / MANIFEST).read_bytes())
-    for name, listed in manifest["files"].items():
-        listed["sha256"] = digest_of(folder / name)
-        listed["bytes"] = (folder / name).stat().st_size
-    data = json.dumps(edit(manifest) or manifest).encode()
-    (folder / MANIFEST).write_bytes(data)
-    (folder / MARKER).write_text(hashlib.sha256(data).hexdigest())
 
 
 def point(folder: Path, where: str, offset: int = 0) -> None:

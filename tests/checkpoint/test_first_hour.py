@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import assert_same_bits, everything, job, parts, run_world, whole
+from small_runs import saved_by
 from torch import nn
 
 from shardcast import checkpoint, shard
 
 pytestmark = pytest.mark.timeout(60)
-SAVES = {"save": checkpoint.save, "save_async": checkpoint.save_async}
-
-
-def saved(name: str, *args: Any, **options: Any) -> Path:
-    result = SAVES[name](*args, **options)
-    return result.wait() if name == "save_async" else result
+SAVES = ("save", "save_async")
 
 
 @pytest.mark.parametrize("name", SAVES)
@@ -34,15 +29,13 @@ def test_a_loop_that_saves_at_its_top_goes_on_at_other_ranks(
         model, optimizer = job(group, 0)
         resumed = checkpoint.resume(tmp_path, model, optimizer)
         assert resumed is not None and resumed.step == 3
-        assert saved(name, tmp_path, model, optimizer, step=3, extra={"lr": 2}) == folder
+        assert saved_by(name, tmp_path, model, optimizer, step=3, extra={"lr": 2}) == folder
 
     with caplog.at_level("INFO", "shardcast"):
         run_world(3, resuming)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    lines = [r.getMessage() for r in caplog.records if "nothing is written" in r.getMessage()]
-    assert lines == [
-        f"{name}: {str(folder)!r} was just loaded and is unchanged; nothing is written"
-    ]
+    (line,) = (r.getMessage() for r in caplog.records if "nothing is written" in r.getMessage())
+    assert line.startswith(f"{name}: {str(folder)!r} was just loaded")
 
 
 @pytest.mark.parametrize("name", SAVES)
@@ -57,8 +50,8 @@ def test_what_was_edited_since_it_was_loaded_is_saved_if_it_may_overwrite(
         with torch.no_grad():
             next(model.parameters()).zero_()
         with pytest.raises(ValueError, match=r"with other contents.*pass overwrite=True"):
-            SAVES[name](tmp_path, model, optimizer, step=3)
-        saved(name, tmp_path, model, optimizer, step=3, overwrite=True)
+            getattr(checkpoint, name)(tmp_path, model, optimizer, step=3)
+        saved_by(name, tmp_path, model, optimizer, step=3, overwrite=True)
         return parts(optimizer)
 
     edited, _ = run_world(3, resuming)
@@ -86,11 +79,11 @@ def test_what_was_edited_since_it_was_loaded_is_no_checkpoint_of_before(
         optimizer = shard(model, optimizer, process_group=group)
         checkpoint.save(tmp_path, model, optimizer, step=1)
         checkpoint.load(tmp_path, model, optimizer)
-        saved(name, tmp_path, model, optimizer, step=1, extra="another")
+        saved_by(name, tmp_path, model, optimizer, step=1, extra="another")
         if group.rank() == 0:
             model.state_dict()[what].fill_(7.0)
         with pytest.raises((ValueError, RuntimeError), match="exists already, with other contents"):
-            saved(name, tmp_path, model, optimizer, step=1)
+            saved_by(name, tmp_path, model, optimizer, step=1)
 
     run_world(2, run)
 
@@ -230,25 +223,16 @@ def test_weights_without_state_load_into_another_optimizer(base: Any):
     with pytest.raises(ValueError, match="it has the state of AdamW, expected SGD"):
         checkpoint.load(folder, model, optimizer)
     checkpoint.load(folder, model, optimizer, state=False)
-    assert_same_bits(
-        optimizer.full_parameters(), {n: values[n] for n in optimizer.full_parameters()}
-    )
+    masters = optimizer.full_parameters()
+    assert_same_bits(masters, {name: values[name] for name in masters})
 
 
 @pytest.mark.parametrize(
     ("only", "error", "message"),
     [
         (["bodi.*"], ValueError, r"only: pattern 'bodi\.\*' matches no parameter or buffer"),
-        (
-            ["body.*", "head.*"],
-            ValueError,
-            r"'head\.\w+' has shape .*exclude what differs with only=",
-        ),
-        (
-            ["adapter.*"],
-            ValueError,
-            r"it lacks 2 .*'adapter\.bias'.*exclude what differs with only=",
-        ),
+        (["body.*", "head.*"], ValueError, r"'head\.\w+' has shape .* what differs with only="),
+        (["adapter.*"], ValueError, r"it lacks 2 .*'adapter\.bias'.* what differs with only="),
         ([3], TypeError, "only: expected glob patterns of names, got int 3"),
     ],
 )
@@ -271,16 +255,11 @@ def test_a_plain_state_that_has_names_in_another_order_is_refused(tmp_path: Path
     model(torch.randn(6, 8)).sum().backward()
     plain.step()
     pair = made(None)
-    first = re.escape(
-        "state: parameter 0 of param_group 0 is 'head.bias', expected 'body.0.weight'"
-    )
-    with pytest.raises(ValueError, match=first):
+    with pytest.raises(ValueError, match=r"is 'head\.bias', expected 'body\.0\.weight'"):
         checkpoint.load_plain(*pair, model.state_dict(), plain.state_dict())
     right = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
     right.step()
     checkpoint.load_plain(*pair, model.state_dict(), right.state_dict())
-    state = right.state_dict()
-    state["param_groups"][0]["param_names"] = [
-        f"module.{name}" for name in state["param_groups"][0]["param_names"]
-    ]
+    (group,) = (state := right.state_dict())["param_groups"]
+    group["param_names"] = [f"module.{name}" for name in group["param_names"]]
     checkpoint.load_plain(*pair, model.state_dict(), state)
