@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, adamw, assert_same_bits, install, run_world, sharded, values
+from models import CASES, adamw, advance, assert_same_bits, install, run_world, sharded, values
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -25,13 +25,6 @@ def small(group: Any = None, **fields: Any) -> tuple[nn.Module, Any]:
     return model, sharded(model, group, **fields)
 
 
-def steps(model: nn.Module, optimizer: Any, count: int = 3) -> None:
-    for step in range(count):
-        install(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize(
     "fields", [{}, {"param_dtype": FP32}, {"master": "split16"}, {"overlap_sync": True}], ids=str
 )
@@ -40,7 +33,7 @@ def test_an_average_is_in_the_model_inside_averaged_and_the_same_bits_are_back_a
 ):
     def run(group: Any) -> None:
         model, optimizer = small(group, **fields)
-        steps(model, optimizer)
+        advance(model, optimizer, 0, 3)
         optimizer.wait_sync()
         weights, masters = values(model), optimizer.full_parameters()
         other = {name: weight + 1 for name, weight in weights.items()}
@@ -67,9 +60,9 @@ def test_an_average_is_in_the_model_inside_averaged_and_the_same_bits_are_back_a
         assert_same_bits(values(model), weights)
         assert_same_bits(optimizer.full_parameters(), masters)
         twin, plain = small(group, **{**fields, "averages": {}})
-        steps(twin, plain)
-        steps(model, optimizer, 1)
-        steps(twin, plain, 1)
+        advance(twin, plain, 0, 3)
+        advance(model, optimizer, 0, 1)
+        advance(twin, plain, 0, 1)
         for one in (optimizer, plain):
             one.wait_sync()
         assert_same_bits(values(model), values(twin))  # training goes on as if nothing had been
@@ -91,7 +84,7 @@ def test_an_unknown_average_is_refused_on_every_rank_though_only_one_asks_for_it
 
 def test_weights_written_inside_averaged_are_dropped_with_a_warning():
     model, optimizer = small()
-    steps(model, optimizer)
+    advance(model, optimizer, 0, 3)
     weights = values(model)
     with pytest.warns(UserWarning, match="averaged"), optimizer.averaged("ema"), torch.no_grad():
         model.a.weight.zero_()
@@ -100,7 +93,7 @@ def test_weights_written_inside_averaged_are_dropped_with_a_warning():
 
 def test_a_backward_through_other_weights_than_the_forward_is_refused():
     model, optimizer = small()
-    steps(model, optimizer)
+    advance(model, optimizer, 0, 3)
     inputs, targets = CASES["mlp"].batch(0)
     loss = nn.functional.mse_loss(model(inputs), targets.to(BF16))
     with optimizer.averaged("ema"), pytest.raises(RuntimeError, match="modified by an inplace"):
@@ -134,7 +127,7 @@ def test_an_average_in_bf16_moves_as_one_in_fp32_and_rounded_to_nearest_it_stand
 
 def test_averages_are_exported_and_added_dropped_and_replaced_at_a_resume(tmp_path: Path):
     model, optimizer = small()
-    steps(model, optimizer)
+    advance(model, optimizer, 0, 3)
     checkpoint.save(tmp_path / "one", model, optimizer, step=3)
     checkpoint.export(tmp_path / "one", tmp_path / "out", weights="ema")
     exported = load_file(tmp_path / "out" / "model.safetensors")
@@ -153,7 +146,7 @@ def test_averages_are_exported_and_added_dropped_and_replaced_at_a_resume(tmp_pa
             "ema" in key for held in other.state_dict()["state"].values() for key in held
         )
         before = other.full_parameters()
-        steps(twin, other, 1)
+        advance(twin, other, 0, 1)
         for name, master in other.full_parameters().items():
             expected = before[name].lerp(master, 0.5)
             assert torch.equal(other.full_parameters("new")[name], expected), (load, name)
@@ -218,7 +211,7 @@ def test_half_lives_are_decays_and_a_frozen_parameter_gets_the_average_that_is_l
         before = values(model)
         optimizer.load_average("ema", {name: value + 1 for name, value in before.items()}, 2)
         assert_same_bits(values(model), before)
-        steps(model, optimizer)
+        advance(model, optimizer, 0, 3)
         return optimizer.full_parameters("ema")
 
     for frozen in (False, True):
@@ -239,7 +232,7 @@ def test_metrics_change_no_bit_of_an_average_that_is_rounded_by_chance(kind: Any
         model = CASES["mlp"].build()
         averages = {"ema": {"decay": 0.9, "stored": "bf16"}}
         optimizer = sharded(model, None, kind, averages=averages, metrics=metrics)
-        steps(model, optimizer)
+        advance(model, optimizer, 0, 3)
         return optimizer.full_parameters("ema")
 
     plain = average(False)

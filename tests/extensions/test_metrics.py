@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -243,20 +243,10 @@ def test_a_mapping_measures_the_parameters_that_each_pattern_matches_as_one():
     run_world(2, run)
 
 
-class Patterns(Mapping[str, str]):
+class Patterns(UserDict[str, str]):
     """A mapping whose text does not tell what is in it."""
 
-    def __init__(self, **patterns: str) -> None:
-        self.patterns = patterns
-
-    def __getitem__(self, key: str) -> str:
-        return self.patterns[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.patterns)
-
-    def __len__(self) -> int:
-        return len(self.patterns)
+    __repr__ = object.__repr__
 
 
 def test_patterns_of_any_mapping_are_read_in_each_call():
@@ -266,7 +256,7 @@ def test_patterns_of_any_mapping_are_read_in_each_call():
     optimizer.step()
     patterns = Patterns(one="*")
     assert [*optimizer.metrics(patterns)] == ["one"]
-    patterns.patterns = {"weights": "*weight", "biases": "*bias"}
+    patterns.data = {"weights": "*weight", "biases": "*bias"}
     assert [*optimizer.metrics(patterns)] == ["weights", "biases"]
 
 

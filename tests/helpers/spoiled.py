@@ -20,13 +20,11 @@ def flip(values: Tensor, place: int, bit: int = 0) -> None:
 
 
 def received(optimizer: Any, _model: nn.Module) -> None:
-    """A bit of the last pack that this rank has from another one."""
-    pack, span = [
-        (shard.pack, span)
-        for shard in packed_of(optimizer).shards
-        for span in shard.pack.layout.owned_spans
-        if span.owner != shard.pack.own.owner
-    ][-1]
+    """A bit of the last span that this rank has from another one, or where it owns all sent."""
+    packs = [shard.pack for shard in packed_of(optimizer).shards]
+    spans = [(pack, span) for pack in packs for span in pack.layout.owned_spans]
+    others = [(pack, span) for pack, span in spans if span.owner != pack.own.owner]
+    pack, span = (others or spans)[-1]
     flip(pack.data, span.start, 3)
 
 
