@@ -42,100 +42,19 @@ class Net(nn.Module):
 
 # -- the readers ----------------------------------------------------------------------------------
 
-Reader = Callable[[nn.Module, Any, Path], Any]
-READERS: dict[str, Reader] = {}
 
-
-def reader(read: Reader) -> Reader:
-    READERS[read.__name__] = read
-    return read
-
-
-@reader
-def state_dict(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
-    optimizer.state_dict()
-
-
-@reader
-def full_state_dict(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
-    optimizer.full_state_dict()
-    optimizer.full_state_dicts()
-
-
-@reader
-def full_parameters(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
-    optimizer.full_parameters()
-    optimizer.full_parameters("ema")
-
-
-@reader
-def digest(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
-    optimizer.digest()
-
-
-@reader
-def model_state_dict(model: nn.Module, _optimizer: Any, _folder: Path) -> None:
-    model.state_dict()
-
-
-@reader
-def state(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
-    [[*state] for state in optimizer.state.values()]
-
-
-@reader
-def reports(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
-    optimizer.memory_report()
-    optimizer.metrics()
-    optimizer.check_copies()
-
-
-@reader
 def averaged(model: nn.Module, optimizer: Any, folder: Path) -> None:
     with optimizer.averaged("ema"):
         optimizer.state_dict()
         checkpoint.save(folder / "inside", model, optimizer, step=1)
 
 
-@reader
-def changes(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
-    optimizer.changes(since=optimizer.changes().version)
-
-
-@reader
-def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
-    checkpoint.save(folder / "saved", model, optimizer, step=1, digest=True)
-
-
-@reader
-def save_async(model: nn.Module, optimizer: Any, folder: Path) -> None:
-    checkpoint.save_async(folder / "saved", model, optimizer, step=1).wait()
-
-
-@reader
-def publish_a_folder(_model: nn.Module, optimizer: Any, folder: Path) -> None:
-    publish.FolderSender(folder / "sent", optimizer).send()
-
-
-@reader
 def plain_state(model: nn.Module, optimizer: Any, folder: Path) -> None:
     with optimizer.as_plain():
         found = get_optimizer_state_dict(model, optimizer)
         dcp.save({"optimizer": found}, checkpoint_id=folder / "dcp", no_dist=True)
 
 
-@reader
-def sleep(_model: nn.Module, optimizer: Any, folder: Path) -> None:
-    optimizer.sleep(to=folder)
-    optimizer.wake()
-
-
-@reader
-def load_average(model: nn.Module, optimizer: Any, _folder: Path) -> None:
-    optimizer.load_average("other", values(model))
-
-
-@reader
 def state_without_masters(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
     """A load, but not of masters."""
     with optimizer.as_plain():
@@ -143,6 +62,26 @@ def state_without_masters(_model: nn.Module, optimizer: Any, _folder: Path) -> N
     for own in found["state"].values():
         own.pop("shardcast_master", None)
     optimizer.load_state_dict(found)
+
+
+READERS: dict[str, Callable[[nn.Module, Any, Path], Any]] = {
+    "state_dict": lambda _, it, __: it.state_dict(),
+    "full_state_dict": lambda _, it, __: (it.full_state_dict(), it.full_state_dicts()),
+    "full_parameters": lambda _, it, __: (it.full_parameters(), it.full_parameters("ema")),
+    "digest": lambda _, it, __: it.digest(),
+    "model_state_dict": lambda model, *_: model.state_dict(),
+    "state": lambda _, it, __: [[*state] for state in it.state.values()],
+    "reports": lambda _, it, __: (it.memory_report(), it.metrics(), it.check_copies()),
+    "averaged": averaged,
+    "changes": lambda _, it, __: it.changes(since=it.changes().version),
+    "save": lambda model, it, to: checkpoint.save(to, model, it, step=1, digest=True),
+    "save_async": lambda model, it, to: checkpoint.save_async(to, model, it, step=1).wait(),
+    "publish_a_folder": lambda _, it, to: publish.FolderSender(to / "sent", it).send(),
+    "plain_state": plain_state,
+    "sleep": lambda _, it, to: (it.sleep(to=to), it.wake()),
+    "load_average": lambda model, it, _: it.load_average("other", values(model)),
+    "state_without_masters": state_without_masters,
+}
 
 
 # -- how they are kept, and how they are shown ----------------------------------------------------
