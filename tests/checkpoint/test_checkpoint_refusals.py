@@ -8,8 +8,9 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -121,154 +122,116 @@ HERE = loading(NEWEST)
 DCP = loading(NEWEST, import_dcp)
 nothing: Spoil = lambda _: None  # noqa: E731
 
-# Error, what it names, the call on each rank; what happens to the run before; another pair.
-REFUSED: dict[str, tuple[Any, ...]] = {
+
+class Refused(NamedTuple):
+    """The error, what it names, the call on each rank; what happens before; another pair."""
+
+    kind: type[Exception]
+    told: str
+    act: Any
+    spoil: Spoil = nothing
+    options: dict[str, Any] = {}  # noqa: RUF012 - of a tuple, which nobody changes
+
+
+VALUE, READ = partial(Refused, ValueError), partial(Refused, RuntimeError)
+DAMAGED = partial(Refused, DamagedCheckpointError)
+REFUSED = {
     # save
-    "a step below 0": (ValueError, "step", saving(step=-1)),
-    "to keep none": (ValueError, "keep", saving(keep=0)),
-    "what weights_only does not read": (ValueError, "extra", saving(extra={"a": nn.Tanh()})),
-    "a step that exists": (ValueError, "exists already, with other", saving(step=2)),
-    "a step that other ranks saved": (
-        ValueError,
+    "a step below 0": VALUE("step", saving(step=-1)),
+    "to keep none": VALUE("keep", saving(keep=0)),
+    "what weights_only does not read": VALUE("extra", saving(extra={"a": nn.Tanh()})),
+    "a step that exists": VALUE("exists already, with other", saving(step=2)),
+    "a step that other ranks saved": VALUE(
         "exists already, with other",
         lambda run, rank, *pair: save(run / "one", *pair, step=1),
         lambda run: save(run / "one", *job(), step=1),
     ),
-    "a plain optimizer": (
+    "a plain optimizer": Refused(
         TypeError,
         "optimizer",
         lambda run, rank, model, optimizer: save(
             run, model, packed_of(optimizer).originals.optimizers[0], step=3
         ),
     ),
-    "other arguments on a rank": (
-        ValueError,
-        r"rank 1: .*4",
-        lambda run, rank, *pair: save(run, *pair, step=3 + rank),
+    "other arguments on a rank": VALUE(
+        "rank 1: .*4", lambda run, rank, *pair: save(run, *pair, step=3 + rank)
     ),
     # load
-    "no checkpoint": (FileNotFoundError, "no committed checkpoint", loading("none")),
-    "a misspelt one": (
-        FileNotFoundError,
-        r"no '.*step-000000009'; check the path",
-        loading("step-000000009", resume),
+    "no checkpoint": Refused(FileNotFoundError, "no committed checkpoint", loading("none")),
+    "a misspelt one": Refused(
+        FileNotFoundError, "'.*step-000000009'; check the path", loading("step-000000009", resume)
     ),
-    "a file": (NotADirectoryError, r"got the file .*load_plain", loading(f"{NEWEST}/{MARKER}")),
-    "a kept one without manifest": (
-        DamagedCheckpointError,
-        r"shardcast\.json'",
-        loading("best", resume),
-        kept_without_manifest,
+    "a file": Refused(
+        NotADirectoryError, "got the file .*load_plain", loading(f"{NEWEST}/{MARKER}")
     ),
-    "swapped files": (DamagedCheckpointError, r"no intact checkpoint.*distcp", loading(), swapped),
-    "a renamed directory": (
-        DamagedCheckpointError,
-        r"step 2; the dir.* was renamed",
+    "a kept one without manifest": DAMAGED(
+        r"shardcast\.json'", loading("best", resume), kept_without_manifest
+    ),
+    "swapped files": DAMAGED("no intact checkpoint.*distcp", loading(), swapped),
+    "a renamed directory": DAMAGED(
+        "step 2; the dir.* was renamed",
         loading("step-000000008"),
         lambda run: (run / NEWEST).rename(run / "step-000000008"),
     ),
-    "a later format": (
-        ValueError,
+    "a later format": VALUE(
         "expected format 1, got 2",
         HERE,
         in_newest("", lambda path: seal(path, lambda it: it.update(format=2))),
     ),
-    "another model": (
-        ValueError,
-        r"it lacks \d+ parameters or buffers, among them '",
-        HERE,
-        nothing,
-        {"case": "scalars"},
+    "another model": VALUE(
+        r"it lacks \d+ parameters or buffers, among them '", HERE, options={"case": "scalars"}
     ),
-    "another optimizer": (ValueError, "state of AdamW, expected Adam", HERE, nothing, ADAM),
-    "other groups": (
-        ValueError,
-        "expected 2 param_groups, got 1",
-        HERE,
-        nothing,
-        {"optimizer": two_groups},
+    "another optimizer": VALUE("state of AdamW, expected Adam", HERE, options=ADAM),
+    "other groups": VALUE(
+        "expected 2 param_groups, got 1", HERE, options={"optimizer": two_groups}
     ),
-    "state that cannot be cut": (
-        ValueError,
+    "state that cannot be cut": VALUE(
         r"parameter 'a\.weight' .* use partition 'whole'",
         loading("factored"),
         lambda run: save(run / "factored", *job(optimizer=adafactor), step=1),
         CUT,
     ),
     # load_plain
-    "a parameter is missing": (ValueError, r"lacks 1 .*'c\.bias'", plain({"c.bias": None})),
-    "one too many": (ValueError, "does not have, 1 .*'d'", plain({"d": torch.zeros(3)})),
-    "another shape": (
-        ValueError,
-        r"'c\.bias' has shape \(4,\), expected \(3,\)",
-        plain({"c.bias": torch.zeros(4)}),
+    "a parameter is missing": VALUE(r"lacks 1 .*'c\.bias'", plain({"c.bias": None})),
+    "one too many": VALUE("does not have, 1 .*'d'", plain({"d": torch.zeros(3)})),
+    "another shape": VALUE(
+        r"'c\.bias' has shape \(4,\), expected \(3,\)", plain({"c.bias": torch.zeros(4)})
     ),
-    "more than weights": (ValueError, "got dict at 'a'", plain({"a": {}})),
-    "groups of another size": (
-        ValueError,
-        "expected groups with",
-        plain(state={"param_groups": [{"params": [0]}]}),
+    "more than weights": VALUE("got dict at 'a'", plain({"a": {}})),
+    "groups of another size": VALUE(
+        "expected groups with", plain(state={"param_groups": [{"params": [0]}]})
     ),
-    "a state of rank 0 alone": (
-        ValueError,
-        "got no .state.; every rank",
-        plain(state={"state": None}),
-    ),
-    "a moment of another shape": (
-        ValueError,
+    "a state of rank 0 alone": VALUE("got no .state.; every rank", plain(state={"state": None})),
+    "a moment of another shape": VALUE(
         r"'exp_avg' of parameter .* has shape \(5,\)",
         plain(state={"state": {0: {"exp_avg": torch.zeros(5)}}}),
     ),
-    "a file that would run code": (
-        RuntimeError,
+    "a file that would run code": READ(
         "weights_only",
         lambda run, rank, *pair: load_plain(*pair, run / "evil.pt"),
         by_a_stranger,
     ),
     # import_dcp
-    "metadata that would run code": (
-        RuntimeError,
-        "cannot be read.*unexpected posix",
-        DCP,
-        by_a_stranger,
+    "metadata that would run code": READ("cannot be read.*unexpected posix", DCP, by_a_stranger),
+    "a getattr of what is not an enum": READ(
+        "unexpected getattr of .*Size", DCP, by_a_strangers_getattr
     ),
-    "a getattr of what is not an enum": (
-        RuntimeError,
-        "unexpected getattr of .*Size",
-        DCP,
-        by_a_strangers_getattr,
+    "no metadata": READ(r"\.metadata' cannot be read", DCP, in_newest(METADATA, nonsense)),
+    "too short a file": READ(rf"{DATA}' has \d+ bytes, expected", DCP, in_newest(DATA, truncate)),
+    "chunks outside": READ(
+        "outside of its directory", DCP, in_newest("", lambda path: point(path, "../x"))
     ),
-    "no metadata": (
-        RuntimeError,
-        r"\.metadata' cannot be read",
-        DCP,
-        in_newest(METADATA, nonsense),
-    ),
-    "too short a file": (
-        RuntimeError,
-        rf"{DATA}' has \d+ bytes, expected",
-        DCP,
-        in_newest(DATA, truncate),
-    ),
-    "chunks outside": (
-        RuntimeError,
-        "outside of its directory",
-        DCP,
-        in_newest("", lambda path: point(path, "../x")),
-    ),
-    "another key": (
-        ValueError,
+    "another key": VALUE(
         "nothing under 'weights', but 'extra', 'model', 'optimizer'",
         loading(NEWEST, import_dcp, model_key="weights"),
     ),
-    "a flat state": (ValueError, "no param_groups under 'optim'", DCP),
+    "a flat state": VALUE("no param_groups under 'optim'", DCP),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_it_is_refused_on_all_ranks_and_changes_nothing(made: Path, tmp_path: Path, what: str):
-    error, message, act, *more = REFUSED[what]
-    spoil, options = (*more, *(nothing, {})[len(more) :])
+    error, message, act, spoil, options = REFUSED[what]
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     spoil(tmp_path)
     files = {path: digest_of(path) for path in tmp_path.rglob("*") if path.is_file()}

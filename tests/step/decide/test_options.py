@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,13 +24,8 @@ FP16 = torch.float16
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [
-            {"params": model.a.parameters()},
-            {"params": [*model.b.parameters(), *model.c.parameters()]},
-        ],
-        lr=1e-2,
-    )
+    first, others = model.a.parameters(), [*model.b.parameters(), *model.c.parameters()]
+    return torch.optim.AdamW([{"params": first}, {"params": others}], lr=1e-2)
 
 
 def outcomes(size: int, drift: Callable[[Any, nn.Module, int], Any], **fields: Any) -> list[str]:
@@ -276,52 +271,41 @@ def tensors(rates: tuple[float, float], beta: float) -> Callable[..., torch.opti
     return build
 
 
-def own_rate(optimizer: Any, rank: int) -> None:
-    optimizer.param_groups[0]["lr"] = 0.5 + rank
+class OnDevice(NamedTuple):
+    """What the error names, the optimizer of a rank, what it does before the step, and options."""
+
+    told: str
+    optimizer_of: Callable[[int], Any] = lambda _: adamw
+    act: Callable[[Any, int], Any] = lambda *_: None
+    fields: dict[str, Any] = {}  # noqa: RUF012 - of a tuple, which nobody changes
 
 
-def nothing(_optimizer: Any, _rank: int) -> None:
-    pass
-
-
-SCALED = {"param_dtype": FP16, "loss_scale": 8.0}
-Act = Callable[[Any, int], Any]
-# The optimizer of a rank, options, what it does before the step, and what the error names.
-ON_DEVICE: dict[str, tuple[Callable[[int], Any], dict[str, Any], Act, str]] = {
-    "lr": (lambda _: adamw, {}, own_rate, "has lr of group 0"),
-    "a scale": (lambda _: adamw, SCALED, nothing, "the loss was not scaled on rank 1"),
-    "no tokens": (
-        lambda _: adamw,
-        {},
-        lambda o, _: o.count(0),
-        "optimizer.count: expected more than 0 tokens",
+ON_DEVICE = {
+    "lr": OnDevice(
+        "has lr of group 0", act=lambda o, rank: o.param_groups[0].update(lr=0.5 + rank)
     ),
+    "a scale": OnDevice(
+        "the loss was not scaled on rank 1", fields={"param_dtype": FP16, "loss_scale": 8.0}
+    ),
+    "no tokens": OnDevice("optimizer.count: .*more than 0 tokens", act=lambda o, _: o.count(0)),
     **{
-        f"a tensor rate times {factor}": (
-            lambda rank, factor=factor: tensors((0.1, 0.1 * (factor if rank else 1)), 0.9),
-            {},
-            nothing,
+        f"a tensor rate times {factor}": OnDevice(
             "ranks differ in options.* lr of group 1",
+            lambda rank, factor=factor: tensors((0.1, 0.1 * (factor if rank else 1)), 0.9),
         )
         for factor in (0.5, 1 + 2**-20, -1.0, 0.0)
     },
-    "tensor rates that changed places": (
-        lambda rank: tensors((0.1, 0.2)[:: 1 - 2 * rank], 0.9),
-        {},
-        nothing,
+    "tensor rates that changed places": OnDevice(
         "ranks differ in options.* lr of group 0",
+        lambda rank: tensors((0.1, 0.2)[:: 1 - 2 * rank], 0.9),
     ),
-    "tensor betas": (
-        lambda rank: tensors((0.1, 0.1), 0.9 / (1 + rank)),
-        {},
-        nothing,
+    "tensor betas": OnDevice(
         "ranks differ in options.* betas of group 0",
+        lambda rank: tensors((0.1, 0.1), 0.9 / (1 + rank)),
     ),
-    "a tensor divisor": (
-        lambda _: adamw,
-        {},
-        lambda o, rank: setattr(o, "divisor", torch.tensor(7.0 + rank)),
+    "a tensor divisor": OnDevice(
         "ranks differ in options.* divisor",
+        act=lambda o, rank: setattr(o, "divisor", torch.tensor(7.0 + rank)),
     ),
 }
 
@@ -330,7 +314,7 @@ ON_DEVICE: dict[str, tuple[Callable[[int], Any], dict[str, Any], Act, str]] = {
 def test_on_an_accelerator_such_steps_are_skipped_and_the_report_follows(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    optimizer_of, fields, act, message = ON_DEVICE[name]
+    message, optimizer_of, act, fields = ON_DEVICE[name]
 
     def run(group: Any) -> str:
         model = CASES["mlp"].build()

@@ -28,9 +28,7 @@ def backward(model: nn.Module, step: int = 0) -> None:
 
 def clips(*arguments: Any, **named: Any) -> Callable[..., Any]:
     def act(optimizer: Any, _model: nn.Module, is_wrong: bool) -> None:
-        optimizer.clip_grad_norm_(*arguments, **named) if is_wrong else (
-            optimizer.clip_grad_norm_(1.0)
-        )
+        optimizer.clip_grad_norm_(*(arguments if is_wrong else [1.0]), **named if is_wrong else {})
 
     return act
 
@@ -38,10 +36,6 @@ def clips(*arguments: Any, **named: Any) -> Callable[..., Any]:
 def clips_some(optimizer: Any, model: nn.Module, is_wrong: bool) -> None:
     params = [*model.parameters()]
     optimizer.clip_grad_norm_(params[: 1 if is_wrong else None], 1.0)
-
-
-def clips_values(optimizer: Any, _model: nn.Module, is_wrong: bool) -> None:
-    optimizer.clip_grad_value_(-1.0 if is_wrong else 1.0)
 
 
 def edits_after_clip(optimizer: Any, model: nn.Module, is_wrong: bool) -> None:
@@ -54,10 +48,6 @@ def counts(optimizer: Any, model: nn.Module, is_wrong: bool) -> None:
     optimizer.zero_grad()
     optimizer.count(-1 if is_wrong else 1)
     backward(model)
-
-
-def divides(optimizer: Any, _model: nn.Module, is_wrong: bool) -> None:
-    optimizer.divisor = -2.0 if is_wrong else None
 
 
 def steps_with(*, clipped: bool = False, **named: Any) -> Callable[..., Any]:
@@ -88,49 +78,49 @@ def inside_no_sync(call: str, *arguments: Any, again: bool) -> Callable[..., Any
     return act
 
 
-# What a rank does wrongly before the step, the kind of the error, and its text.
-MISTAKES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "a bound": (clips(-1.0), ValueError, "max_norm: expected a number above 0, got -1.0"),
-    "a bound of another kind": (clips("1"), TypeError, "max_norm: expected a number above 0"),
-    "another norm": (clips(1.0, norm_type=1.0), ValueError, "expected norm_type 2.0, got 1.0"),
+# The kind of the error, its text, and what a rank does wrongly before the step.
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[..., Any]]] = {
+    "a bound": (ValueError, "max_norm: expected a number above 0, got -1.0", clips(-1.0)),
+    "a bound of another kind": (TypeError, "max_norm: expected a number above 0", clips("1")),
+    "another norm": (ValueError, "expected norm_type 2.0, got 1.0", clips(1.0, norm_type=1.0)),
     "an error for infinity": (
+        ValueError,
+        "error_if_nonfinite=False, got True",
         clips(1.0, error_if_nonfinite=True),
+    ),
+    "some parameters": (ValueError, "clip_grad_norm_: expected all trained", clips_some),
+    "a bound of values": (
         ValueError,
-        "error_if_nonfinite=False, got True; a step with a non-finite gradient is skipped on all",
+        "clip_value: expected a number above 0",
+        lambda it, _, is_wrong: it.clip_grad_value_(-1.0 if is_wrong else 1.0),
     ),
-    "some parameters": (
-        clips_some,
+    "an edit after a clip": (RuntimeError, "edited, replaced or cleared after", edits_after_clip),
+    "tokens": (ValueError, "count: expected a number >= 0", counts),
+    "a divisor": (
         ValueError,
-        "clip_grad_norm_: expected all trained parameters, got all but",
+        "divisor: expected a number above 0",
+        lambda it, _, is_wrong: setattr(it, "divisor", -2.0 if is_wrong else None),
     ),
-    "a bound of values": (clips_values, ValueError, "clip_value: expected a number above 0"),
-    "an edit after a clip": (edits_after_clip, RuntimeError, "edited, replaced or cleared after"),
-    "tokens": (counts, ValueError, "count: expected a number >= 0"),
-    "a divisor": (divides, ValueError, "divisor: expected a number above 0"),
-    "an argument": (
-        steps_with(grad_scale=1.0),
-        TypeError,
-        "step: expected only a closure, got grad_scale=",
-    ),
-    "an argument after a clip": (steps_with(clipped=True, grad_scale=1.0), TypeError, "got grad_"),
-    "a loss after a clip": (steps_with(clipped=True, loss=1.0), TypeError, "expected no loss="),
+    "an argument": (TypeError, "step: expected only a closure", steps_with(grad_scale=1.0)),
+    "an argument after a clip": (TypeError, "got grad_", steps_with(clipped=True, grad_scale=1.0)),
+    "a loss after a clip": (TypeError, "expected no loss=", steps_with(clipped=True, loss=1.0)),
     **{
         f"{call} inside no_sync{' with its backward' * again}": (
-            inside_no_sync(call, *arguments, again=again),
             RuntimeError,
             f"{call}: called inside no_sync()",
+            inside_no_sync(call, *arguments, again=again),
         )
         for call, *arguments in (["step"], ["clip_grad_norm_", 1.0], ["gather_gradients"])
         for again in (False, True)
     },
-    "a scaler": (is_stepped_by_a_scaler, RuntimeError, "called by torch.amp.GradScaler"),
+    "a scaler": (RuntimeError, "called by torch.amp.GradScaler", is_stepped_by_a_scaler),
 }
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_one_rank_is_an_error_on_all_of_them(name: str, ranks: int):
-    act, kind, told = MISTAKES[name]
+    kind, told, act = MISTAKES[name]
 
     def run(group: Any) -> None:
         model, is_wrong = CASES["mlp"].build(), group.rank() == 1
@@ -175,29 +165,14 @@ def test_on_an_accelerator_the_report_follows(monkeypatch: pytest.MonkeyPatch):
 Call = Callable[[Any, nn.Module, str], Any]
 
 
-def average(optimizer: Any, _model: nn.Module, _folder: str) -> None:
-    with optimizer.averaged("ema"):
-        pass
-
-
-def as_plain(optimizer: Any, _model: nn.Module, _folder: str) -> None:
-    with optimizer.as_plain():
-        pass
-
-
-def owned(optimizer: Any, _model: nn.Module, _folder: str) -> None:
-    with optimizer.owned():
-        pass
-
-
-def whole(optimizer: Any, _model: nn.Module, _folder: str) -> None:
-    with optimizer.whole("*"):
+def enter(block: contextlib.AbstractContextManager[Any]) -> None:
+    with block:
         pass
 
 
 CALLS: dict[str, Call] = {
-    "owned": owned,
-    "whole": whole,
+    "owned": lambda it, *_: enter(it.owned()),
+    "whole": lambda it, *_: enter(it.whole("*")),
     "gather_gradients": lambda it, *_: it.gather_gradients(),
     "clip_grad_norm_": lambda it, *_: it.clip_grad_norm_(1.0),
     "full_parameters": lambda it, *_: it.full_parameters(),
@@ -205,8 +180,8 @@ CALLS: dict[str, Call] = {
     "load_state_dict": lambda it, *_: it.load_state_dict(it.state_dict()),
     "check_copies": lambda it, *_: it.check_copies(),
     "digest": lambda it, *_: it.digest(),
-    "averaged": average,
-    "as_plain": as_plain,
+    "averaged": lambda it, *_: enter(it.averaged("ema")),
+    "as_plain": lambda it, *_: enter(it.as_plain()),
     "sleep": lambda it, *_: it.sleep(),
     "close": lambda it, *_: it.close(),
     "add_param_group": lambda it, model, _: it.add_param_group({"params": [model.late]}),
