@@ -9,6 +9,8 @@
 #   MACHINE_RANK, MAIN_PROCESS_IP  with multi_node.yaml, on each node
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source launch/environment.sh
+usage "$@"
 export SHARDCAST_CONFIG=${SHARDCAST_CONFIG:-configs/bf16.yaml}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 

@@ -8,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
+usage "$@"
 
 venv=${DOCS_VENV:-.venv-docs}
 if ! cmp --silent tools/site/requirements.txt "$venv/requirements.txt"; then

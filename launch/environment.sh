@@ -4,9 +4,17 @@
 #                    setup.cfg) at the versions of constraints.txt. It reuses $VENV, the active
 #                    virtual environment or .venv, whichever satisfies them first; otherwise it
 #                    installs into $VENV (default: .venv), creating it with $PYTHON.
+# usage "$@"         prints the comment at the top of the calling script and exits, if the first
+#                    argument is --help or -h.
 #
 # Packages come from the indexes in pip's own settings. On Linux the default torch wheel brings
 # several GB of CUDA libraries; add an index with CPU builds of torch to pip's settings to avoid that.
+
+usage() {
+    [[ ${1:-} == --help || ${1:-} == -h ]] || return 0
+    sed -n '2,/^set /s/^# \{0,1\}//p' "launch/${0##*/}"
+    exit
+}
 
 environment() {
     local extra=$1 venv

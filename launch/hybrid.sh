@@ -8,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
+usage "$@"
 environment plot
 
 output=${OUTPUT:-runs/hybrid}

@@ -36,6 +36,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
+usage "$@"
 
 if [[ ${1:-} == --nightly ]]; then
     shift

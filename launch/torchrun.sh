@@ -12,6 +12,8 @@
 #   SHARDCAST_CONFIG  shardcast configuration (default: configs/bf16.yaml)
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source launch/environment.sh
+usage "$@"
 export SHARDCAST_CONFIG=${SHARDCAST_CONFIG:-configs/bf16.yaml}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else most restarts fail; see docs/troubleshooting.md

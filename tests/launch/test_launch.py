@@ -99,6 +99,17 @@ def test_the_quickstart_ends_with_a_table_and_a_picture_and_warns_of_nothing(
         assert nbytes == comparison.memory_over_ranks(records)[world]
 
 
+SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.sh"))
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "environment.sh"])
+def test_a_shell_script_asked_for_help_prints_its_usage_and_does_nothing_else(name: str) -> None:
+    done = command("bash", f"launch/{name}", "--help", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "usage: " in done.stdout.lower() and "virtual environment .venv" not in done.stdout
+    assert done.stderr == ""
+
+
 def test_every_row_of_the_readme_is_what_the_estimate_says() -> None:
     with torch.device("meta"):
         model = gpt_7b()
