@@ -569,9 +569,16 @@ class Gradients:
         if grads:
             every = self.pack.views(sent)
             views = every if len(grads) == len(every) else [every[n] for n in grads]
-            with _compat.without_grad():  # a backward with create_graph runs hooks with it on
-                torch._foreach_copy_(views, [*grads.values()])  # one kernel on a GPU
+            self._copy(views, [*grads.values()])
         return sent
+
+    def _copy(self, views: list[Tensor], grads: list[Tensor]) -> None:
+        with _compat.without_grad():  # a backward with create_graph runs hooks with it on
+            try:
+                torch._foreach_copy_(views, grads)  # one kernel on a GPU
+            except RuntimeError:
+                self.pack.take_moved()  # a resized parameter raises an error that names it
+                raise
 
     @cached_property
     def _gaps(self) -> Tensor:
@@ -640,9 +647,8 @@ class Gradients:
                 grads[position] = grad
         if grads:
             own = self.own
-            with _compat.without_grad():  # a backward with create_graph runs hooks with it on
-                views = [self._view(position, own) for position in grads]
-                torch._foreach_copy_(views, [*grads.values()])  # one kernel on a GPU
+            views = [self._view(position, own) for position in grads]
+            self._copy(views, [*grads.values()])
             for position, view in zip(grads, views, strict=True):
                 params[position].grad = view
 

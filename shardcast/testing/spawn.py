@@ -192,7 +192,10 @@ class SpawnedWorld(contextlib.AbstractContextManager["SpawnedWorld"]):
             process = self._processes[rank]
             process.join(timeout=_PATIENCE)
             return TaskResult(
-                text=f"the process ended with exit code {process.exitcode}", died=True
+                text=f"the process ended with exit code {process.exitcode}; its own output says "
+                "why. If that is about starting a new process, call spawn() or spawn_world() under "
+                'if __name__ == "__main__":',
+                died=True,
             )
 
     def _leave_group(self) -> bool:

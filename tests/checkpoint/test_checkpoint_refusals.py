@@ -139,6 +139,11 @@ REFUSED = {
     # save
     "a step below 0": VALUE("step", saving(step=-1)),
     "to keep none": VALUE("keep", saving(keep=0)),
+    "into a file": Refused(
+        NotADirectoryError,
+        "expected the folder of one run.* got the file",
+        lambda run, rank, *pair: save(run / NEWEST / MARKER, *pair, step=3),
+    ),
     "what weights_only does not read": VALUE("extra", saving(extra={"a": nn.Tanh()})),
     "a step that exists": VALUE("exists already, with other", saving(step=2)),
     "a step that other ranks saved": VALUE(

@@ -191,7 +191,7 @@ def test_a_failure_that_leaves_others_waiting_or_a_death_does_not_poison_the_nex
     assert_gone(processes)
     processes = {*processes, *forked.run(process_id)}
     assert len(processes) == 4
-    with pytest.raises(ProcessFailedError, match=r"rank 1 of 2: .*exit code 3"):
+    with pytest.raises(ProcessFailedError, match=r"rank 1 of 2: .*exit code 3; .*__main__"):
         forked.run(die)
     assert_gone([*processes])
 

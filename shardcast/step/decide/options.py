@@ -48,7 +48,8 @@ REMEDY = (
 )
 LEFT_REMEDY = (
     "A layer was replaced after shardcast.shard, and the new layer is not trained there: "
-    "replace layers before shardcast.shard, on every rank"
+    "replace layers before shardcast.shard, or call optimizer.close() on every rank, replace them, "
+    "and shard the model with a new optimizer"
 )
 COUNT_REMEDY = "call it on every rank, in each micro-batch; call count(0) on a rank without a batch"
 HISTORY_REMEDY = (
