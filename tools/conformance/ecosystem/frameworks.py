@@ -33,13 +33,13 @@ def unet() -> Any:
     "UNet2DModel, train_unconditional.py: EMAModel, cosine schedule, clip",
     "diffusers",
     fp32=1e-5,
-    remark="the largest: a bias of keys, whose gradient is rounding",
+    remark="the largest difference is in a key bias, whose gradient is rounding noise",
 )
 def diffusers_unet(variant: Variant) -> Report:
     return unconditional(variant, average=False)
 
 
-@recipe("the same: its EMAModel", "diffusers", fp32=1e-5, remark="the average", ratio=3.0)
+@recipe("the same: its EMAModel", "diffusers", fp32=1e-5, remark="compares the averages", ratio=3.0)
 def diffusers_ema(variant: Variant) -> Report:
     return unconditional(variant, average=True)
 
@@ -224,7 +224,12 @@ def timm_train(variant: Variant) -> Report:
     return of_timm(variant, average=False)
 
 
-@recipe("the same: its ModelEmaV3 made before sharding", "timm", remark="the average", ratio=3.0)
+@recipe(
+    "the same: its ModelEmaV3 made before sharding",
+    "timm",
+    remark="compares the averages",
+    ratio=3.0,
+)
 def timm_ema(variant: Variant) -> Report:
     return of_timm(variant, average=True)
 

@@ -386,7 +386,7 @@ def unfreezing(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("all in the optimizer, the body frozen for the first steps", "torch")
+@recipe("all parameters in the optimizer, the body frozen for the first steps", "torch")
 def frozen_first(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -423,7 +423,7 @@ class Unused(nn.Module):
         return self.experts[index](self.body(x).relu())
 
 
-@recipe("find_unused_parameters, other parameters on each rank", "torch")
+@recipe("find_unused_parameters, different parameters on each rank", "torch")
 def unused(variant: Variant) -> Report:
     plain = Unused()
     variant.starts(plain)
@@ -444,7 +444,7 @@ def unused(variant: Variant) -> Report:
     "several forwards before one backward (siamese)",
     "torch",
     fp32=1e-5,
-    remark="`fp32_outputs: ['']`: the loss in fp32, as under autocast",
+    remark="with `fp32_outputs: ['']`, so the loss is in fp32, as under autocast",
 )
 def siamese(variant: Variant) -> Report:
     plain = mlp(out=8)
@@ -519,7 +519,7 @@ def checkpointing_reentrant(variant: Variant) -> Report:
     return of_checkpoints(variant, reentrant=True)
 
 
-@recipe("SWA: AveragedModel, SWALR, update_bn", "torch", remark="averaged model")
+@recipe("SWA: AveragedModel, SWALR, update_bn", "torch", remark="compares the averages")
 def swa(variant: Variant) -> Report:
     from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
@@ -552,15 +552,15 @@ class Nothing:
         return {}
 
 
-@recipe("EMA by deepcopy before wrapping", "torch", remark="the average", ratio=3.0)
+@recipe("EMA by deepcopy before wrapping", "torch", remark="compares the averages", ratio=3.0)
 def ema_before(variant: Variant) -> Report:
     plain = mlp()
     ema = copy.deepcopy(plain).requires_grad_(False)
     return averaged_by_hand(variant, plain, ema)
 
 
-# The copy begins with rounded weights, from which the average of so few steps is not far away.
-@recipe("EMA by deepcopy after wrapping", "torch", remark="begins with rounded weights", ratio=20.0)
+# The copy starts from rounded weights, from which the average of so few steps is not far away.
+@recipe("EMA by deepcopy after wrapping", "torch", remark="starts from rounded weights", ratio=20.0)
 def ema_after(variant: Variant) -> Report:
     return averaged_by_hand(variant, mlp(), None)
 
@@ -833,7 +833,7 @@ def clip_value(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("clip_grad_norm_ of torch left in the script", "torch")
+@recipe("torch's clip_grad_norm_ left in the script", "torch")
 def clip_of_torch(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)

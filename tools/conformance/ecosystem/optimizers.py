@@ -146,7 +146,9 @@ def yogi(variant: Variant) -> Report:
     return trained(variant, model, torch_optimizer.Yogi(model.parameters(), lr=1e-2))
 
 
-@recipe("AdamWScheduleFree: train(), eval()", "schedulefree", remark="weights after eval()")
+@recipe(
+    "AdamWScheduleFree: train(), eval()", "schedulefree", remark="compares weights after eval()"
+)
 def schedule_free(variant: Variant) -> Report:
     import schedulefree
 

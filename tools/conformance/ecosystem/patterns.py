@@ -390,7 +390,7 @@ def rollback(variant: Variant) -> Report:
 
 
 @recipe(
-    "Reptile: weights interpolated with those of before",
+    "Reptile: weights interpolated with earlier weights",
     "torch",
     ratio=8.0,
     remark="the script computes in bf16",
@@ -438,7 +438,7 @@ def proximal(variant: Variant) -> Report:
     return trained(variant, model, torch.optim.SGD(model.parameters(), lr=0.1), after=shrink)
 
 
-@recipe("noise on weights for the forward, taken off before the step", "torch", ratio=3.0)
+@recipe("noise added to weights for the forward, removed before the step", "torch", ratio=3.0)
 def noisy_weights(variant: Variant) -> Report:
     rng = torch.Generator().manual_seed(5)
     kept: list[Tensor] = []
@@ -459,7 +459,7 @@ def noisy_weights(variant: Variant) -> Report:
     return trained(variant, model, adamw(model), before=add, graded=remove)
 
 
-@recipe("a layer initialized again in the middle", "torch", ratio=3.0)
+@recipe("a layer reinitialized during training", "torch", ratio=3.0)
 def reset_layer(variant: Variant) -> Report:
     def reset(model: Any, optimizer: Any, step: int) -> None:
         if step == 4:
@@ -492,7 +492,10 @@ def reset_state(variant: Variant) -> Report:
 
 
 @recipe(
-    "optimizer.state = defaultdict(dict) in the middle", "torch", error=TypeError, match="read-only"
+    "optimizer.state = defaultdict(dict) during training",
+    "torch",
+    error=TypeError,
+    match="read-only",
 )
 def cleared_state(variant: Variant) -> Report:
     import collections
@@ -581,7 +584,7 @@ def broadcast_by_hand(variant: Variant) -> Report:
     return trained(variant, plain, adamw(plain), before=again)
 
 
-@recipe("the model pickled by torch.save(model) and trained on", "torch")
+@recipe("the model pickled by torch.save(model), then trained further", "torch")
 def pickled(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -639,7 +642,7 @@ def cleared_by_hand(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("a head replaced in the middle", "torch", ratio=3.0)
+@recipe("a head replaced during training", "torch", ratio=3.0)
 def surgery(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -841,7 +844,7 @@ def mean_teacher(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("DINO's own spelling of that clip: p.grad.data.mul_", "torch")
+@recipe("the same clip as DINO spells it: p.grad.data.mul_", "torch")
 def clipped_through_data(variant: Variant) -> Report:
     def clip(model: Any, step: int) -> None:
         for parameter in model.parameters():

@@ -251,7 +251,10 @@ class Following(nn.Module):
 
 
 @recipe(
-    "an average inside the model, that no optimizer holds", "torch", ratio=3.0, remark="the average"
+    "an average inside the model that no optimizer holds",
+    "torch",
+    ratio=3.0,
+    remark="compares the averages",
 )
 def hidden_average(variant: Variant) -> Report:
     plain = Following(lambda net: nn.ModuleList([net]))
@@ -281,7 +284,7 @@ class Centred(nn.Module):
         return self.head(features) + distance.square().mean()
 
 
-@recipe("center loss: an optimizer of its own that is not sharded", "torch", warned="average these")
+@recipe("center loss with its own optimizer, which is not sharded", "torch", warned="average these")
 def own_optimizer(variant: Variant) -> Report:
     plain = Centred()
     variant.starts(plain)
@@ -307,7 +310,7 @@ def ddp_inside(variant: Variant) -> Report:
 
 
 @recipe(
-    "SAM around the optimizer, .grad read as it is",
+    "SAM around the optimizer, .grad read without a gather",
     "torch",
     error=RuntimeError,
     match="gather_gradients",
@@ -575,7 +578,7 @@ class LowRank(nn.Module):
         return self.base(x) + x @ self.down.T @ self.up.T
 
 
-@recipe("ReLoRA: merged into the base, begun anew with a fresh state", "torch", ratio=3.0)
+@recipe("ReLoRA: merged into the base, restarted with a fresh state", "torch", ratio=3.0)
 def relora(variant: Variant) -> Report:
     plain = nn.Sequential(LowRank(6, 24), nn.GELU(), LowRank(24, 1))
     variant.starts(plain)
@@ -605,7 +608,7 @@ def relora(variant: Variant) -> Report:
     return loop(variant, plain, model, optimizer, 2 * STEPS, around)
 
 
-@recipe("SAC: two critics in one optimizer, targets, a temperature of its own", "torch")
+@recipe("SAC: two critics in one optimizer, targets, a learned temperature", "torch")
 def sac(variant: Variant) -> Report:
     actor, critics = mlp(out=4), nn.ModuleList([mlp(8), mlp(8)])
     targets = copy.deepcopy(critics).requires_grad_(False)
@@ -703,7 +706,9 @@ def fourier_real(variant: Variant) -> Report:
     return trained(variant, model, torch.optim.SGD(model.parameters(), lr=0.05))
 
 
-@recipe("EMA made before wrapping, coerce_dtype=True", "ema-pytorch", remark="the average")
+@recipe(
+    "EMA made before wrapping, coerce_dtype=True", "ema-pytorch", remark="compares the averages"
+)
 def ema_pytorch(variant: Variant) -> Report:
     from ema_pytorch import EMA
 

@@ -66,9 +66,9 @@ class Row(NamedTuple):
 
 PREAMBLE = """# Tested scripts
 
-These scripts are written as their authors would write them. Each ran on two gloo processes under
-DDP, under DDP with bf16 autocast, and with the README's change in fp32 and in bf16. `bash
-launch/test.sh --ecosystem` writes this page; with `-k NAME` it writes only some rows.
+These scripts are written the way users write them. Each ran on two gloo processes under DDP, under
+DDP with bf16 autocast, and with the README's change in fp32 and in bf16. `bash launch/test.sh
+--ecosystem` writes this page; with `-k NAME` it writes only some rows.
 
 *fp32* is the largest difference of a weight or buffer from DDP's after a few steps. *bf16* is the
 distance of the weights from DDP's in fp32, relative to the distance that training moved them.
@@ -80,12 +80,12 @@ trains, and a warning says what differs.
 SHIPPED = """## Loops that packages ship
 
 {count} loops of {packages} packages, run from the installed packages; nobody from this project
-wrote them. {equal} equal DDP, {refused} end with an error{rest}. *Changed* is what was replaced
+wrote them. {equal} match DDP, {refused} end with an error{rest}. *Changed* is what was replaced
 in the package's source or objects, always as in the README's diff. *Optimizer*: an optimizer that
 the package creates is passed to `shard()`. *Clip*: `optimizer.clip_grad_norm_` replaces torch's
-function. Data are random and nets are small. DDP has no methods besides `forward`; if a loop
-calls others, the run that shardcast is compared with averages gradients as DDP would.
-Low-precision variants run under an autocast around the loop.
+function. Data are random and nets are small. DDP exposes only `forward`; if a loop calls other
+methods, the reference run averages gradients as DDP would. Low-precision variants run under an
+autocast around the loop.
 """
 
 

@@ -185,7 +185,7 @@ def stock_trainer(variant: Variant) -> Report:
     return variant.report(trainer.model, losses)
 
 
-@recipe("Trainer, load_best_model_at_end, weights in the end", "transformers", ratio=3.0)
+@recipe("Trainer, load_best_model_at_end, final weights", "transformers", ratio=3.0)
 def best_model(variant: Variant) -> Report:
     from trainers import arguments, causal_rows, llama
     from transformers import Trainer, TrainingArguments

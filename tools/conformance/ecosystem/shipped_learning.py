@@ -199,7 +199,7 @@ def continual(variant: Variant, name: str, ported: bool = True, **options: Any) 
     return variant.report(model, losses)
 
 
-@recipe("Naive.train", "avalanche-lib", shipped="state reset out")
+@recipe("Naive.train", "avalanche-lib", shipped="state reset removed")
 def avalanche_naive(variant: Variant) -> Report:
     return continual(variant, "Naive")
 
@@ -215,7 +215,7 @@ def avalanche_unported(variant: Variant) -> Report:
     return continual(variant, "Naive", ported=False)
 
 
-@recipe("Replay.train", "avalanche-lib", shipped="state reset out")
+@recipe("Replay.train", "avalanche-lib", shipped="state reset removed")
 def avalanche_replay(variant: Variant) -> Report:
     return continual(variant, "Replay", mem_size=16)
 
@@ -223,7 +223,7 @@ def avalanche_replay(variant: Variant) -> Report:
 @recipe(
     "EWC.train: Fisher information from .grad",
     "avalanche-lib",
-    shipped="state reset out",
+    shipped="state reset removed",
     error=RuntimeError,
     match="gather_gradients",
 )
@@ -232,9 +232,9 @@ def avalanche_ewc(variant: Variant) -> Report:
 
 
 @recipe(
-    "AGEM.train: gradients projected on those of a memory",
+    "AGEM.train: gradients projected on a memory's gradients",
     "avalanche-lib",
-    shipped="state reset out",
+    shipped="state reset removed",
     error=RuntimeError,
     match="gather_gradients",
 )
@@ -245,7 +245,7 @@ def avalanche_agem(variant: Variant) -> Report:
 @recipe(
     "GEM.train: gradients replaced by a solution",
     "avalanche-lib",
-    shipped="state reset out",
+    shipped="state reset removed",
     error=RuntimeError,
     match="gather_gradients",
 )
@@ -254,9 +254,9 @@ def avalanche_gem(variant: Variant) -> Report:
 
 
 @recipe(
-    "SynapticIntelligence.train: fp32 copies times weights; in fp32 gather_gradients",
+    "SynapticIntelligence.train: fp32 copies times weights; in fp32 it needs gather_gradients",
     "avalanche-lib",
-    shipped="state reset out",
+    shipped="state reset removed",
     error=RuntimeError,
     match="same dtype",
 )

@@ -102,7 +102,9 @@ def merged(variant: Variant, models: dict[str, nn.Module], optimizers: dict[str,
     return report
 
 
-@recipe("trainers.MetricLossOnly: trunk and embedder apart", "pytorch-metric-learning", shipped="")
+@recipe(
+    "trainers.MetricLossOnly: separate trunk and embedder", "pytorch-metric-learning", shipped=""
+)
 def pml_metric(variant: Variant) -> Report:
     from pytorch_metric_learning import losses, miners
 
@@ -337,7 +339,7 @@ def perceptual(variant: Variant) -> Report:
     "open-clip-torch",
     shipped="clip",
     fp32=2e-6,
-    remark="an ulp of the first weights makes 2e-6 under DDP",
+    remark="under DDP, one ulp in the initial weights makes 2e-6",
 )
 def open_clip_epoch(variant: Variant) -> Report:
     from types import SimpleNamespace

@@ -131,7 +131,7 @@ def q_learning(variant: Variant, cls: Any, **options: Any) -> Report:
     return variant.report(of_policy, losses)
 
 
-@recipe("SAC.train(): two critics, a temperature of its own", "stable-baselines3", shipped="")
+@recipe("SAC.train(): two critics, a learned temperature", "stable-baselines3", shipped="")
 def sb3_sac(variant: Variant) -> Report:
     from stable_baselines3 import SAC
 
@@ -409,7 +409,9 @@ def legged(variant: Variant, ported: bool) -> Report:
     return variant.report(both, losses, agent.optimizer)
 
 
-@recipe("PPO.update, one clip for actor and critic", "rsl-rl-lib", shipped="clip, all-reduce out")
+@recipe(
+    "PPO.update, one clip for actor and critic", "rsl-rl-lib", shipped="clip, all-reduce removed"
+)
 def rsl_ppo(variant: Variant) -> Report:
     return legged(variant, ported=True)
 

@@ -80,7 +80,7 @@ def simulation_based(variant: Variant) -> Report:
 
 
 @recipe(
-    "Solver1D.fit: four backwards for a step, derivatives in the loss",
+    "Solver1D.fit: four backwards per step, derivatives in the loss",
     "neurodiffeq",
     shipped="float32",
 )

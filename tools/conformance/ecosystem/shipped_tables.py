@@ -18,7 +18,7 @@ from torch import nn
     "pytorch-tabnet",
     shipped="optimizer, clip",
     fp32=1e-2,
-    remark="an ulp of the first weights makes 0.2 under DDP",
+    remark="under DDP, one ulp in the initial weights makes 0.2",
 )
 def tabnet(variant: Variant) -> Report:
     from pytorch_tabnet.tab_model import TabNetRegressor
@@ -222,7 +222,7 @@ def anomalies(variant: Variant, build: Any, prepare: str, edit: tuple[str, str])
     return variant.report(holder[0], [0.0], holder[1])
 
 
-@recipe("AutoEncoder.fit", "pyod", shipped="optimizer, scores out")
+@recipe("AutoEncoder.fit", "pyod", shipped="optimizer, scores removed")
 def pyod_autoencoder(variant: Variant) -> Report:
     from pyod.models.auto_encoder import AutoEncoder
 
@@ -245,7 +245,7 @@ def pyod_autoencoder(variant: Variant) -> Report:
     )
 
 
-@recipe("DeepSVDD.fit", "deepod", shipped="optimizer, scores out")
+@recipe("DeepSVDD.fit", "deepod", shipped="optimizer, scores removed")
 def deepod_svdd(variant: Variant) -> Report:
     from deepod.models.tabular import DeepSVDD
 

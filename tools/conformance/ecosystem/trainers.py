@@ -218,7 +218,7 @@ def trainer_adafactor(variant: Variant) -> Report:
     "transformers",
     fp32=2e-3,
     ratio=3.0,
-    remark="an ulp of the clip factor, amplified by Newton-Schulz in bf16; without a clip 0",
+    remark="one ulp in the clip factor, amplified by Newton-Schulz in bf16; 0 without a clip",
 )
 def trainer_muon(variant: Variant) -> Report:
     """The stock Trainer takes one optimizer: a small class that steps both, as people write it."""
@@ -319,7 +319,7 @@ def peft_adalora(variant: Variant) -> Report:
     "transformers",
     "peft",
     fp32=1e-5,
-    remark="an ulp of the first weights makes 7e-7 under DDP",
+    remark="under DDP, one ulp in the initial weights makes 7e-7",
 )
 def peft_dora(variant: Variant) -> Report:
     from peft import LoraConfig, get_peft_model
@@ -498,7 +498,8 @@ def sentence_cosine(variant: Variant) -> Report:
     "SentenceTransformerTrainer, SoftmaxLoss with weights",
     "sentence-transformers",
     fp32=1e-2,
-    remark="under DDP each rank trains the loss's weights by itself, here they are one",
+    remark="under DDP each rank trains its own copy of the loss's weights; here all ranks share "
+    "one",
 )
 def sentence_softmax(variant: Variant) -> Report:
     from sentence_transformers import losses

@@ -20,8 +20,8 @@ WORLD_SIZES = (1, 2)
 SUITE = Suite(
     name="Accelerate",
     claim=(
-        "the checks that its test scripts make on 1 and 2 processes on a CPU, unedited, by "
-        "`shardcast launch`. Where a check fails, `main` goes on with the next"
+        "its unedited test scripts run under `shardcast launch`, on 1 and 2 CPU processes. Each "
+        "check is a case. After a failed check, `main` continues with the next one"
     ),
     source="accelerate",
     path="accelerate/test_utils/scripts",
@@ -35,7 +35,10 @@ STOCK = (
 )
 WITHOUT_OPTIMIZER = (
     "the model was prepared without its optimizer",
-    ("trains a model that was prepared without an optimizer: nothing would average its gradients"),
+    (
+        "trains a model that was prepared without an optimizer, so nothing would average its "
+        "gradients"
+    ),
 )
 REFUSED = {  # the words of the error, and the reason
     "test_distributed_sync": WITHOUT_OPTIMIZER,
@@ -55,7 +58,7 @@ def test_a_script_of_accelerate_under_shardcast_launch(
     name: str, world_size: int, tmp_path: Path, verdicts: list[Verdict]
 ) -> None:
     if name == "test_distributed_data_loop" and world_size == 1:
-        reason = "is written for two processes"
+        reason = "needs two processes"
         verdicts.append(Verdict(SUITE, f"{name}.py, 1 process", "not applicable", reason))
         return
     wrong: list[str] = []
@@ -73,7 +76,7 @@ def test_a_script_of_accelerate_under_shardcast_launch(
             stock = stock or checks_of(name, tmp_path, *launcher, left_out=REFUSED)
             if stock[index][1]:
                 last = stock[index][1].strip().splitlines()[-1]
-                reason = f"fails in Accelerate, too, on CPUs: {last}"
+                reason = f"also fails in Accelerate on CPUs: {last}"
                 verdicts.append(Verdict(SUITE, case, "not applicable", reason))
             else:
                 wrong.append(f"{case}\n{error}")
@@ -83,7 +86,7 @@ def test_a_script_of_accelerate_under_shardcast_launch(
 @pytest.mark.parametrize("name", DOWNLOADS)
 def test_scripts_that_download_are_counted(name: str, verdicts: list[Verdict]) -> None:
     assert find_spec(f"accelerate.test_utils.scripts.external_deps.{name}")
-    reason = "downloads GLUE and BERT, which nothing here does"
+    reason = "downloads GLUE and BERT; these tests run offline"
     verdicts.append(Verdict(SUITE, f"external_deps/{name}.py", "not applicable", reason))
 
 

@@ -10,14 +10,14 @@ from evidence import Suite, Verdict, run_pytest
 
 API = Path(__file__).parent / "deepspeed_api"
 STANDS = (
-    "the `deepspeed` that is imported is shardcast (`tools/conformance/foreign/deepspeed_api`), "
-    'stage 1 `accumulate="local"` and stage 2 `accumulate="sharded"`'
+    "`import deepspeed` imports shardcast (`tools/conformance/foreign/deepspeed_api`); stage 1 is "
+    '`accumulate="local"`, and stage 2 is `accumulate="sharded"`'
 )
 COMMIT = "edaa7221267243c7be7fb49c5d5f5c4fb97b4641"
 BACKWARD = Suite(
     name="DeepSpeed, user backward",
-    claim=f"DDP is compared with ZeRO on 2 processes; {STANDS}. Models are of fp32, with its "
-    "tolerances, where a test does not name another dtype",
+    claim=f"it compares DDP with ZeRO on 2 processes; {STANDS}. Unless a test names another "
+    "dtype, models are in fp32 and use its tolerances",
     source="deepspeedai/DeepSpeed",
     commit=COMMIT,
     blob="1b75675491d7584de47b1d665e82f5a34e6ef9c3",
@@ -28,7 +28,7 @@ BACKWARD = Suite(
 )
 ZERO = Suite(
     name="DeepSpeed, ZeRO",
-    claim=f"{STANDS}, in bf16 where a test asks for what the device has",
+    claim=f"{STANDS}. Tests that use the device's preferred dtype run in bf16",
     source="deepspeedai/DeepSpeed",
     commit=COMMIT,
     blob="a56d873d8408d4e69280bd7700d81a0ffea5094b",
@@ -37,7 +37,10 @@ ZERO = Suite(
     cases=99,
 )
 WORDS = {  # of the error
-    "is not what shardcast has": ("not applicable", "ZeRO-3 shards parameters, stage 0 nothing"),
+    "is not what shardcast has": (
+        "not applicable",
+        "needs ZeRO-3, which shards parameters, or stage 0, which shards nothing",
+    ),
 }
 LOW = "fp16 or bf16 or torch_autocast"  # names of tests that name a dtype
 RUNS = {  # arguments of pytest, and whether models are of fp32

@@ -47,9 +47,9 @@ NAMES = (
 SUITE = Suite(
     name="Emerging-Optimizers",
     claim=(
-        f"every optimizer that it registers, trained for {STEPS} steps on 1, 2 and 3 ranks next to "
-        "itself, with equal gradients; weights are compared to the bit, and where they differ by "
-        "assert_close"
+        f"every registered optimizer trains for {STEPS} steps, plain and sharded over 1, 2 and 3 "
+        "ranks, with equal gradients. Weights must be bitwise equal, or within `assert_close` "
+        "where noted"
     ),
     source="NVIDIA-NeMo/Emerging-Optimizers",
     commit="fd7729267109a8848709e9406bf19e53e970c3f4",
@@ -58,12 +58,12 @@ SUITE = Suite(
     license="Apache-2.0",
     cases=len(NAMES) * len(WORLD_SIZES),
 )
-TOLERANCE = "not to the bit: other vector tails, and matrices of another alignment"
+TOLERANCE = "not bitwise: vector tails and the alignment of matrices differ"
 # Of what has no default.
 OPTIONS = {"lr": 1e-2, "momentum": 0.95, "weight_decay": 0.01, "hyperball_radius": 1.0}
-NOT_APPLICABLE = {"tp_rekls": "gathers parts of matrices over tensor-parallel ranks itself"}
+NOT_APPLICABLE = {"tp_rekls": "gathers tensor-parallel matrices itself"}
 
-DRAWS = {"psgd_pro": "draws noise in each step, each owner its own; the same bits on one rank"}
+DRAWS = {"psgd_pro": "each owner draws its own noise in each step; bitwise equal on one rank"}
 
 
 class Matrices(nn.Module):

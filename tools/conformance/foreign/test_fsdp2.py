@@ -24,9 +24,8 @@ from evidence import Suite, Verdict
 
 FSDP = "test/distributed/_composable/fsdp/test_fully_shard_{}.py"
 CLAIM = (
-    "each test is written anew in `tools/conformance/foreign/claims`, with the models, the "
-    "tolerances and the number of ranks that the original has on CPUs, and FSDP2 itself passes it "
-    "first"
+    "each test is rewritten in `tools/conformance/foreign/claims`, with the original's models, "
+    "tolerances and number of ranks on CPUs. FSDP2 must pass it first"
 )
 
 
@@ -56,7 +55,7 @@ SUITES = [
 ]
 OF_DCP = "test/distributed/checkpoint/test_state_dict.py"
 SUITES += [(dcp, suite_of("DCP", OF_DCP, "01d4728a564cd24d82e42f53f8cc3733060cd1fa", dcp.TESTS))]
-MOVED = "converts a model that is sharded; shardcast asks for that before"
+MOVED = "converts a sharded model; the error says to convert it before `shard()`"
 REFUSED = {  # words of the error, and the reason
     "test_to_float64_after_init": ("was moved out of its pack after shardcast.shard", MOVED),
     "test_clamp_reduce_dtype": ("was moved out of its pack after shardcast.shard", MOVED),
@@ -118,9 +117,9 @@ def test_the_claims_of_fsdp2(
             wrong.append(f"FSDP2 fails in {key}, so it is not its claim\n{ran['FSDP2'][key]}")
         error = ran["shardcast"][key]
         words, reason = REFUSED.get(test, ("", ""))
-        left = f"without {claim.without}" if claim.without else ""
+        left = f"left out: {claim.without}" if claim.without else ""
         if claim.control:
-            left = f"{left}; " * bool(left) + f"FSDP2 is not held to it: {claim.control}"
+            left = f"{left}; " * bool(left) + f"not run on FSDP2: {claim.control}"
         if not error and not reason:
             verdicts.append(Verdict(suite, test, "passed", left))
         elif reason and words in error:

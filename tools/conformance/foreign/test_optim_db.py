@@ -29,16 +29,16 @@ WORLD_SIZES = (1, 2, 3)
 SUITE = Suite(
     name="optim_db",
     claim=(
-        "every optimizer, option and implementation that torch tests, trained for five steps on "
-        "1, 2 and 3 ranks next to the same optimizer in torch, with equal gradients; weights are "
-        "compared to the bit, and where they differ by assert_close"
+        "every optimizer, option and implementation that torch tests trains for five steps, plain "
+        "and sharded over 1, 2 and 3 ranks, with equal gradients. Weights must be bitwise equal, "
+        "or within `assert_close` where noted"
     ),
     source="torch",
     path="torch/testing/_internal/common_optimizers.py",
     license="BSD-3-Clause",
     cases=len(CASES) * len(WORLD_SIZES),
 )
-TOLERANCE = "not to the bit: torch's fused kernel rounds less often; within assert_close"
+TOLERANCE = "not bitwise: torch's fused kernel rounds less often; within `assert_close`"
 REFUSED = ("LBFGS", "SparseAdam")
 
 

@@ -13,9 +13,9 @@ STEPS = 20
 SUITE = Suite(
     name="modded-nanogpt",
     claim=(
-        f"{STEPS} steps of a tiny model (`tools/speedrun.py`) on two CPU processes, validated in "
-        "each step, by its own sharding of Muon and by shardcast; passed is a loss that is never "
-        "further apart than a case names"
+        f"{STEPS} steps of a tiny model on two CPU processes, with its own sharding of Muon and "
+        "with shardcast (`tools/speedrun.py`). Each case lists the largest difference of their "
+        "validation losses in any step"
     ),
     source="KellerJordan/modded-nanogpt",
     commit=speedrun.COMMIT,
@@ -28,12 +28,12 @@ SUITE = Suite(
 WHOLE = dataclasses.replace(SUITE, replaced={})
 CASES = {  # what else is edited in both, shardcast's options, how far losses may be apart
     "fp32": (speedrun.FP32, {"param_dtype": "fp32"}, 1e-5),
-    "bf16, the embedding's master in fp32": (
+    "bf16, with an fp32 master of the embedding": (
         speedrun.BF16,
         {"param_dtype": "bf16", "grad_dtype": "fp32"},
         1e-3,
     ),
-    "as it is, with an embedding and moments in bf16": ({}, {"param_dtype": "bf16"}, 1e-3),
+    "unchanged, with embedding and moments in bf16": ({}, {"param_dtype": "bf16"}, 1e-3),
 }
 
 
@@ -52,7 +52,8 @@ def test_a_speedrun_has_the_losses_of_its_own_sharding(
     assert [*own] == [*sharded] == [*range(STEPS + 1)]
     assert own[STEPS][0] < own[0][0] - 0.5  # it learns
     worst = max(abs(own[step][0] - sharded[step][0]) for step in own)
-    ends = f"{own[0][0]:.3f} to {own[STEPS][0]:.4f} and {sharded[STEPS][0]:.4f}"
-    told = f"{ends}; " + (f"at most {worst:.1g} apart" if worst else "no printed digit apart")
+    ends = f"loss {own[0][0]:.3f} falls to {own[STEPS][0]:.4f}, with shardcast to "
+    ends += f"{sharded[STEPS][0]:.4f}"
+    told = f"{ends}; " + (f"at most {worst:.1g} apart" if worst else "equal in all printed digits")
     assert worst <= apart, told
     verdicts.append(Verdict(SUITE, case, "passed", f"{case}: {told}"))

@@ -17,8 +17,8 @@ SUITE = Suite(
     name="timm",
     claim=(
         "its optimizers are `shardcast.shard(model, create_optimizer_v2(...))` in fp32, on 1 and "
-        "on 2 processes (`tools/conformance/foreign/timm_optim.py`). Each call of a check is a "
-        "case; where one fails, its test goes on with the next"
+        "2 processes (`tools/conformance/foreign/timm_optim.py`). Each call of a check is a "
+        "case. After a failed check, the test continues"
     ),
     source="huggingface/pytorch-image-models",
     commit="aa4b5850c1543fa488abf260f18390eda46cf85d",
@@ -43,9 +43,9 @@ SUITE = Suite(
     },
 )
 REFUSED = {  # the words of the error, and the reason
-    "param_groups: expected": "extends `param_groups` by themselves, in place of `add_param_group`",
-    "Lamb cannot be sharded": "clips by a norm of its own over all parameters (`max_grad_norm`)",
-    "holds another optimizer": "wraps an optimizer; what it wraps can be sharded",
+    "param_groups: expected": "extends `param_groups` instead of calling `add_param_group`",
+    "Lamb cannot be sharded": "clips by its own norm over all parameters (`max_grad_norm`)",
+    "holds another optimizer": "wraps another optimizer; only the inner one can be sharded",
 }
 # Other tests of the file create no optimizer by create_optimizer_v2.
 NAMED = "not compiled and not factory and not param_groups"
@@ -82,7 +82,7 @@ def test_the_checks_of_timms_optimizers(
         reason = next((reason for words, reason in REFUSED.items() if words in last), "")
         if of_timm:
             told = of_timm.strip().rpartition("\n")[2]
-            verdicts.append(Verdict(SUITE, case, "not applicable", f"fails in timm, too: {told}"))
+            verdicts.append(Verdict(SUITE, case, "not applicable", f"also fails in timm: {told}"))
         elif not error:
             verdicts.append(Verdict(SUITE, case, "passed"))
         elif reason:

@@ -10,8 +10,8 @@ from evidence import Suite, Verdict, judge, run_pytest
 SUITE = Suite(
     name="ZeroRedundancyOptimizer",
     claim=(
-        "its sharded optimizer is `shardcast.shard(model, optimizer_class(...))` in fp32, on 1 and "
-        "on 2 processes (`tools/conformance/foreign/zero_redundancy.py`)"
+        "`shardcast.shard(model, optimizer_class(...))` in fp32 replaces its sharded optimizer, "
+        "on 1 and 2 processes (`tools/conformance/foreign/zero_redundancy.py`)"
     ),
     source="yakov-helm/pytorch_exp",
     commit="c5e2a7738220d39b8602869406a76e2787ac5c6b",
@@ -33,24 +33,25 @@ SUITE = Suite(
 REFUSED = {  # the words of the error, and the reason
     "test_same_dense_param_type": (
         "expected float32, bfloat16 or float16",
-        "sparse and float64 parameters are errors, as it asks, but the second is a TypeError",
+        "expects errors for sparse and float64 parameters; both raise, but the second raises a "
+        "TypeError",
     ),
     "test_step_with_kwargs": (
         "step: expected only a closure, got kwarg=",
-        "passes an argument of its own through `step`",
+        "passes a custom argument through `step`",
     ),
     "Distributed.test_step": (
         "gather_gradients",
-        "averages `.grad` itself, which shardcast does; without `gather_gradients()`",
+        "averages `.grad` itself, without `gather_gradients()`; shardcast averages it already",
     ),
 }
-PARTITION = "counts the elements of ZeroRedundancyOptimizer's partition by whole parameters"
+PARTITION = "counts elements in ZeroRedundancyOptimizer's partition, which assigns whole parameters"
 NOT_APPLICABLE = {
     "test_sharding": PARTITION,
     "test_add_param_group": PARTITION,
-    "test_zero_join_cpu": "asks for `Join` over uneven inputs; README: even batches",
+    "test_zero_join_cpu": "uses `Join` for uneven inputs, which shardcast does not support",
 }
-VACUOUS = {"test_nondefault_process_group": "returns at once on fewer than four ranks"}
+VACUOUS = {"test_nondefault_process_group": "returns immediately with fewer than four ranks"}
 
 
 @pytest.mark.timeout(1800)

@@ -32,8 +32,8 @@ from claims.sides import claim, whole
 @claim(
     4,
     without=(
-        "reduction of some modules alone, and the numbers of collectives of FSDP2's groups; "
-        "that there is no reduction before the last micro-batch is compared"
+        "reducing some modules alone, and counts of FSDP2's collectives; the test checks that "
+        "nothing is reduced before the last micro-batch"
     ),
 )
 def test_gradient_accumulation(side: Any) -> None:
@@ -115,12 +115,12 @@ def with_tensor_parallelism(side: Any, shape: tuple[int, ...], names: tuple[str,
         )
 
 
-@claim(4, without="that the mesh of a parameter has the data-parallel dimension, too")
+@claim(4, without="the check that a parameter's mesh includes the data-parallel dimension")
 def test_2d_mlp_with_nd_mesh(side: Any) -> None:
     with_tensor_parallelism(side, (2, 2), ("dp", "tp"))
 
 
-@claim(8, without="that the mesh of a parameter has the data-parallel dimensions, too")
+@claim(8, without="the check that a parameter's mesh includes the data-parallel dimensions")
 def test_3d_mlp_with_nd_mesh(side: Any) -> None:
     with_tensor_parallelism(side, (2, 2, 2), ("dp_replicate", "dp_shard", "tp"))
 

@@ -54,7 +54,7 @@ def clip_beside(
     assert_close(side.weights(model, optimizer), [p.detach() for p in ref.parameters()])
 
 
-NORMS = "that `.grad` is multiplied: the factor is part of the update, whose weights are compared"
+NORMS = "scaled `.grad`, because the update applies the factor; the new weights are compared"
 
 
 @claim(2, without=NORMS)

@@ -101,7 +101,7 @@ def train_in_chunks(model: Any, tokens: Tensor, chunks: int) -> Tensor:
 
 @claim(
     2,
-    without="output dtypes and groups of modules, and what `.grad` is between two backwards",
+    without="output dtypes, module groups, and `.grad` between two backwards",
 )
 def test_partial_group_forward_then_standalone(side: Any) -> None:
     for tie in (False, True):
@@ -143,7 +143,7 @@ def test_grouped_module_cast_forward_inputs(side: Any) -> None:
     assert all(grad is not None for grad in side.grads(model, optimizer))
 
 
-@claim(2, without="groups of modules next to single ones; gradients are compared with plain torch")
+@claim(2, without="FSDP2's module groups; gradients are compared with plain torch")
 def test_partial_group_forward_grad_accum_chunked(side: Any) -> None:
     torch.manual_seed(42)
     model = ChunkedHead(tie=False)
@@ -220,7 +220,7 @@ def test_double_partial_forward_then_backward(side: Any) -> None:
     assert grads["head.weight"] is None
 
 
-@claim(8, without="the dimension over which FSDP2 shards; spans have none")
+@claim(8, without="the dimension that FSDP2 shards, because spans ignore dimensions")
 def test_train_parity_shard_placement_fn_shard_largest_dim(side: Any) -> None:
     model = transformer(n_layers=3)
     ref = copy.deepcopy(model)
@@ -241,7 +241,7 @@ def test_train_parity_shard_placement_fn_shard_largest_dim(side: Any) -> None:
     assert_close(side.weights(model, optimizer), [p.detach() for p in ref.parameters()])
 
 
-@claim(4, without="the dimension over which FSDP2 shards; spans have none")
+@claim(4, without="the dimension that FSDP2 shards, because spans ignore dimensions")
 def test_shard_placement_fn_contiguous_params_grads(side: Any) -> None:
     model = MLP(4)
     optimizer = side.shard(model, modules=[model.in_proj, model.out_proj])

@@ -104,10 +104,10 @@ def composite() -> nn.Module:
 
 
 ADAMS = (torch.optim.Adam, torch.optim.AdamW)
-ONE_WAY = "wrappers, of which there are none here: each names the same training"
+ONE_WAY = "wrapper classes, because shardcast has none; these tests all train alike"
 
 
-@claim(4, without=ONE_WAY, control="DDP is what it asks of, which has the plain state")
+@claim(4, without=ONE_WAY, control="it tests DDP, whose state is already plain")
 def test_ddp(side: Any) -> None:
     for kind in (*ADAMS, torch.optim.SGD):
         round_trip(side, composite, kind)
@@ -119,25 +119,25 @@ def test_fsdp2(side: Any) -> None:
         round_trip(side, composite, kind, compiles=compiles)
 
 
-@claim(4, without=ONE_WAY, control="asks of FSDP1")
+@claim(4, without=ONE_WAY, control="tests FSDP1")
 def test_fsdp(side: Any) -> None:
     for kind in (*ADAMS, torch.optim.SGD):
         round_trip(side, composite, kind)
 
 
-@claim(4, without=ONE_WAY, control="asks of FSDP1")
+@claim(4, without=ONE_WAY, control="tests FSDP1")
 def test_compiled_fsdp(side: Any) -> None:
     for kind in ADAMS:
         round_trip(side, composite, kind, compiles=True)
 
 
-@claim(4, without=ONE_WAY, control="asks of FSDP1")
+@claim(4, without=ONE_WAY, control="tests FSDP1")
 def test_fsdp_ddp(side: Any) -> None:
     for kind in ADAMS:
         round_trip(side, composite, kind)
 
 
-@claim(4, without="shards of one weight; embeddings of 1,000 rows in place of 10,000")
+@claim(4, without="shards of the tied weight; embeddings have 1,000 rows instead of 10,000")
 def test_shared_weight(side: Any) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -288,7 +288,7 @@ def test_optim_state_dict_param_matching(side: Any) -> None:
         assert "initial_lr" in optimizer.param_groups[0]
 
 
-@claim(4, without="two optimizers of one model: a second one shards a copy")
+@claim(4, without="two optimizers on one model; the second one shards a copy instead")
 def test_flattened_osd(side: Any) -> None:
     model = composite()
     again = copy.deepcopy(model)
@@ -308,7 +308,7 @@ def test_flattened_osd(side: Any) -> None:
             TorchTestCase().assertEqual(second.state_dict(), expected)
 
 
-@claim(4, without="parameters of tensor parallelism, of which no rank has the whole state")
+@claim(4, without="tensor-parallel parameters, because no rank has their whole state")
 def test_multi_param_groups(side: Any) -> None:
     for empty, full, spread in itertools.product((False, True), repeat=3):
         if spread and not full:
@@ -337,11 +337,9 @@ def test_multi_param_groups(side: Any) -> None:
             TorchTestCase().assertEqual(second.state_dict(), expected)
 
 
-NO_OPTIMIZER = (
-    "sets weights of a model on the meta device that FSDP2 has sharded, and has no optimizer"
-)
-FSDP1 = "asks of FSDP1"
-ALONE = "is about torch's functions by themselves: nothing is sharded"
+NO_OPTIMIZER = "loads weights into a meta-device model that FSDP2 sharded; there is no optimizer"
+FSDP1 = "tests FSDP1"
+ALONE = "tests torch's functions alone; nothing is sharded"
 TESTS = claims_in(globals()) | {
     "test_single_gpu": ALONE,
     "test_activation_ckpt_fqns_fsdp1": FSDP1,

@@ -16,7 +16,7 @@ from torch.testing._internal.common_fsdp import MLP
 from claims.helpers import Adam, seed, train_beside
 from claims.sides import claim, claims_in
 
-HOOKS = "which of FSDP2's hooks run in the backward, and sizes of its reduce-scatters"
+HOOKS = "checks of FSDP2's backward hooks and of its reduce-scatter sizes"
 
 
 @claim(4, without=HOOKS)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from claims.sides import claim, claims_in
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ONLY_NEWER = "FSDP2 of torch 2.13 has no grad_dtype"
+ONLY_NEWER = "it has no grad_dtype in torch 2.13"
 
 
 class FP32Gradient(torch.autograd.Function):
@@ -99,8 +99,8 @@ def test_fp32_gradient(side: Any) -> None:
 @claim(
     2,
     without=(
-        "that `.grad` has the dtype of weights that began in fp32, and a reduction in fp32 of "
-        "gradients in bf16: the parameter's dtype is that of both"
+        "`.grad` in fp32 for weights that started in fp32, and an fp32 reduction of bf16 "
+        "gradients; here both use the parameter's dtype"
     ),
 )
 def test_default_gradient_dtype(side: Any) -> None:
@@ -116,7 +116,11 @@ def test_default_gradient_dtype(side: Any) -> None:
         assert received == [BF16]
 
 
-@claim(4, without="zeros for what no rank used: it stays None, as in torch", control=ONLY_NEWER)
+@claim(
+    4,
+    without="zero gradients for parameters that no rank used; here `.grad` stays None, as in torch",
+    control=ONLY_NEWER,
+)
 def test_explicit_reduction_dtype_and_unused_parameter(side: Any) -> None:
     for reduce in (BF16, FP32):
         projection = Projection(BF16)
@@ -144,9 +148,9 @@ def test_parameter_dtype_conversion_preserves_gradient(side: Any) -> None:
     model(values(3))
 
 
-MOVES = "moves a sharded model between devices, and lets a conversion fail half-way"
+MOVES = "moves a sharded model between devices, or makes a conversion fail midway"
 TESTS = claims_in(globals()) | {
-    "test_positional_compatibility": "is about the order of a policy's arguments",
+    "test_positional_compatibility": "tests the order of a policy's arguments",
     "test_parameter_conversion_with_gradient": MOVES,
     "test_partial_parameter_conversion_failure": MOVES,
 }

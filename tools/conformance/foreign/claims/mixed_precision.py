@@ -50,7 +50,7 @@ def reduced_in_fp32(side: Any) -> tuple[Any, ...]:
     return model, low, ref, optimizer, ref_optimizer
 
 
-@claim(4, without="a reduction in bf16 of fp32 gradients: sums are in fp32 here")
+@claim(4, without="a bf16 reduction of fp32 gradients, because sums are in fp32")
 def test_reduce_dtype(side: Any) -> None:
     model, low, ref, optimizer, ref_optimizer = reduced_in_fp32(side)
     batch = torch.randn(4, 16).to(BF16)
@@ -71,7 +71,7 @@ def test_reduce_dtype(side: Any) -> None:
         assert_close(side.weights(model, optimizer), weights_of(ref))
 
 
-@claim(4, control="repaired in FSDP2 after torch 2.13")
+@claim(4, control="fixed in FSDP2 after torch 2.13")
 def test_reduce_dtype_after_frozen_first_forward(side: Any) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -200,7 +200,7 @@ def test_structured_input_output(side: Any) -> None:
                 assert_close(side.weights(model, optimizer), weights_of(ref))
 
 
-@claim(2, without="weights that begin on the meta device")
+@claim(2, without="weights that start on the meta device")
 def test_no_warmup_jvp_reshard_after_forward_false(side: Any) -> None:
     torch.manual_seed(42)
     encoder, decoder = nn.Linear(128, 256, bias=False), nn.Linear(256, 320, bias=False)
@@ -218,8 +218,8 @@ def test_no_warmup_jvp_reshard_after_forward_false(side: Any) -> None:
 @claim(
     2,
     without=(
-        "casts that are left to the module, and dtypes of outputs, which are FSDP2's per module; "
-        "the dtypes in which both linears compute are compared"
+        "FSDP2's casts and output dtypes of single modules; the compute dtypes of both linears "
+        "are compared"
     ),
 )
 def test_float16_on_one_submodule(side: Any) -> None:
@@ -254,7 +254,7 @@ class Recomputed(nn.Module):
 
 
 @claim(
-    2, without="inputs of a user's own layer, which reach it as they are; a layer of torch is seen"
+    2, without="inputs of a custom layer, which are not cast; a layer of torch is tested instead"
 )
 def test_checkpoint_recompute_casts_forward_inputs(side: Any) -> None:
     torch.manual_seed(42)
@@ -289,10 +289,8 @@ def norm_modules(side: Any, low: torch.dtype) -> None:
         out.sum().backward()
 
 
-OUTPUTS = (
-    "casts of the buffers by hand and an output dtype, with which FSDP2 takes batch norm on GPUs"
-)
-ON_GPUS = "on CPUs torch has no batch norm of weights in another dtype than the buffers"
+OUTPUTS = "manual buffer casts and an output dtype, which FSDP2 needs for batch norm on GPUs"
+ON_GPUS = "on CPUs, torch's batch norm needs weights and buffers of one dtype"
 
 
 @claim(2, without=OUTPUTS, control=ON_GPUS)
@@ -314,8 +312,8 @@ def test_clamp_reduce_dtype(side: Any) -> None:
     side.grads(model, optimizer)
 
 
-SUMS = "compares with sums in the low dtype; sums are in fp32 here"
-PER_MODULE = "sets where inputs or outputs of single modules are cast"
+SUMS = "compares with low-precision sums; shardcast sums in fp32"
+PER_MODULE = "sets casts of inputs or outputs for single modules"
 TESTS = claims_in(globals()) | {
     "test_compute_dtype": SUMS,
     "test_submodules_with_external_inputs": PER_MODULE,

@@ -18,7 +18,7 @@ from torch.testing._internal.common_fsdp import MLP
 from claims.helpers import blocks_of, transformer
 from claims.sides import claim, claims_in, whole
 
-SHARDS = "that its values are DTensors of shards: they are whole tensors here"
+SHARDS = "DTensor values, because these state dicts hold whole tensors"
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def test_dp_state_dict_save_load(side: Any) -> None:
         assert all(torch.equal(local(before[name]), local(after[name])) for name in before)
 
 
-@claim(8, without="a model that is moved to another device in between")
+@claim(8, without="moving the model to another device")
 def test_cached_state_dict(side: Any) -> None:
     for dim in (2, 3, 4, 5):
         torch.manual_seed(42)
@@ -144,9 +144,7 @@ def test_rank0_offload_full_state_dict(side: Any) -> None:
         assert_close(full, dict(expected))
 
 
-NO_OPTIMIZER = (
-    "sets weights of a model on the meta device that FSDP2 has sharded, and has no optimizer"
-)
+NO_OPTIMIZER = "loads weights into a meta-device model that FSDP2 sharded; there is no optimizer"
 TESTS = claims_in(globals()) | {
     "test_dp_state_dict_cpu_offload": NO_OPTIMIZER,
 }

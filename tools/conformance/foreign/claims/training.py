@@ -60,7 +60,7 @@ def test_train_parity_single_group_shard_dim0(side: Any) -> None:
     single_group(side, [(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)])
 
 
-@claim(8, without="the dimension over which FSDP2 shards; spans have none")
+@claim(8, without="the dimension that FSDP2 shards, because spans ignore dimensions")
 def test_train_parity_single_group_shard_largest_dim(side: Any) -> None:
     single_group(side, [(32, 16), (16, 8)])
 
@@ -116,10 +116,12 @@ def test_multi_forward_module(side: Any) -> None:
     train_beside(ref, model, Adam(ref.parameters(), lr=1e-2), optimizer, lambda: batch)
 
 
-GATHERED = "is about when sharded parameters are gathered; parameters are whole here"
-CUDA = "is about streams, events and graphs of CUDA"
+GATHERED = "tests when sharded parameters are gathered; here parameters are whole"
+CUDA = "tests CUDA streams, events and graphs"
 TESTS = claims_in(vars(composition), vars(accumulation), globals()) | {
-    "test_root_move_forward_input_to_device": "moves inputs to a GPU, which the script does here",
+    "test_root_move_forward_input_to_device": (
+        "tests that FSDP2 moves inputs to a GPU; here the script does"
+    ),
     "test_param_registration_after_forward": GATHERED,
     "test_param_registration_after_backward": GATHERED,
     "test_modules_to_run_forward_empty_for_single_module": GATHERED,
@@ -127,9 +129,9 @@ TESTS = claims_in(vars(composition), vars(accumulation), globals()) | {
     "test_explicit_prefetching": GATHERED,
     "test_post_optim_event": CUDA,
     "test_partial_group_reshard_toggle": GATHERED,
-    "test_shared_params_separate_fsdp_groups_error": "ties weights of two groups of FSDP2",
-    "test_layer_by_layer_shard_no_false_positive": "shards modules one by one, and not a model",
-    "test_shard_placement_fn_tp_ep": "skips itself on fewer than eight GPUs",
+    "test_shared_params_separate_fsdp_groups_error": "ties weights across two FSDP2 groups",
+    "test_layer_by_layer_shard_no_false_positive": "shards single modules instead of a model",
+    "test_shard_placement_fn_tp_ep": "skips itself with fewer than eight GPUs",
     "test_share_comm_context": CUDA,
     "test_two_layer_fully_shard_cudagraph": CUDA,
 }

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-STAGES = "ZeRO-3 shards parameters, stage 0 nothing"
+STAGES = "needs ZeRO-3, which shards parameters, or stage 0, which shards nothing"
 NAMED = {  # parts of names
     "Zero3": STAGES,
     "ZeroPartitionCache": STAGES,
     "ParamPartitioningSkipInit": STAGES,
     "EmptyParameterGroup": STAGES,
     "_backward_without_scale": (
-        "expects an error of the backward; where a loss was not scaled `step()` raises"
+        "expects the backward of an unscaled loss to raise; here `step()` raises"
     ),
     "nvme_offload": "offloads to NVMe",
     "_param_offload": STAGES,
-    "rejects_overlap_comm": "is about an option of DeepSpeed's communication",
-    "rejects_coalesce": "is about an option of DeepSpeed's communication",
-    "rejects_pipeline": "is about DeepSpeed's pipelines",
-    "BucketSize::test[1001]": "is about the size of DeepSpeed's buffers",
+    "rejects_overlap_comm": "tests a communication option of DeepSpeed",
+    "rejects_coalesce": "tests a communication option of DeepSpeed",
+    "rejects_pipeline": "tests DeepSpeed's pipelines",
+    "BucketSize::test[1001]": "tests the size of DeepSpeed's buffers",
     "PartitionNcclAlignment": "reads DeepSpeed's partitions",
     "BF16OptimizerGradReduction": "reads DeepSpeed's flat gradients",
-    "ZeroOffloadOptim::test[True]": "asks for DeepSpeed's own Adam on CPUs",
-    "Training::test[muon": "asks for DeepSpeed's own Muon",
+    "ZeroOffloadOptim::test[True]": "needs DeepSpeed's CPU Adam",
+    "Training::test[muon": "needs DeepSpeed's Muon",
 }
 
 
