@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import foreign
 import pytest
 import torch
 from late import Late
+from models import Tensors, assert_same_bits, values
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,50 +30,11 @@ from shardcast.testing import threaded_world
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 
-class Lion(torch.optim.Optimizer):
-    """As published (arXiv:2302.06675)."""
-
-    def __init__(self, params: Any, lr: float = 1e-3, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    moment = state.setdefault("exp_avg", torch.zeros_like(param))
-                    update = torch.lerp(param.grad, moment, group["beta"]).sign_()
-                    param.sub_(update, alpha=group["lr"])
-                    moment.lerp_(param.grad, 0.01)
-
-
-class Lamb(Lion):
-    """Its step is as long as the parameter."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad * (group["lr"] * param.norm() / param.grad.norm()))
-
-
-class Noisy(Lion):
-    """Draws random numbers."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(torch.randn_like(param) * group["lr"])
-
-
 Kind = Callable[[Any], torch.optim.Optimizer]
 KINDS: dict[str, Kind] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
-    "Lion": lambda params: Lion(params, lr=0.01),
+    "Signs": lambda params: foreign.Signs(params, lr=0.01),
 }
 
 
@@ -102,30 +65,6 @@ def backward(model: Model, optimizer: Any, rank: int, number: int) -> None:
     optimizer.scale_loss(loss).backward()
 
 
-def world(size: int, run: Callable[..., Any], *args: Any) -> list[Any]:
-    if size == 1:
-        return [run(None, *args)]
-    return threaded_world(size, run, *args)
-
-
-def same(one: Any, other: Any, where: str) -> None:
-    assert type(one) is type(other), where
-    if isinstance(one, Tensor):
-        assert one.dtype == other.dtype and one.shape == other.shape, where
-        bits = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
-        assert torch.equal(*bits), f"{where}: {one} != {other}"
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            same(one[key], other[key], f"{where}, {key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for number, pair in enumerate(zip(one, other, strict=True)):
-            same(*pair, f"{where}, {number}")
-    else:
-        assert one == other, where
-
-
 # -- order and lifetime -------------------------------------------------------------------------
 
 
@@ -136,19 +75,20 @@ def bus(monkeypatch: pytest.MonkeyPatch) -> Late:
     return late
 
 
-def trained(group: Any, kind: str = "AdamW", steps: int = 3, **fields: Any) -> list[Tensor]:
+def trained(group: Any, kind: str, **fields: Any) -> Tensors:
     model, optimizer = built(group, KINDS[kind], **fields)
-    for number in range(steps):
-        backward(model, optimizer, 0 if group is None else group.rank(), number)
+    for number in range(3):
+        backward(model, optimizer, group.rank(), number)
         optimizer.step()
         optimizer.zero_grad()
-    return [param.detach().clone() for param in model.parameters()]
+    return values(model)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
 def test_copies_that_are_as_late_as_permitted_change_no_bit(bus: Late, kind: str):
     found = threaded_world(2, lambda group: trained(group, kind, offload=True))
-    same(found, threaded_world(2, trained, kind), kind)
+    for one, other in zip(found, threaded_world(2, trained, kind), strict=True):
+        assert_same_bits(one, other)
 
 
 def test_each_own_element_goes_down_once_and_up_once_in_a_step(bus: Late):
@@ -232,9 +172,8 @@ def test_each_part_is_cast_copied_up_and_synced_before_the_next_one_is_updated(
         after = [shard.master.read(slice(None)) for shard in shards]
         assert any(not torch.equal(new, old) for new, old in zip(after, before, strict=True))
         for shard, new in zip(shards, after, strict=True):
-            same(
-                [shard.pack.own_data], [new.to(shard.pack.own_data.dtype)], "of this step's masters"
-            )
+            own = shard.pack.own_data
+            assert_same_bits({"of this step": own}, {"of this step": new.to(own.dtype)})
         found = events.pop(threading.get_ident())
         expected = []
         for shard in shards:
@@ -261,7 +200,7 @@ def test_a_rank_that_owns_nothing_syncs_as_the_others_do(
 
     monkeypatch.setattr(Sync, "begin", begin)
 
-    def run(group: Any, offload: bool) -> list[Tensor]:
+    def run(group: Any, offload: bool) -> Tensors:
         torch.manual_seed(0)
         model = nn.Linear(64, 8, bias=False)
         optimizer = shardcast.shard(
@@ -275,11 +214,12 @@ def test_a_rank_that_owns_nothing_syncs_as_the_others_do(
             model.weight.grad = torch.full_like(model.weight, scale)
             optimizer.step()
             optimizer.zero_grad()
-        return [model.weight.detach().clone()]
+        return values(model)
 
     found = threaded_world(2, run, True)
     assert begun == ["weight"] * 4, "in each step that is made, on both ranks"
-    same(found, threaded_world(2, run, False), kind)
+    for one, other in zip(found, threaded_world(2, run, False), strict=True):
+        assert_same_bits(one, other)
 
 
 class Sides(TorchDispatchMode):
@@ -338,7 +278,7 @@ class Across(offload.Copies):
         ("AdamW", {"averages": {"ema": 0.5}, "max_grad_norm": 0.1, "changes": True}),
         ("AdamW", {"published": {"mxfp8": "up.weight"}}),
         ("RMSprop", {"averages": {"ema": 0.5}}),
-        ("Lion", {}),
+        ("Signs", {}),
     ],
 )
 def test_a_step_mixes_no_values_of_host_and_device_but_in_copies(
@@ -370,15 +310,19 @@ def test_a_step_mixes_no_values_of_host_and_device_but_in_copies(
 # -- what is refused ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, Lamb, Noisy])
+def noisy(params: Any) -> torch.optim.Optimizer:
+    return foreign.Noisy(params, draw=torch.randn_like)
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Muon, torch.optim.Adafactor, foreign.Normalized, noisy]
+)
 def test_an_update_that_needs_more_than_its_element_is_refused_by_name_on_all_ranks(kind: Any):
     def run(group: Any) -> str:
         model = nn.Linear(8, 8, bias=False)
-        before = model.weight.detach().clone()
-        with pytest.raises(ValueError, match=f"offload: .* got {kind.__name__}: ") as error:
-            shardcast.shard(
-                model, kind(model.parameters(), lr=0.1), process_group=group, offload=True
-            )
+        before, inner = model.weight.detach().clone(), kind(model.parameters())
+        with pytest.raises(ValueError, match=f"offload: .* got {type(inner).__name__}: ") as error:
+            shardcast.shard(model, inner, process_group=group, offload=True)
         assert torch.equal(model.weight, before)
         return str(error.value)
 
@@ -386,12 +330,11 @@ def test_an_update_that_needs_more_than_its_element_is_refused_by_name_on_all_ra
 
 
 def test_a_class_is_found_to_be_elementwise_by_a_twin_or_declared():
-    params = [nn.Parameter(torch.ones(4, 4))]
-    found = {kind: probe.is_elementwise(kind(params, lr=0.1)) for kind in (Lion, Lamb, Noisy)}
-    assert found == {Lion: True, Lamb: False, Noisy: False}
+    params, kinds = [nn.Parameter(torch.ones(4, 4))], (foreign.Signs, foreign.Normalized, noisy)
+    assert [probe.is_elementwise(kind(params)) for kind in kinds] == [True, False, False]
     assert probe.is_elementwise(torch.optim.RMSprop(params))
     model = nn.Linear(8, 8)
-    shardcast.shard(model, Noisy(model.parameters()), offload=True, elementwise=True)
+    shardcast.shard(model, noisy(model.parameters()), offload=True, elementwise=True)
 
 
 def test_a_host_with_too_little_memory_is_named_with_both_figures(monkeypatch: pytest.MonkeyPatch):
@@ -470,7 +413,7 @@ def test_report_estimate_and_check_tell_host_and_device_apart_to_the_byte(
         packed = packed_of(optimizer)
         for number in range(2):
             for micro_batch in range(micro_batches):
-                backward(model, optimizer, 0 if group is None else group.rank(), micro_batch)
+                backward(model, optimizer, group.rank(), micro_batch)
             optimizer.step()
             report = optimizer.memory_report()
             if number == 0:
@@ -492,7 +435,7 @@ def test_report_estimate_and_check_tell_host_and_device_apart_to_the_byte(
     promised = estimate(
         shape, KINDS["AdamW"](shape.parameters()), size, config, "gloo", micro_batches=micro_batches
     )
-    reports = world(size, run)
+    reports = threaded_world(size, run)
     for report, host in reports:
         assert report.host == host
         assert str(report).endswith(f"of it in host memory {host / 1e6:.3f} MB")
