@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import shardcast
 from shardcast import ShardcastConfig
 from shardcast.estimate import estimate, peers
-from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import Collective
 
 pytestmark = pytest.mark.timeout(60)
@@ -197,27 +196,26 @@ def test_the_estimate_has_local_gradients_and_their_long_sums(
         assert found.gradients >= once.gradients * 2, "the control: in fp32, or of all ranks"
 
 
-def counted(group: Any, fields: dict[str, Any]) -> None:
-    model = CASES["gpt"].build()
-    inner = torch.optim.AdamW(model.parameters())
-    optimizer = shardcast.shard(model, inner, process_group=group, **fields)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    packed_of(optimizer).comm.all_reduce(torch.zeros(7))  # MARK
-    optimizer.step()
+def gpt() -> nn.Module:
+    return CASES["gpt"].build()
 
 
-MARK = ("all_reduce", 28)  # what comes after it in a log is the step's
+def calls_of_a_step(
+    size: int, fields: dict[str, Any], build: Callable[[], nn.Module] = gpt, kind: str = "AdamW"
+) -> list[list[Collective]]:
+    """What each rank issues in a step."""
 
+    def run(group: Any) -> list[Collective]:
+        model = build()
+        optimizer = shardcast.shard(model, of_torch(kind)(model), process_group=group, **fields)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        group.barrier().wait()
+        begun = len(group.log)
+        optimizer.step()
+        return list(group.log[begun:])
 
-def calls_of_a_step(size: int, fields: dict[str, Any]) -> list[list[Collective]]:
-    """What each rank issues in a step of :func:`counted`."""
-    _, world = run_world(size, counted, fields)
-    found = []
-    for log in world.logs:
-        begin = next(n for n, call in enumerate(log) if (call.op, call.nbytes) == MARK)
-        found.append(log[begin + 1 :])
-    return found
+    return run_world(size, run)[0]
 
 
 @pytest.mark.parametrize("overlap_sync", [False, True])
@@ -232,16 +230,12 @@ def test_the_collectives_of_a_step_are_as_many(sync: str, overlap_sync: bool):
 def leaves(call: Collective, rank: int, size: int) -> int:
     """Bytes that a rank sends to others, each receiver counted."""
     if call.op == "all_to_all_single":
-        return sum(call.input_splits) * call.dtype.itemsize - own_part(call, rank)
+        return (sum(call.input_splits) - call.input_splits[rank]) * call.dtype.itemsize
     if call.op == "broadcast":
         return (size - 1) * call.nbytes * (call.source == rank)
     if call.op == "all_gather_single":
         return (size - 1) * math.prod(call.shape) * call.dtype.itemsize
     return 0  # the small all-reduce
-
-
-def own_part(call: Collective, rank: int) -> int:
-    return call.input_splits[rank] * call.dtype.itemsize
 
 
 @pytest.mark.parametrize(
@@ -271,28 +265,16 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("sync", ["broadcast", "auto"])
 def test_codes_and_scales_are_sent_in_as_many_bytes(form: str, sync: str):
     """Beside 2 bytes per element: 1 + 1/32, 1/2 + 1/32, 1 + 1/16384."""
-
-    def run(group: Any, fields: dict[str, Any]) -> None:
-        model = Blocks()
-        optimizer = shardcast.shard(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, **fields
-        )
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        packed_of(optimizer).comm.all_reduce(torch.zeros(7))  # MARK
-        optimizer.step()
-
     sent = {}
     for wire in ("codes", "bf16"):
         fields = {"sync": sync, "published": {form: "?.weight", "wire": wire}, "autocast": False}
         model = Blocks()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = estimate(model, optimizer, 3, fields, "strict")
-        by_rank = []
-        _, world = run_world(3, run, fields)
-        for rank, log in enumerate(world.logs):
-            begin = next(n for n, call in enumerate(log) if (call.op, call.nbytes) == MARK)
-            by_rank.append(sum(leaves(call, rank, 3) for call in log[begin + 1 :]))
+        by_rank = [
+            sum(leaves(call, rank, 3) for call in calls)
+            for rank, calls in enumerate(calls_of_a_step(3, fields, Blocks, "SGD"))
+        ]
         assert found.sent == max(by_rank) == by_rank[found.sender]
         sent[wire] = sum(by_rank)
     of_block = {"mxfp8": 33 / 32, "mxfp4": 17 / 32, "fp8_block128": 16385 / 16384}[form]
