@@ -130,6 +130,19 @@ AT_SHARD = {
     "a script inside": Refusal(
         "TorchScript in '0'", TypeError, lambda: nn.Sequential(torch.jit.script(MLP()))
     ),
+    "LBFGS": Refusal(
+        "LBFGS cannot be sharded .*use a first-order",
+        TypeError,
+        optimizer=lambda model: torch.optim.LBFGS(model.parameters()),
+    ),
+    "SparseAdam": Refusal(
+        "SparseAdam cannot be sharded .*use a first-order",
+        TypeError,
+        optimizer=lambda model: torch.optim.SparseAdam(list(model.parameters())),
+    ),
+    "differentiable": Refusal(
+        "differentiable=True cannot be", optimizer=lambda model: adamw(model, differentiable=True)
+    ),
     "cut, not elementwise": Refusal(
         "Normalized .* use 'whole'", optimizer=normalized, fields={"partition": "even"}
     ),

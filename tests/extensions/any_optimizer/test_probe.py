@@ -48,6 +48,7 @@ PARTITIONS: dict[str, tuple[Build, ...]] = {
         foreign.Factored,
         foreign.DecaysMatrices,
         foreign.OwnShapes,
+        foreign.Stacked,  # sums of several parameters at once may round differently
         lambda params: foreign.DecayOfAll(params, weight_decay=0.0),
     ),
 }
@@ -177,15 +178,6 @@ def test_products_are_told_from_roots_and_other_words_by_the_operators_that_torc
     ]
     assert [multiplies(run) for run in products] == [True] * len(products)
     assert [multiplies(run) for run in others] == [False] * len(others)
-
-
-def test_sums_of_several_parameters_at_once_may_round_differently():
-    def run(group: Any) -> str:
-        model = mlp()
-        inner = foreign.Stacked(model.parameters())
-        return shardcast.shard(model, inner, process_group=group).layout.partition
-
-    assert ThreadedWorld(2).run(run) == ["whole"] * 2
 
 
 def test_a_probe_makes_no_large_square_of_a_vector():
