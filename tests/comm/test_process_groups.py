@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,13 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardcast
 from shardcast import checkpoint
 from shardcast.estimate import estimate
-from shardcast.testing import (
-    Collective,
-    SpawnedWorld,
-    StrictGroup,
-    ThreadedWorld,
-    threaded_world,
-)
+from shardcast.testing import Collective, SpawnedWorld, StrictGroup, ThreadedWorld, threaded_world
 
 WORLD = {"runs": 2, "within": 2}
 COPIES = "dp_replicate"
@@ -90,11 +85,9 @@ def test_sums_travel_between_copies_beside_the_backward():
 
 
 def saved(mesh: DeviceMesh, folder: Path) -> dict[str, torch.Tensor]:
-    case = CASES["gpt"]
-    model = case.build()
+    model = CASES["gpt"].build()
     optimizer = shardcast.shard(model, adamw(model), shard_ranks=2)
-    case.loss(model, case.batch(mesh.get_rank())).backward()
-    optimizer.step()
+    models.train(model, optimizer, [mesh.get_rank()], "gpt")
     checkpoint.save(folder, model, optimizer, step=1)
     return values(model)
 
@@ -150,11 +143,9 @@ def test_a_mock_group_that_torch_does_not_know_is_refused_by_name():
 
 
 def on_processes(group: Any) -> tuple[dict[str, torch.Tensor], int]:
-    case = CASES["gpt"]
-    model = case.build()
+    model = CASES["gpt"].build()
     optimizer = shardcast.shard(model, adamw(model), process_group=group, shard_ranks=1)
-    case.loss(model, case.batch(group.rank())).backward()
-    optimizer.step()
+    models.train(model, optimizer, [group.rank()], "gpt")
     return values(model), optimizer.layout.world_size
 
 
@@ -169,9 +160,7 @@ def shards_and_closes(_group: Any) -> list[int]:
     for _ in range(3):
         model = CASES["mlp"].build()
         optimizer = shardcast.shard(model, adamw(model), shard_ranks=1)
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        optimizer.step()
+        models.advance(model, optimizer, 0, 1)
         optimizer.close()
         counts.append(len(dist.distributed_c10d._world.pg_map))
     return counts

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Tensors, assert_same_bits, everything, run_world, sharded, values
+from models import CASES, Tensors, assert_same_bits, everything, ranks_of, sharded, values
 from torch import Tensor, nn
 
 import shardcast
@@ -122,22 +122,17 @@ def test_a_spike_of_one_rank_is_judged_by_all_ranks_as_by_hand(case: str):
     clips = how == "clip" or "max_grad_norm" in fields
     expected, expected_guarded = by_hand(size, rule, 0.5 if clips else math.inf)
     assert expected_guarded >= SPIKES - {1}, "the control: these steps are spikes"
-    ranks = (
-        [train(None, rule, how, fields)]
-        if size == 1
-        else run_world(size, train, rule, how, fields)[0]
-    )
-    for trained, skipped, guarded in ranks:
+    for trained, skipped, guarded in ranks_of(size, train, rule, how, fields):
         assert guarded == expected_guarded
         assert skipped == (set() if rule.get("action") == "clip" else guarded)
         torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_accelerators_path_judges_alike_without_waiting(monkeypatch: pytest.MonkeyPatch):
-    expected = run_world(2, train, NORM, "", {})[0]
+    expected = ranks_of(2, train, NORM, "", {})
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
     for (trained, *steps), (values_on_host, *steps_on_host) in zip(
-        run_world(2, train, NORM, "", {})[0], expected, strict=True
+        ranks_of(2, train, NORM, "", {}), expected, strict=True
     ):
         assert steps == steps_on_host
         torch.testing.assert_close(trained, values_on_host)
@@ -151,7 +146,7 @@ def test_a_function_may_judge(how: str):
         seen.append((norm, loss))
         return (norm if loss is None else loss) > 3.0
 
-    for _, skipped, guarded in run_world(2, train, guard, how, {})[0]:
+    for _, skipped, guarded in ranks_of(2, train, guard, how, {}):
         assert skipped == guarded == SPIKES
     assert all(norm.dim() == 0 for norm, _ in seen)
     assert all((loss is not None) == (how == "loss") for _, loss in seen)
@@ -291,7 +286,7 @@ def test_a_loss_that_is_missing_or_of_no_use_is_refused_on_all_ranks(
             call(optimizer, group.rank())
         assert_same_bits(values(model), before)
 
-    run_world(2, run)
+    ranks_of(2, run)
 
 
 def test_a_loss_that_is_not_finite_is_a_spike_and_never_a_part_of_the_window():

@@ -296,6 +296,11 @@ def run_world(
     return results, world
 
 
+def ranks_of(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """``fn(group, *args)`` on each rank of a strict world; one rank alone has no group."""
+    return [fn(None, *args)] if size == 1 else run_world(size, fn, *args)[0]
+
+
 def exact_muon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Muon orthogonalise in float64: in bf16 one last bit grows to 1e-2 of an update."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)

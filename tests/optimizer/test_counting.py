@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, run_world, sharded
+from models import CASES, ranks_of, run_world, sharded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -112,10 +112,7 @@ FP16_SCALED = {"loss_scale": 64.0}
 def test_parameters_are_cast_in_the_update_and_never_in_forward_or_backward(
     size: int, case: str, dtype: torch.dtype, fields: dict[str, Any]
 ):
-    if size == 1:
-        ranks = [count_step(None, case, dtype, fields)]
-    else:
-        ranks, _ = run_world(size, count_step, case, dtype, fields)
+    ranks = ranks_of(size, count_step, case, dtype, fields)
     for rank in ranks:
         assert rank["no_sync"] == rank["last backward"] == rank["of packs"] == 0
         assert rank["wrong"] == []

@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
-    CASES,
-    assert_same_bits,
-    everything,
-    install,
-    run_world,
-    sharded,
-)
+from models import CASES, assert_same_bits, everything, install, ranks_of, run_world, sharded
 from torch import nn
 
 from shardcast import _compat
@@ -92,10 +85,7 @@ def test_one_ranks_bad_gradient_skips_the_step_everywhere_and_changes_nothing(
 ):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if size == 1:
-            skipping(None, value, 0, fields, kind)
-        else:
-            run_world(size, skipping, value, size - 1, fields, kind)
+        ranks_of(size, skipping, value, size - 1, fields, kind)
     assert len(skips(caught)) == 2, "one rank says it for all"
     assert all("parameter 'b.weight', element 17" in message for message in skips(caught))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Tensors, assert_same_bits, everything, run_world, sharded, values
+from models import CASES, Tensors, assert_same_bits, everything, ranks_of, sharded, values
 from oracle import adamw, pair
 from torch import Tensor, nn
 
@@ -108,12 +108,7 @@ def test_a_step_of_counted_tokens_is_that_of_one_process_on_all_of_them(way: str
     size, make, how, fields = WAYS[way]
     expected = by_hand(size, make, how)
     inside = how.replace("by option norm", "")
-    ranks = (
-        [train(None, make, inside, fields)]
-        if size == 1
-        else run_world(size, train, make, inside, fields)[0]
-    )
-    for trained in ranks:
+    for trained in ranks_of(size, train, make, inside, fields):
         torch.testing.assert_close(trained, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -156,7 +151,7 @@ def test_counts_and_guards_move_no_bit_of_any_class_and_form(make: Any, fields: 
         optimizer.wait_sync()
         return skipped, everything(model, optimizer)
 
-    counted, plain = (run_world(2, run, counts)[0] for counts in (True, False))
+    counted, plain = (ranks_of(2, run, counts) for counts in (True, False))
     for (skipped, state), (skipped_too, expected) in zip(counted, plain, strict=True):
         assert skipped == skipped_too == [step == 6 for step in range(8)]
         assert_same_bits(state, expected)
@@ -204,7 +199,7 @@ def test_tokens_of_dropped_gradients_do_not_count(how: str, accumulate: str):
             trained.append(everything(model, optimizer))
         assert_same_bits(*trained)
 
-    run_world(2, run)
+    ranks_of(2, run)
 
 
 def test_tokens_may_be_counted_before_gradients_of_the_last_step_are_cleared():
@@ -261,7 +256,7 @@ def test_counts_that_belong_to_no_step_are_refused_on_all_ranks(how: str):
             optimizer.step()
         assert_same_bits(values(model), before)
 
-    run_world(2, run)
+    ranks_of(2, run)
 
 
 def test_a_count_on_some_ranks_is_refused_on_all_of_them_also_by_a_clip_of_values():
@@ -276,4 +271,4 @@ def test_a_count_on_some_ranks_is_refused_on_all_of_them_also_by_a_clip_of_value
             optimizer.clip_grad_value_(0.5)
             optimizer.step()
 
-    run_world(2, run)
+    ranks_of(2, run)
