@@ -239,44 +239,36 @@ def test_a_guard_that_is_none_is_refused_by_name(bad: str):
     assert name in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("guard", "call", "kind", "names"),
-    [
-        (None, lambda o, rank: o.step(loss=1.0), TypeError, "guard"),
-        (NORM, lambda o, rank: o.step(loss=1.0), TypeError, "guard"),
-        ({"loss": 6.0, "window": 8}, lambda o, rank: o.step(), RuntimeError, "loss=loss"),
-        (
-            {"loss": 6.0, "window": 8},
-            lambda o, rank: o.step(**({"loss": 1.0} if rank else {})),
-            RuntimeError,
-            "loss differs",
-        ),
-        (
-            {"loss": 6.0, "window": 8},
-            lambda o, rank: o.clip_grad_norm_(1.0),
-            RuntimeError,
-            "max_grad_norm",
-        ),
-        (
-            lambda norm, loss: norm > 9,
-            lambda o, rank: (o.clip_grad_norm_(1.0), o.step(loss=1.0)),
-            TypeError,
-            "max_grad_norm",
-        ),
-        (lambda norm, loss: True, lambda o, rank: o.step(), TypeError, "0-dim tensor of bool"),
-        (None, lambda o, rank: o.step(loss=[None, 1.0][rank]), TypeError, "expected no loss="),
-        (
-            {"loss": 6.0, "window": 4},
-            lambda o, rank: o.step(loss=[1.0, torch.ones(2)][rank]),
-            ValueError,
-            r"got shape \(2,\)",
-        ),
-        ({"loss": 6.0, "window": 4}, lambda o, _: o.step(loss="1"), ValueError, "got str"),
-    ],
-)
-def test_a_loss_that_is_missing_or_of_no_use_is_refused_on_all_ranks(
-    guard: Any, call: Callable[[Any, int], Any], kind: type[Exception], names: str
-):
+LOSS, PAIR = {"loss": 6.0, "window": 8}, torch.ones(2)
+# The guard, what a rank does, the error and what it names.
+REFUSED: dict[str, tuple[Any, Callable[[Any, int], Any], type[Exception], str]] = {
+    "no guard": (None, lambda o, _: o.step(loss=1.0), TypeError, "guard"),
+    "a guard of norms": (NORM, lambda o, _: o.step(loss=1.0), TypeError, "guard"),
+    "none": (LOSS, lambda o, _: o.step(), RuntimeError, "loss=loss"),
+    "of one rank": (
+        LOSS,
+        lambda o, r: o.step(**{"loss": 1.0} if r else {}),
+        RuntimeError,
+        "loss differs",
+    ),
+    "a clip": (LOSS, lambda o, _: o.clip_grad_norm_(1.0), RuntimeError, "max_grad_norm"),
+    "a clip beside a function": (
+        lambda norm, loss: norm > 9,
+        lambda o, _: (o.clip_grad_norm_(1.0), o.step(loss=1.0)),
+        TypeError,
+        "max_grad_norm",
+    ),
+    "no tensor": (lambda norm, loss: True, lambda o, _: o.step(), TypeError, "0-dim tensor"),
+    "one that differs": (None, lambda o, r: o.step(loss=[None, 1.0][r]), TypeError, "no loss="),
+    "two": (LOSS, lambda o, r: o.step(loss=[1.0, PAIR][r]), ValueError, r"got shape \(2,\)"),
+    "text": (LOSS, lambda o, _: o.step(loss="1"), ValueError, "got str"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_loss_that_is_missing_or_of_no_use_is_refused_on_all_ranks(case: str):
+    guard, call, kind, names = REFUSED[case]
+
     def run(group: Any) -> None:
         model = CASES["mlp"].build()
         optimizer = sharded(model, group, sgd, guard=guard)
