@@ -187,15 +187,18 @@ def set_up(group: Any, way: str, **fields: Any) -> tuple[nn.Module, Any]:
 def test_a_compiled_update_takes_the_same_edits_and_no_others(way: str):
     """Compiled, a value that was rounded must not stand for one that was not."""
     assert_edits_are_those_by_hand(1, way, 0, fuse="compile")
-    model, optimizer = set_up(None, way, fuse="compile")
+    (model, optimizer), (plain, eager) = set_up(None, way, fuse="compile"), set_up(None, way)
     for step in range(4):
-        install(model, step)
-        optimizer.step()
+        for each, of_each in ((model, optimizer), (plain, eager)):
+            install(each, step)
+            of_each.step()
         before = packed_of(optimizer).shards[0].data.clone()
         take_by_hand(optimizer)
         assert torch.equal(packed_of(optimizer).shards[0].data, before)
     rounded = before != packed_of(optimizer).shards[0].published
     assert rounded[before != 0].double().mean() > 0.9, "masters are more exact"
+    masters = optimizer.full_parameters(), eager.full_parameters()
+    torch.testing.assert_close(*masters, rtol=1e-5, atol=1e-6)
 
 
 def test_the_copy_of_the_owner_decides():
