@@ -35,15 +35,6 @@ TINY_RUN = (
 ).split()
 
 
-# -- text --------------------------------------------------------------------------------------
-
-
-# -- model -------------------------------------------------------------------------------------
-
-
-# -- arguments, metrics, configurations ----------------------------------------------------------
-
-
 def test_the_example_configurations_name_every_option_with_its_default() -> None:
     defaults = shardcast.ShardcastConfig().to_dict()
     named = set()
