@@ -224,20 +224,18 @@ class Watching(Net):
         self.seen: list[Any] = []
         self.training_saw: set[Any] = set()
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def in_model(self) -> str | None:
         (sharded,) = self.trainer.strategy.precision_plugin.sharded
-        self.training_saw.add(packed_of(sharded).hook_of("averages").in_model)
+        return packed_of(sharded).hook_of("averages").in_model
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.training_saw.add(self.in_model())
         return super().training_step(batch, index)
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         (sharded,) = self.trainer.strategy.precision_plugin.sharded
         expected = sharded.full_parameters("ema")["net.0.weight"]
-        self.seen.append(
-            (
-                packed_of(sharded).hook_of("averages").in_model,
-                torch.equal(expected, self.net[0].weight),
-            )
-        )
+        self.seen.append((self.in_model(), torch.equal(expected, self.net[0].weight)))
         super().validation_step(batch, index)
 
 
@@ -281,13 +279,10 @@ def test_an_error_while_an_average_is_validated_is_raised_and_the_weights_are_ba
 
 
 UNUSED = "ddp_find_unused_parameters_true"  # of a GAN, whose losses train one network each
+BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 SAME: dict[str, tuple[str, dict[str, Any], float]] = {
     "clipped by norm": ("net", {}, 1e-6),
-    "clipped by value": (
-        "net",
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        1e-6,
-    ),
+    "clipped by value": ("net", BY_VALUE, 1e-6),
     "no accumulation": ("net", MANUAL, 1e-6),
     "weights edited after each step": ("edited", {}, 1e-6),
     "edited in bf16": ("edited", {"precision": "bf16-true"}, 5e-2),

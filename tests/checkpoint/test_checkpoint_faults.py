@@ -21,7 +21,7 @@ import pytest
 import torch
 from faults import Counting, at_each_point, no_space
 from models import advance, assert_same_bits, everything, job, parts, run_world, sharded
-from small_runs import DATA, METADATA, flip, loaded, truncate
+from small_runs import DATA, METADATA, flip, loaded, saved_by, truncate
 from torch import nn
 
 from shardcast import checkpoint
@@ -234,10 +234,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["save", "save_async"])
+@pytest.mark.parametrize("by", ["save", "save_async"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_disk_that_cannot_be_written_to_is_named_on_all_ranks_and_the_old_checkpoint_stays(
-    disk: Path, fault: str, background: bool
+    disk: Path, fault: str, by: str
 ):
     (failing, message), run = FAULTS[fault], disk / "run"
 
@@ -251,11 +251,8 @@ def test_a_disk_that_cannot_be_written_to_is_named_on_all_ranks_and_the_old_chec
     pairs = world.run(wide)
 
     def save(group: Any, step: int) -> None:
-        pair = pairs[group.rank()]
-        if background:
-            checkpoint.save_async(run, *pair, step=step, timeout=20.0).wait()
-        else:
-            checkpoint.save(run, *pair, step=step)
+        patience = {"timeout": 20.0} if by == "save_async" else {}
+        saved_by(by, run, *pairs[group.rank()], step=step, **patience)
 
     def fail(group: Any) -> None:
         before = everything(*pairs[group.rank()])
@@ -326,9 +323,9 @@ def test_any_other_flush_that_fails_is_an_error(
     assert checkpoint.latest(tmp_path) is None
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["save", "save_async"])
+@pytest.mark.parametrize("save", ["save", "save_async"])
 def test_a_flush_beside_the_writing_that_fails_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str
 ):
     """The system tells one flush, whichever it is, and later ones that all is well."""
     monkeypatch.setattr(storage, "BESIDE", 1)
@@ -342,10 +339,7 @@ def test_a_flush_beside_the_writing_that_fails_is_an_error(
 
     monkeypatch.setattr(os, "fsync", once)
     with pytest.raises((OSError, RuntimeError), match=r"(?s)is (not saved|lost).*Input/output"):
-        if background:
-            checkpoint.save_async(tmp_path, *job(), step=1).wait()
-        else:
-            checkpoint.save(tmp_path, *job(), step=1)
+        saved_by(save, tmp_path, *job(), step=1)
     assert isinstance(failed[0], storage.Flushing)
     assert checkpoint.latest(tmp_path) is None and hidden(tmp_path) == []
     checkpoint.save(tmp_path, *job(), step=1)

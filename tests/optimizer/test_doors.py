@@ -122,10 +122,8 @@ def test_replicas_and_copies_take_the_edits_of_the_first_holder():
                 part.master.normal_(generator=generator)
                 part.state["exp_avg"].normal_(generator=generator)
                 place = part.name, part.start, part.stop
-                meant[*place, "master"], meant[*place, "exp_avg"] = (
-                    part.master,
-                    part.state["exp_avg"],
-                )
+                meant[*place, "master"] = part.master
+                meant[*place, "exp_avg"] = part.state["exp_avg"]
         optimizer.check_copies()
         return parts(optimizer), values(model), meant
 
@@ -213,21 +211,18 @@ def test_leaving_with_different_values_is_an_error_on_all_ranks(how: str, fields
         assert "seed random generators alike" in told and "owned()" in told
 
 
-ASKED: dict[str, tuple[type[Exception], str, Callable[[int, nn.Module], tuple[Any, ...]]]] = {
-    "nothing": (TypeError, "expected patterns of names, or parameters, got none", lambda r, m: ()),
-    "a number": (TypeError, "patterns of names, or parameters, got int", lambda r, m: (1,)),
-    "no such name": (ValueError, "pattern 'x.*' matches no parameter", lambda r, m: ("x.*", "0.*")),
-    "another model's": (
-        ValueError,
-        r"does not hold .* of shape \(2,\)",
-        lambda r, m: (nn.Parameter(torch.zeros(2)),),
-    ),
+STRANGER = nn.Parameter(torch.zeros(2))
+ASKED: dict[str, tuple[type[Exception], str, Callable[[int], tuple[Any, ...]]]] = {
+    "nothing": (TypeError, "expected patterns of names, or parameters, got none", lambda _: ()),
+    "a number": (TypeError, "patterns of names, or parameters, got int", lambda _: (1,)),
+    "no such name": (ValueError, "pattern 'x.*' matches no parameter", lambda _: ("x.*", "0.*")),
+    "another model's": (ValueError, r"not hold .* of shape \(2,\)", lambda _: (STRANGER,)),
     "others on one rank": (
         ValueError,
         "got '2.bias' on some ranks, but not on rank 0",
-        lambda r, m: ("0.bias", *(["2.bias"] * r)),
+        lambda rank: ("0.bias", *(["2.bias"] * rank)),
     ),
-    "wrong on one rank": (TypeError, "got int", lambda r, m: (1 if r else "0.bias",)),
+    "wrong on one rank": (TypeError, "got int", lambda rank: (1 if rank else "0.bias",)),
 }
 
 
@@ -239,7 +234,7 @@ def test_parameters_that_are_not_there_are_named_on_all_ranks(case: str):
         model = mlp()
         optimizer = shardcast.shard(model, adamw(model), process_group=group)
         with pytest.raises(kind, match=message):
-            optimizer.whole(*asked(group.rank(), model)).__enter__()
+            optimizer.whole(*asked(group.rank())).__enter__()
         with optimizer.whole("*"):
             pass
 
