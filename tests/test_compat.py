@@ -16,8 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardcast import _compat
 from shardcast._compat import inductor
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_a_context_saves_without_checksums_and_the_script_with_them(tmp_path: Path):
     get, value = torch.serialization.get_crc32_options, torch.arange(5)

@@ -29,7 +29,6 @@ import shardcast
 from shardcast import checkpoint
 from shardcast.testing import threaded_world
 
-pytestmark = pytest.mark.timeout(60)
 DOCS = Path(__file__).parents[1] / "docs"
 ELSEWHERE = {"coming-from": "test_coming_from", "editing": "optimizer/test_editing"}
 SCRIPTS = "GANs, RL and several models"  # below it test_several_models runs each one

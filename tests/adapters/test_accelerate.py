@@ -33,7 +33,6 @@ import shardcast.run
 from shardcast import ShardedOptimizer
 from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, enable, guards
 
-pytestmark = pytest.mark.timeout(60)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 

@@ -26,8 +26,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from shardcast.accelerate import ShardcastAccelerator
 from shardcast.testing import SpawnedWorld
 
-pytestmark = pytest.mark.timeout(60)
-
 BATCHES, EPOCHS, ACCUMULATION, CLIP = 8, 2, 3, 0.5  # per rank: steps after 3, 6 and 8 batches
 STEPS = EPOCHS * math.ceil(BATCHES / ACCUMULATION)
 

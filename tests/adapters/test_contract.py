@@ -21,7 +21,7 @@ from shardcast import ShardcastConfig
 from shardcast.accelerate import ShardcastAccelerator
 from shardcast.lightning import ShardcastStrategy
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]  # Lightning's advice
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 

@@ -24,8 +24,6 @@ from shardcast import checkpoint
 from shardcast.checkpoint.access import Snapshot
 from shardcast.testing import SpawnedWorld
 
-pytestmark = pytest.mark.timeout(60)
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 

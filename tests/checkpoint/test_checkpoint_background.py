@@ -26,8 +26,6 @@ from shardcast.checkpoint.background import save_async
 from shardcast.checkpoint.directory import BACKGROUND
 from shardcast.checkpoint.directory import steps as checkpoints
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Gate:
     """Data is written only when the gate is open; can also fail, on one rank."""

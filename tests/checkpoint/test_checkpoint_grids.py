@@ -18,8 +18,6 @@ import shardcast
 from shardcast import checkpoint
 from shardcast.testing import threaded_world
 
-pytestmark = pytest.mark.timeout(60)
-
 # (tp, pp, dp), one after the other; among them the pairs of Megatron's resharding tests.
 CHAINS = {
     "untied": [(1, 1, 1), (2, 1, 2), (1, 1, 4), (2, 1, 2), (8, 1, 1), (1, 2, 1), (1, 1, 1)],

@@ -17,7 +17,6 @@ from shardcast import checkpoint
 from shardcast.checkpoint.access import Snapshot
 from shardcast.testing import fake_world
 
-pytestmark = pytest.mark.timeout(60)
 LARGEST = 8 << 20  # bytes of one parameter
 # glibc keeps freed blocks up to 32 MB for itself, which would be counted; these it gives back.
 AT_ONCE = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}

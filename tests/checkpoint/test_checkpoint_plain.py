@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from shardcast.checkpoint import export, import_dcp, load_plain, save
 from shardcast.testing import SpawnedWorld
 
-pytestmark = pytest.mark.timeout(60)
-
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

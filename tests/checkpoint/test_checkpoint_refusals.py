@@ -35,7 +35,6 @@ from shardcast.checkpoint.directory import MANIFEST, MARKER
 from shardcast.checkpoint.storage import digest_of
 from shardcast.optimizer.sharded import packed_of
 
-pytestmark = pytest.mark.timeout(60)
 NEWEST = "step-000000002"
 Edit = Callable[[dict[str, Any]], Any]
 Spoil = Callable[[Path], Any]

@@ -31,7 +31,6 @@ from shardcast.optimizer.sharded import packed_of
 from shardcast.optimizer.state import MASTER
 from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
 
-pytestmark = pytest.mark.timeout(60)
 FLAT, FULL = "flatten_optimizer_state_dict", "full_state_dict"
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from shardcast import checkpoint, shard
 
-pytestmark = pytest.mark.timeout(60)
 SAVES = ("save", "save_async")
 
 

@@ -22,7 +22,6 @@ from shardcast.checkpoint.region import IndexRange, Region, ShardView
 from shardcast.checkpoint.source import from_tensors
 from shardcast.testing import fake_world
 
-pytestmark = pytest.mark.timeout(60)
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 

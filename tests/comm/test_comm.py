@@ -11,8 +11,6 @@ from models import run_world
 from shardcast.comm import Comm
 from shardcast.testing import SpawnedWorld, fake_world
 
-pytestmark = pytest.mark.timeout(60)
-
 CPU = torch.device("cpu")
 
 

@@ -11,8 +11,6 @@ from models import CASES, install, sharded
 from shardcast.comm import Comm, warn_first, warn_once_for
 from shardcast.testing import SpawnedWorld, ThreadedWorld
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def ranks_warn(group: Any) -> None:
     comm = Comm(group)

@@ -16,8 +16,6 @@ from shardcast.plan.algorithms import Algorithms, Topology
 from shardcast.plan.layout import PackLayout, Slot, Span
 from shardcast.testing import assert_same_sequence
 
-pytestmark = pytest.mark.timeout(60)
-
 BF16 = torch.bfloat16
 COUNT = 5  # elements of a span
 CPU = torch.device("cpu")

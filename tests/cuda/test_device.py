@@ -19,10 +19,13 @@ from shardcast import _compat
 from shardcast.step.decide.norm import PNorm
 from shardcast.testing import spawn
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or os.environ.get("GPU_KIT_DEVICE") == "cpu",
-    reason="needs a CUDA device",
-)
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or os.environ.get("GPU_KIT_DEVICE") == "cpu",
+        reason="needs a CUDA device",
+    ),
+]
 BACKEND = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() > 1 else "gloo"
 FORMS: list[dict[str, Any]] = [
     {},

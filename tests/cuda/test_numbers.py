@@ -14,9 +14,12 @@ from torch import Tensor, nn
 import shardcast
 
 DEVICE = os.environ.get("GPU_KIT_DEVICE", "cuda")
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"
-)
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"
+    ),
+]
 
 ADAMW = torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}
 ADAM = torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}

@@ -24,7 +24,6 @@ from shardcast import ShardcastConfig
 from shardcast.estimate import estimate, peers
 from shardcast.testing import Collective
 
-pytestmark = pytest.mark.timeout(60)
 Kind = Callable[[nn.Module], Any]
 
 

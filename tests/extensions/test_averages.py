@@ -15,7 +15,6 @@ import shardcast
 from shardcast import checkpoint
 from shardcast.optimizer.sharded import packed_of
 
-pytestmark = pytest.mark.timeout(60)
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

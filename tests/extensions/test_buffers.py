@@ -18,8 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import shardcast
 from shardcast.testing import SpawnedWorld, threaded_world
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Net(nn.Module):
     """BatchNorm, a mask, frequencies, and a centre that is assigned anew where it is written."""

@@ -19,7 +19,6 @@ from shardcast.comm import REDUCTIONS
 from shardcast.extensions import low_moments
 from shardcast.optimizer.sharded import packed_of
 
-pytestmark = pytest.mark.timeout(60)
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 EXAMPLES = re.findall(
     r"```python\n# extensions/(\w+)\.py, registered as +([^\n]*)\n(.*?)```", TEXT, re.DOTALL

@@ -17,7 +17,7 @@ import shardcast
 from shardcast import _compat, checkpoint
 from shardcast.extensions.guard import Guard, GuardRule
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:step skipped")]
+pytestmark = pytest.mark.filterwarnings("ignore:step skipped")
 
 STEPS, WINDOW, SIGMA = 24, 8, 3.0
 SPIKES = {1, 12, 18, 19}  # the first one before the window is half full, so that it is trained

@@ -22,7 +22,6 @@ from shardcast.step.update import fused
 from shardcast.step.update.fusion import Executor
 from shardcast.testing import threaded_world
 
-pytestmark = pytest.mark.timeout(60)
 BF16, FP32 = torch.bfloat16, torch.float32
 Norms = dict[str, dict[str, Tensor]]
 needs_compiler = pytest.mark.needs_compiler

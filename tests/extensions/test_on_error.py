@@ -19,10 +19,7 @@ from shardcast import _compat
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import RankLeftError, threaded_world
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:step made without", "ignore:step skipped"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:step made without", "ignore:step skipped")
 CASE = CASES["mlp"]
 
 

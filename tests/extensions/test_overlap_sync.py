@@ -31,8 +31,6 @@ from shardcast.testing import (
     ThreadedWorld,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 X = torch.linspace(-1, 1, 8).view(2, 4)
 SMALL = {"pack_params": 2, "alignment": 8, "sync": "broadcast"}
 

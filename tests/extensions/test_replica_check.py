@@ -20,8 +20,6 @@ from shardcast.memory.hashing import COLUMNS, ROWS_ON_HOST, Hasher
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import threaded_world
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def first_error(optimizer: Any, backward: Callable[[], Any], steps: int) -> str:
     """What is raised, and in which step; empty if all are made."""

@@ -107,8 +107,9 @@ def give_time(item: pytest.Item) -> None:
     for world, timeout in WORLDS.items():
         world.timeout = crowd * timeout
     marker = item.get_closest_marker("timeout")
-    if crowd > 1 and marker and marker.args:
-        item.add_marker(pytest.mark.timeout(crowd * marker.args[0]), append=False)
+    if crowd > 1:
+        limit = marker.args[0] if marker else float(item.config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(crowd * limit), append=False)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -17,8 +17,6 @@ from torch.distributed.tensor import Replicate, Shard
 import shardcast
 from shardcast.testing import Collective, assert_same_sequence, fake_world
 
-pytestmark = pytest.mark.timeout(60)
-
 SHAPES: dict[str, tuple[int, ...]] = {f"layer{n}": (64, 64) for n in range(4)}
 
 

@@ -18,7 +18,7 @@ from shardcast import checkpoint
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import threaded_world
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:step skipped")]
+pytestmark = pytest.mark.filterwarnings("ignore:step skipped")
 
 STAGES: list[dict[str, tuple[int, ...]]] = [{"rows": (4, 3), "early": (5,)}, {"late": (2, 2)}]
 SHAPES = {**STAGES[0], **STAGES[1]}

@@ -22,8 +22,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import shardcast
 from shardcast.testing import threaded_world
 
-pytestmark = pytest.mark.timeout(60)
-
 Sums = dict[str, Tensor]
 
 

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardcast
 from shardcast.testing import threaded_world
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_patterns_of_dtypes_need_to_match_on_one_stage_only():
     def dtypes(mesh: DeviceMesh) -> dict[str, torch.dtype]:

@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import shardcast
 from shardcast.testing import threaded_world
 
-pytestmark = pytest.mark.timeout(60)
-
 GRID = {"pp": 2, "dp": 2, "tp": 2}
 
 

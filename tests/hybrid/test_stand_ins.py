@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import shardcast
 from shardcast.testing import threaded_world
 
-pytestmark = pytest.mark.timeout(60)
-
 GRID = {"dp": 2, "tp": 2}
 SHAPE = (6, 5)
 PLACES = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}

@@ -22,7 +22,6 @@ from torch import nn
 
 from shardcast.testing import SpawnedWorld, spawn_world
 
-pytestmark = pytest.mark.timeout(60)
 COMPILED = pytest.mark.needs_compiler
 
 

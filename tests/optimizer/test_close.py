@@ -22,8 +22,6 @@ import shardcast
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3)

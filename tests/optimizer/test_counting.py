@@ -15,7 +15,6 @@ from shardcast.memory.codecs import ROW
 from shardcast.optimizer.sharded import packed_of
 
 CASTS = 2  # eagerly: one to compare with what the model shows, one into the pack
-pytestmark = pytest.mark.timeout(60)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 import shardcast
 from shardcast.testing import ThreadedWorld, threaded_world
 
-pytestmark = pytest.mark.timeout(60)
-
 FIELDS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16": {"param_dtype": "fp16", "loss_scale": 1.0},

@@ -24,10 +24,7 @@ from shardcast.optimizer import state as state_module
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import SpawnedWorld, ThreadedWorld, fake_world, threaded_world
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 # -- shard() --------------------------------------------------------------------------------------
 

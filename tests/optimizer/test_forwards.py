@@ -19,8 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import shardcast
 from shardcast.testing import ThreadedWorld
 
-pytestmark = pytest.mark.timeout(60)
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BATCH, WIDTH = 16, 32
 Batch = Mapping[str, Any]

@@ -17,8 +17,6 @@ import shardcast
 from shardcast import _compat
 from shardcast.testing import threaded_world
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return sgd(model, momentum=0.9)

@@ -15,8 +15,6 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import shardcast
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def prefixed(prefix: str) -> dict[str, Tensor]:
     return {f"{prefix}{name}": value for name, value in nn.Linear(4, 4).state_dict().items()}

@@ -12,8 +12,6 @@ from oracle import BATCH, adamw, check, on_ranks, sgd
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-pytestmark = pytest.mark.timeout(60)
-
 Read = Callable[[nn.Module], Any]
 TOL = 1e-6  # of numbers near 1: torch sums norms in fp32 tensor by tensor
 

@@ -13,8 +13,6 @@ import shardcast
 from shardcast.memory import packed_param
 from shardcast.testing import ThreadedWorld
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def two(trunk: nn.Module) -> tuple[nn.Module, nn.Module]:
     return nn.Sequential(trunk, nn.Linear(3, 2)), nn.Sequential(trunk, nn.Linear(3, 1))

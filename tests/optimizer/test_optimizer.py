@@ -18,8 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import shardcast
 from shardcast.optimizer.sharded import packed_of
 
-pytestmark = pytest.mark.timeout(60)
-
 BF16 = torch.bfloat16
 
 

@@ -15,8 +15,6 @@ from torch.optim import swa_utils
 import shardcast
 from shardcast.testing import ThreadedWorld
 
-pytestmark = pytest.mark.timeout(60)
-
 HELD = "no optimizer that was passed to"
 
 

@@ -29,8 +29,6 @@ from shardcast.optimizer import setup
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import fake_world
 
-pytestmark = pytest.mark.timeout(60)
-
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

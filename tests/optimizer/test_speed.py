@@ -18,8 +18,6 @@ from shardcast.optimizer.sharded import packed_of
 from shardcast.plan.algorithms import Topology
 from shardcast.testing import SpawnedWorld
 
-pytestmark = pytest.mark.timeout(60)
-
 META, BF16, FP16 = torch.device("meta"), torch.bfloat16, torch.float16
 
 

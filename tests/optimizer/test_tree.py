@@ -13,8 +13,6 @@ from torch.nn.utils import parametrize
 import shardcast
 from shardcast.testing import ThreadedWorld
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def trained(group: Any, change: Any, ranks: tuple[int, ...], steps: int = 3) -> str:
     """What a rank meets when ``ranks`` change the model after a step."""

@@ -16,8 +16,6 @@ from shardcast.plan.layout import GroupId, Layout, ParamInfo
 from shardcast.plan.packing import describe, plan_packs
 from shardcast.plan.parallel_dims import PackGroups, ParallelDims
 
-pytestmark = pytest.mark.timeout(60)
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS: dict[str, Any] = {
     "pack_mb": 1.0,

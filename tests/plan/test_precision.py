@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from shardcast.testing import ThreadedWorld, threaded_world
 
-pytestmark = pytest.mark.timeout(60)
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 

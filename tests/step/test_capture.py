@@ -23,7 +23,6 @@ from shardcast.optimizer.sharded import packed_of
 from shardcast.step.decide.report import HostCopy
 from shardcast.testing import fake_world
 
-pytestmark = pytest.mark.timeout(60)
 BY_INDEX = {torch.ops.aten.index.Tensor}  # of a shape that a mask alone makes unknown
 READS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__")
 FORMS: list[dict[str, Any]] = [

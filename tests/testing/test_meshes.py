@@ -31,8 +31,6 @@ from shardcast.testing import (
     threaded_world,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 GRID = {"dp": 2, "tp": 2}
 PLAN: dict[str, Any] = {
     "0": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),

@@ -23,8 +23,6 @@ from shardcast.testing import (
     threaded_world,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 Group = dist.ProcessGroup
 
 

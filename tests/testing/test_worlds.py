@@ -22,8 +22,6 @@ from shardcast.plan.packing import MESSAGE, MIB, plan_packs, with_algorithms
 from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.testing import Collective, fake_world
 
-pytestmark = pytest.mark.timeout(60)
-
 BF16 = torch.bfloat16
 WORLDS = (8, 64, 1024)
 

@@ -21,7 +21,6 @@ from packaging.requirements import Requirement
 
 from shardcast.messages import page
 
-pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".github/workflows"
 if not FOLDER.exists():  # as in the source distribution

@@ -20,7 +20,6 @@ import shardcast
 from shardcast.extensions.any_optimizer import muon, update
 from shardcast.testing import ThreadedWorld
 
-pytestmark = pytest.mark.timeout(60)
 SIZES = (1, 2, 3, 5, 8, 16, 17, 33)
 
 

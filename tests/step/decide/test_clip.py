@@ -13,8 +13,6 @@ from torch import nn
 from shardcast import _compat
 from shardcast.step.decide.norm import PNorm
 
-pytestmark = pytest.mark.timeout(60)
-
 CPU = torch.device("cpu")
 
 

@@ -12,8 +12,6 @@ from torch import nn
 
 from shardcast.optimizer.sharded import packed_of
 
-pytestmark = pytest.mark.timeout(60)
-
 BF16, FP16 = torch.bfloat16, torch.float16
 
 

@@ -18,8 +18,6 @@ from shardcast.step.decide.options import REMEDY, OptionCheck
 from shardcast.step.decide.report import HostCopy
 from shardcast.testing import fake_world
 
-pytestmark = pytest.mark.timeout(60)
-
 FP16 = torch.float16
 
 

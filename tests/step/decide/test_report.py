@@ -13,8 +13,6 @@ from torch import nn
 
 from shardcast import _compat
 
-pytestmark = pytest.mark.timeout(60)
-
 BF16, FP32 = torch.bfloat16, torch.float32
 NAN, INF = math.nan, math.inf
 

@@ -13,8 +13,6 @@ from models import CASES, Tensors, assert_same_bits, everything, ranks_of, shard
 from oracle import adamw, pair
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.timeout(60)
-
 STEPS = 3
 Batches = list[tuple[Tensor, Tensor]]
 

@@ -16,8 +16,6 @@ import shardcast
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import Collective
 
-pytestmark = pytest.mark.timeout(60)
-
 BF16 = torch.bfloat16
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import shardcast
 from shardcast.testing import ThreadedWorld, fake_world
 
-pytestmark = pytest.mark.timeout(60)
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95)}
 
 

@@ -23,8 +23,6 @@ from shardcast.step.update.fusion import (
     choose_executor,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 COMBINATIONS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam_decay": (ADAM, {"weight_decay": 0.1}),

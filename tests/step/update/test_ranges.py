@@ -15,7 +15,6 @@ import shardcast
 from shardcast import _compat
 from shardcast.step.update import fusion
 
-pytestmark = pytest.mark.timeout(60)
 SIZES = (3, 700, 64, 130, 64, 1, 2000, 129, 513, 64, 320, 77, 640)
 
 

@@ -21,7 +21,6 @@ import shardcast
 from shardcast import checkpoint
 from shardcast.testing import ThreadedWorld
 
-pytestmark = pytest.mark.timeout(60)
 TOL = 1e-6
 Build = Callable[[nn.Module], Optimizers]
 
