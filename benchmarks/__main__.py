@@ -132,9 +132,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "peers": 15,
     }
     every = commands.add_parser("all", allow_abbrev=False)
-    every.add_argument("--minutes", type=float, default=60.0, help="after which no more is run")
-    every.add_argument("--idle", action="store_true", help="no --clock processor")
-    every.add_argument("--only", nargs="+", default=[], metavar="PART", help="of a command")
+    every.add_argument("--minutes", type=float, default=60.0, help="time after which none starts")
+    every.add_argument("--idle", action="store_true", help="use the wall clock everywhere")
+    every.add_argument(
+        "--only", nargs="+", default=[], metavar="PART", help="only commands with a PART"
+    )
     every.add_argument("--document", type=Path, default=ROOT / "BENCHMARKS.md")
     tuning = commands.add_parser("fine-tuning", allow_abbrev=False)
     tuning.add_argument("--pretraining", type=int, default=500, help="steps on Python's library")
@@ -165,7 +167,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             "--clock",
             choices=step.CLOCKS,
             default="wall",
-            help="what times are of; on a busy machine: processor",
+            help="clock of all times; on a busy machine use processor",
         )
         sub.add_argument("--micros", type=int, default=1, help="micro-batches per step")
         if name == "replicas":

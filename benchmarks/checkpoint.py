@@ -171,7 +171,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks checkpoint", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--elements", type=int, default=100_000_000, help="of the model")
+    parser.add_argument("--elements", type=int, default=100_000_000, help="elements of the model")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", nargs="+", choices=[*KINDS], default=[*KINDS])

@@ -377,7 +377,9 @@ def main(arguments: Sequence[str]) -> int:
     """Print the digests; with ``--against`` those of both trees. Not 0 where they differ."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--against", type=Path, help="another tree of the repository")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="of a run's name")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="PART", help="only runs with a PART in their name"
+    )
     args = parser.parse_args(arguments)
     wanted = [name for name in RUNS if not args.only or any(part in name for part in args.only)]
     if args.against is None:

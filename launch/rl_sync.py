@@ -113,12 +113,12 @@ def train(args: argparse.Namespace, folder: Path, model: GPT, group: dist.Proces
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--folder", type=Path, help="of versions; default: a new temporary one")
+    parser.add_argument("--folder", type=Path, help="folder of versions (default: a temporary one)")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=32, help="texts per trainer and step")
-    parser.add_argument("--context", type=int, default=24, help="bytes of a text")
+    parser.add_argument("--context", type=int, default=24, help="bytes per text")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--full-every", type=int, default=20, help="versions")
+    parser.add_argument("--full-every", type=int, default=20, help="versions between two full ones")
     parser.add_argument("--log-interval", type=int, default=5)
     args = parser.parse_args()
 

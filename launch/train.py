@@ -236,7 +236,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     kept = parser.add_argument_group("checkpoints")
     kept.add_argument(
-        "--checkpoint-dir", type=Path, metavar="DIR", help="resume from its newest, save into it"
+        "--checkpoint-dir",
+        type=Path,
+        metavar="DIR",
+        help="save checkpoints here, and resume from the newest",
     )
     kept.add_argument("--checkpoint-interval", type=positive, default=100, metavar="STEPS")
     kept.add_argument("--keep-checkpoints", type=positive, default=2, metavar="COUNT")
@@ -262,7 +265,7 @@ def text_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="PATH",
-        help="files or directories; none: the Python standard library",
+        help="files or directories (default: the Python standard library)",
     )
     data.add_argument("--corpus-mb", type=positive, default=20, help="read at most so many MiB")
 

@@ -183,7 +183,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--checkpointing_steps", type=int, default=0, help="save_state every so many steps")
     add("--checkpointing_epochs", action="store_true", help="save_state after every epoch")
     add("--resume_from_checkpoint", help="a folder that save_state wrote")
-    add("--data", nargs="+", type=Path, default=[], help="none: the Python standard library")
+    add(
+        "--data",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="files or directories (default: the Python standard library)",
+    )
     add("--corpus_mb", type=int, default=20, help="read at most so many MiB")
     add("--sequences", type=int, default=2000, help="training sequences of an epoch")
     add("--validation_sequences", type=int, default=128)

@@ -234,11 +234,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     grid.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks")
     grid.add_argument("--pp", type=positive, default=1, help="pipeline-parallel ranks")
     grid.add_argument("--dp", type=positive, default=1, help="data-parallel ranks")
-    grid.add_argument("--schedule", choices=SCHEDULES, default="1F1B", help="of the pipeline")
+    grid.add_argument("--schedule", choices=SCHEDULES, default="1F1B", help="pipeline schedule")
 
     run = parser.add_argument_group("run")
     run.add_argument("--config", type=Path, metavar="YAML", help="shardcast configuration")
-    run.add_argument("--baseline", action="store_true", help="torch's own optimizer, one process")
+    run.add_argument(
+        "--baseline", action="store_true", help="train in one process with torch's own optimizer"
+    )
     run.add_argument(
         "--output", type=Path, default=Path("runs/hybrid"), help="directory of metrics and picture"
     )
@@ -260,9 +262,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=positive, default=100)
-    training.add_argument("--batch-size", type=positive, default=4, help="sequences, micro-batch")
     training.add_argument(
-        "--micro-batches", type=positive, default=8, help="of one step, on all dp ranks together"
+        "--batch-size", type=positive, default=4, help="sequences per micro-batch"
+    )
+    training.add_argument(
+        "--micro-batches",
+        type=positive,
+        default=8,
+        help="micro-batches per step, on all dp ranks together",
     )
     training.add_argument("--learning-rate", type=float, default=3e-3)
     training.add_argument("--warmup-steps", type=int, default=10)

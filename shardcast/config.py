@@ -125,7 +125,7 @@ class ShardcastConfig(ValidatedOptions):
     )
     alignment: int = option(
         128,
-        "alignment of slots and spans, in bytes; a power of two >= 8",
+        "alignment of slots and spans, in bytes",
         ("a power of two >= 8 (bytes)", lambda size: size >= 8 and size & (size - 1) == 0),
     )
     group_fn: GroupFn | None = option(

@@ -131,7 +131,7 @@ def tried(mutation: Mutation, folder: Path, limit: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="only mutations with one of these in their name")
-    parser.add_argument("-j", type=int, default=1, help="at a time")
+    parser.add_argument("-j", type=int, default=1, help="mutations at a time")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for each")
     args = parser.parse_args()
     for name in ("torch._dynamo", "torch.distributed.checkpoint", "pytest", "hypothesis"):

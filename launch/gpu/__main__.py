@@ -1,8 +1,8 @@
 """Run the parts one after the other, each in a process and with a time limit of its own.
 
-A part that fails, hangs or kills its process is reported, with what it had found until then; the
-next one runs all the same. The report is written while parts run, so one who stops this program,
-or whose machine does, has what was found by then.
+If a part fails, hangs or kills its process, the report has its figures up to then, and the next
+part runs. The report is written while parts run, so it survives if this program or the machine
+stops.
 """
 
 from __future__ import annotations
@@ -106,9 +106,13 @@ def end(process: BaseProcess) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="launch/gpu.sh", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU with tiny sizes")
-    parser.add_argument("--output", type=Path, default=Path("gpu-report"))
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"parts to run (default: all): {', '.join(PARTS)}"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="run on the CPU with tiny sizes")
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu-report"), help="folder of the report"
+    )
     args = parser.parse_args()
     unknown = set(args.parts) - set(PARTS)
     if unknown:

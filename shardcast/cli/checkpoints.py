@@ -13,8 +13,8 @@ from shardcast import checkpoint
 from shardcast.checkpoint.directory import is_checkpoint, steps
 
 CHECKPOINT_HELP = (
-    "a checkpoint, or a directory of checkpoints (the newest is shown), also of Accelerate or "
-    "Trainer"
+    "a checkpoint, or a directory of checkpoints, whose newest is used; Accelerate's and Trainer's "
+    "directories work, too"
 )
 FOLDER = "shardcast"  # in folders of the adapters
 NUMBERED = re.compile(r"(?:state-|checkpoint[-_])(\d+)")  # by Accelerate and Trainer
@@ -88,13 +88,19 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("directory", help=CHECKPOINT_HELP)
     parser.add_argument("out", help="directory to write, new or empty")
     parser.add_argument(
-        "--max_shard_mb", "--max-shard-mb", type=float, default=5000.0, help="cut the model at this"
+        "--max_shard_mb",
+        "--max-shard-mb",
+        type=float,
+        default=5000.0,
+        help="largest size of a weights file in MB (default: 5000)",
     )
     parser.add_argument(
         "--model_only", "--model-only", action="store_true", help="leave the optimizer state out"
     )
     parser.add_argument(
-        "--weights", metavar="NAME", help=("name of an average to write instead of the weights")
+        "--weights",
+        metavar="NAME",
+        help="average to write instead of the weights; published: codes and scales",
     )
     parsed = parser.parse_args(arguments)
     written = checkpoint.export(

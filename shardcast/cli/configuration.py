@@ -19,7 +19,9 @@ def config(arguments: list[str]) -> int:
     parser.add_argument(
         "--preset", choices=PRESETS, help=("start from this preset instead of the defaults")
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: print it")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="file to write (default: print)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     parsed = parser.parse_args(arguments)
     text = preset(parsed.preset).read_text() if parsed.preset else annotated_config()

@@ -158,8 +158,8 @@ no assertion is replaced. The tests of DCP and FSDP2 are rewritten, with the ori
 tolerances.
 
 *Passed* means that the whole test passes. *Refused* means an error that names cause and remedy; the
-run checks its words. *Not applicable* means that the test asks for something that shardcast does
-not claim. Every test of a file is counted.
+run checks its words. *Not applicable* means that the test checks something that shardcast does
+not offer. Every test of a file is counted.
 
 """
 NOT_YET = """## Not run
