@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -177,43 +177,29 @@ def test_errors_of_collectives_are_raised():
             with optimizer.attempt():
                 dist.all_reduce(torch.ones(1), group=group)
 
-    world: Any = None
     with pytest.raises(RankLeftError):
-        world = threaded_world(2, run)
-    assert world is None
+        threaded_world(2, run)
 
 
-def misuses() -> Iterator[tuple[str, Callable[[Any, Any], None]]]:
-    def nested(_model: Any, optimizer: Any) -> None:
-        with optimizer.attempt(), optimizer.attempt():
-            pass
-
-    def step_inside(_model: Any, optimizer: Any) -> None:
-        with optimizer.attempt():
-            optimizer.step()
-
-    def divided(_model: Any, optimizer: Any) -> None:
-        optimizer.divisor = 3.0
-        with optimizer.attempt():
-            pass
-
-    def reduced(model: Any, optimizer: Any) -> None:
-        CASE.loss(model, CASE.batch(0)).backward()
-        with optimizer.attempt():
-            pass
-
-    yield "still open; leave it", nested
-    yield "leave the block", step_inside
-    yield "divisor", divided
-    yield "call zero_grad", reduced
+MISUSES: dict[str, tuple[str, Callable[[nn.Module, Any], Any]]] = {
+    "still open; leave it": ("inside", lambda _, optimizer: optimizer.attempt().__enter__()),
+    "leave the block": ("inside", lambda _, optimizer: optimizer.step()),
+    "divisor": ("before", lambda _, optimizer: setattr(optimizer, "divisor", 3.0)),
+    "call zero_grad": ("before", lambda model, _: CASE.loss(model, CASE.batch(0)).backward()),
+}
 
 
-@pytest.mark.parametrize(("text", "misuse"), [*misuses()], ids=lambda value: str(value)[:20])
-def test_a_wrong_use_is_an_error_of_its_own(text: str, misuse: Callable[[Any, Any], None]):
+@pytest.mark.parametrize("text", MISUSES)
+def test_a_wrong_use_is_an_error_of_its_own(text: str):
+    when, misuse = MISUSES[text]
+
     def run(group: Any) -> None:
         model, optimizer = train(group, {}, 1)
-        with pytest.raises(RuntimeError, match=text):
+        if when == "before":
             misuse(model, optimizer)
+        with pytest.raises(RuntimeError, match=text), optimizer.attempt():
+            if when == "inside":
+                misuse(model, optimizer)
 
     run_world(2, run)
 
@@ -319,20 +305,19 @@ def test_an_attempt_keeps_no_tensor_of_a_rank_that_failed():
     optimizer.step()
 
 
-def with_frozen_packs(group: Any) -> None:
-    model = CASE.build()
-    model.a.requires_grad_(False)
-    optimizer = sharded(model, group, on_error="drop")
-    for step in range(3):
-        model.a.requires_grad_(step == 2)
-        with optimizer.attempt():
-            if step and group.rank() == 1:
-                raise BadSample("data")
-            CASE.loss(model, CASE.batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert packed_of(optimizer).comm.steps == 3
-
-
 def test_packs_that_wake_while_a_rank_fails_are_woken_on_all():
-    run_world(2, with_frozen_packs)
+    def run(group: Any) -> None:
+        model = CASE.build()
+        model.a.requires_grad_(False)
+        optimizer = sharded(model, group, on_error="drop")
+        for step in range(3):
+            model.a.requires_grad_(step == 2)
+            with optimizer.attempt():
+                if step and group.rank() == 1:
+                    raise BadSample("data")
+                CASE.loss(model, CASE.batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert packed_of(optimizer).comm.steps == 3
+
+    run_world(2, run)
