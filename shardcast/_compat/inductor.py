@@ -73,13 +73,7 @@ def compile_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
-    try:
-        from triton.errors import TritonError  # raised by handwritten kernels
-    except ImportError:
-        by_hand: tuple[type[Exception], ...] = ()
-    else:
-        by_hand = (TritonError,)
     # The limit on graphs of a function per process is not a TorchDynamoException.
     dynamo = (TorchDynamoException, FailOnRecompileLimitHit)
-    compiler = (*dynamo, CppCompileError, InvalidCxxCompiler, *by_hand)
-    return *compiler, OSError, subprocess.SubprocessError  # for example a read-only cache
+    system = (OSError, subprocess.SubprocessError)  # for example a read-only cache
+    return *dynamo, CppCompileError, InvalidCxxCompiler, *system

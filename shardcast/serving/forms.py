@@ -6,14 +6,13 @@ bf16's range becomes zeros, and one above it NaN.
 
 The bits equal those of other libraries: ``mxfp8`` and ``mxfp4`` those of torchao's ``to_mx`` with
 ``ScaleCalculationMode.FLOOR``, forms with ``_rceil`` those with ``RCEIL``, and ``fp8_block128``
-those of transformers' ``Fp8Quantize`` with ``scale_fmt`` ``ue8m0``. Exponents are computed in
-integers, because a floating-point logarithm depends on the device.
+those of transformers' ``Fp8Quantize`` with ``scale_fmt`` ``ue8m0``, up to ``2**126``. Exponents are
+computed in integers, because a floating-point logarithm or quotient depends on the device.
 """
 
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
@@ -31,7 +30,7 @@ E4M3_INFINITE = 248.0 * 2.0**120  # rounds to 2**128
 E2M1_MAX = 6.0
 
 
-class Form(ABC):
+class Form:
     """One form; its blocks are ``(block_rows, block_columns)`` elements of a matrix.
 
     Attributes:
@@ -39,6 +38,7 @@ class Form(ABC):
         lowest: smallest byte of a scale with which all codes represent bf16 numbers.
         of_zeros: byte of the scale of a block of zeros.
         limit: largest absolute value of a code.
+        power: exponent of the largest power of two that is a code.
         bits: bits of a code.
     """
 
@@ -48,6 +48,7 @@ class Form(ABC):
     lowest: ClassVar[int]
     of_zeros: ClassVar[int] = 0
     limit: ClassVar[float] = E4M3_MAX
+    power: ClassVar[int] = 8
     bits: ClassVar[int] = 8
 
     def unit(self, shape: tuple[int, ...]) -> int:
@@ -145,9 +146,9 @@ class Form(ABC):
         """Return the fp32 values of codes without a scale."""
         return codes.view(torch.float8_e4m3fn).float()
 
-    @abstractmethod
     def _scale_of(self, largest: Tensor) -> Tensor:
         """Return the byte of a block's scale, int32, possibly negative, from its largest size."""
+        return _exponent(largest) - self.power
 
     def _is_tiny(self, largest: Tensor, byte: Tensor) -> Tensor:
         """Return whether a block rounds to zeros, from its largest size."""
@@ -180,9 +181,6 @@ class MXFP8(Form):
     block_rows, block_columns = 1, 32
     lowest = 3  # 2**-9, the smallest code, times 2**(3 - 127) is the smallest bf16 number
 
-    def _scale_of(self, largest: Tensor) -> Tensor:
-        return _exponent(largest) - 8  # 2**8 is the largest code that is a power of two
-
 
 class MXFP4(Form):
     """OCP MX: E2M1 codes, and an E8M0 scale per 32 codes along the input dimension."""
@@ -191,10 +189,8 @@ class MXFP4(Form):
     block_rows, block_columns = 1, 32
     lowest = 1
     limit = E2M1_MAX
+    power = 2
     bits = 4
-
-    def _scale_of(self, largest: Tensor) -> Tensor:
-        return _exponent(largest) - 2
 
     def _nearest(self, scaled: Tensor) -> Tensor:
         return _to_bits(scaled, 1, 0)
@@ -230,7 +226,9 @@ class Covering(Form):
     infinite: ClassVar[float] = E4M3_INFINITE
 
     def _scale_of(self, largest: Tensor) -> Tensor:
-        return _exponent_above(largest / self.limit)
+        # The next exponent if the mantissa is above that of the limit, by a carry.
+        carry = int((2.0 - self.limit / 2.0**self.power) * 2.0**MANTISSA) - 1
+        return ((largest.view(torch.int32) + carry) >> MANTISSA) - self.power
 
     def _is_tiny(self, largest: Tensor, byte: Tensor) -> Tensor:
         # A value that is rounded down to half of the largest code gets half the scale from then on.
@@ -262,11 +260,6 @@ class FP8Block128(Covering):
     lowest = 3
     of_zeros = BIAS  # a scale of 1
 
-    def _scale_of(self, largest: Tensor) -> Tensor:
-        # The smallest power of two not below the reciprocal of a reciprocal, as in transformers.
-        inverse = 1.0 / (E4M3_MAX / largest)
-        return _exponent_above(inverse)
-
 
 FORMS: dict[str, Form] = {
     form.name: form for form in (MXFP8(), MXFP4(), FP8Block128(), MXFP8RCEIL(), MXFP4RCEIL())
@@ -294,12 +287,6 @@ def _to_bits(values: Tensor, bits: int, lowest: int) -> Tensor:
 def _exponent(size: Tensor) -> Tensor:
     """Return the biased exponent of nonnegative fp32 numbers."""
     return size.view(torch.int32) >> MANTISSA
-
-
-def _exponent_above(size: Tensor) -> Tensor:
-    """Return the biased exponent of the smallest power of two not below a number."""
-    bits = size.view(torch.int32)
-    return (bits >> MANTISSA) + ((bits & ((1 << MANTISSA) - 1)) != 0)
 
 
 def _power(byte: Tensor) -> Tensor:

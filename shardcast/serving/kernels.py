@@ -1,9 +1,8 @@
-"""The arithmetic of blocks: in cache-sized pieces on a CPU, otherwise in one kernel each."""
+"""The arithmetic of blocks: in cache-sized pieces on a CPU, otherwise compiled."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -145,20 +144,9 @@ def _kernel(call: Kernel, form: Form) -> Kernel:
         call(FORMS[name], *tensors)  # a global, so that a compiler treats its numbers as constants
 
     as_graph.__name__ = what
-    compiled = _of_blocks(call) if form.block_rows > 1 else None
-    compiled = compiled or inductor.compiled(as_graph)
+    compiled = inductor.compiled(as_graph)
 
     def run(_form: Form, *tensors: Tensor) -> None:
         compiled(*tensors)
 
     return or_eager(run, call, f"{what} of {name}")
-
-
-def _of_blocks(call: Kernel) -> Kernel | None:
-    """Return the handwritten kernel for blocks of several rows, if there is one."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from shardcast.serving import blocks
-
-    handwritten: dict[Kernel, Kernel] = {_round: blocks.round_, _collapse: blocks.collapse_}
-    return handwritten.get(call)

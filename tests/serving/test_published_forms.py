@@ -121,7 +121,7 @@ def test_any_bits_at_all_are_rounded_once(form: str):
 @pytest.mark.slow
 @pytest.mark.needs_compiler
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("form", ["mxfp8"])
+@pytest.mark.parametrize("form", ["mxfp8", "fp8_block128"])
 def test_compiled_kernels_have_the_bits_of_eager_ones(form: str, monkeypatch: pytest.MonkeyPatch):
     """Of NaN too; the host is taken for an accelerator. Codes of NaN say nothing."""
     kernels = Kernels(FORMS[form], shardcast.ShardcastConfig(fuse="compile"))
@@ -136,7 +136,8 @@ def test_compiled_kernels_have_the_bits_of_eager_ones(form: str, monkeypatch: py
         kernels.collapse(rounded, new_codes.zero_(), new_scales.zero_())
         kernels.expand(again, new_codes, new_scales)
         assert same(rounded, published) and same(again, published) and same(new_scales[0], scales)
-        finite = scales.repeat_interleave(codes.shape[1] // scales.shape[1], 1) != 255
+        height, width = FORMS[form].block_rows, FORMS[form].block_columns
+        finite = scales.repeat_interleave(height, 0).repeat_interleave(width, 1) != 255
         assert torch.equal(new_codes[0][finite], bits(codes)[finite])
 
 
