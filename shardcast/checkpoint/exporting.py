@@ -90,7 +90,7 @@ def export(
         sweep_exports(target.parent)
     writing = target.with_name(new_name(EXPORTING, target))
     storage.make_directory(writing)
-    files = storage.Files(hashed=False)
+    files = storage.Files()
 
     def read(path: KeyPath) -> Tensor:
         nonlocal done
@@ -227,7 +227,7 @@ def _export_model(
                 "buffers as real numbers (torch.view_as_real), or out of checkpoints with "
                 "register_buffer(..., persistent=False), and save again"
             ) from error
-        files.begin_flush(out / name)
+        storage.flush(out / name)
         del tensors  # before the next file's tensors are read
     if len(shards) > 1:
         index = {

@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -321,51 +320,6 @@ def test_any_other_flush_that_fails_is_an_error(
         checkpoint.save(tmp_path, *job(), step=1)
     assert caught.value.errno == number
     assert checkpoint.latest(tmp_path) is None
-
-
-@pytest.mark.parametrize("save", ["save", "save_async"])
-def test_a_flush_beside_the_writing_that_fails_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str
-):
-    """The system tells one flush, whichever it is, and later ones that all is well."""
-    monkeypatch.setattr(storage, "BESIDE", 1)
-    failed, fsync = list[threading.Thread](), os.fsync
-
-    def once(handle: int) -> None:
-        if not failed and stat.S_ISREG(os.fstat(handle).st_mode):
-            failed.append(threading.current_thread())
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", once)
-    with pytest.raises((OSError, RuntimeError), match=r"(?s)is (not saved|lost).*Input/output"):
-        saved_by(save, tmp_path, *job(), step=1)
-    assert isinstance(failed[0], storage.Flushing)
-    assert checkpoint.latest(tmp_path) is None and hidden(tmp_path) == []
-    checkpoint.save(tmp_path, *job(), step=1)
-    assert loaded(tmp_path)[0] == 1
-
-
-@pytest.mark.parametrize("act", ["flush", "rename"])
-def test_a_flush_that_is_under_way_when_a_file_ends_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str
-):
-    monkeypatch.setattr(storage, "BESIDE", 1)
-    fsync = os.fsync
-
-    def failing(handle: int) -> None:
-        if isinstance(threading.current_thread(), storage.Flushing):
-            time.sleep(0.2)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", failing)
-    files, path = storage.Files(), tmp_path / "file"
-    with files.create_stream(path, "wb") as stream:
-        stream.write(b"all of it")
-    with pytest.raises(OSError, match="Input/output") as caught:
-        files.flush() if act == "flush" else files.rename(path, tmp_path / "other")
-    assert caught.value.filename == str(path)
 
 
 # -- files that are damaged afterwards ------------------------------------------------------------
