@@ -49,7 +49,7 @@ BY_NAME = {"any_optimizer", "offload"}
 # What an option gives is of types of higher floors.
 DECLARES = "option_values.py"
 # Modules with imports in functions: of what needs a third-party package, or what mesh= asks for.
-INSIDE = {f"shardcast.{name}" for name in ("cli.launch", "run", "serving.kernels", "optimizer.api")}
+INSIDE = {f"shardcast.{name}" for name in ("cli.launch", "run", "optimizer.api")}
 
 
 @functools.cache
