@@ -318,8 +318,7 @@ def _locate(comm: Comm, packs: Mapping[int, Gradients], device: torch.device) ->
     elements = comm.exchange("" if own is None else _element(own), device)
     culprits = comm.exchange(None if own is None else [*own.culprits], device)
     return [
-        f"{_who(owner, culprits[owner] or [], grads)}, {elements[owner]}"
-        for owner, grads in packs.items()
+        f"{_who(owner, culprits[owner] or [], comm.size)}, {elements[owner]}" for owner in packs
     ]
 
 
@@ -330,9 +329,9 @@ def _element(grads: Gradients) -> str:
     return f"parameter {slot.name!r}, element {offset - slot.offset}"
 
 
-def _who(owner: int, culprits: list[int], grads: Gradients) -> str:
+def _who(owner: int, culprits: list[int], ranks: int) -> str:
     if culprits:
         return f"rank {', '.join(map(str, culprits))}"
-    if grads.whole:
+    if ranks == 1:
         return f"rank {owner}"
     return f"the sum over ranks, at its owner {owner}"

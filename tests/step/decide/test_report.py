@@ -11,7 +11,9 @@ import torch
 from models import CASES, assert_same_bits, everything, install, ranks_of, run_world, sharded
 from torch import nn
 
+import shardcast
 from shardcast import _compat
+from shardcast.testing import threaded_world
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAN, INF = math.nan, math.inf
@@ -110,6 +112,21 @@ def test_the_warning_names_the_rank_that_had_the_gradient_parameter_and_element(
     assert {warning.filename for warning in caught} == {__file__}, "the line that called step()"
     expected = f"rank {bad_rank}, parameter {name!r}, element {element}"
     assert [expected in message for message in skips(caught)] == [True]
+
+
+def test_replicas_whose_backend_sums_name_the_parameter_and_no_rank():
+    def run(mesh: Any) -> None:
+        model = CASES["mlp"].build()
+        make = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = shardcast.shard(model, make, shard_ranks=1)
+        install(model, 0)
+        if mesh.get_rank() == 1:
+            spoil(model, "b.weight", 17, NAN)
+        optimizer.step()
+
+    told = "gradient: the sum over ranks, at its owner 0, parameter 'b.weight', element 17"
+    with pytest.warns(UserWarning, match=told):
+        threaded_world({"dp": 2}, run)
 
 
 def test_on_an_accelerator_the_report_claims_no_more_than_the_span(monkeypatch: pytest.MonkeyPatch):
