@@ -249,10 +249,10 @@ class HostHome(Home):
     def _state(self, grads: Gradients) -> Tensor | int:
         """Return what an edit of the mean changes.
 
-        Where ``.grad`` shows the mean itself, an edit through ``.grad.data`` makes no new version.
-        Its hash then costs a pass, and the comparison waits for the device.
+        On a lone rank ``.grad`` shows the mean itself, and an edit through ``.grad.data`` makes no
+        new version. Its hash then costs a pass, and the comparison waits for the device.
         """
-        return self._hash(grads.own) if grads.whole else grads.own._version
+        return self._hash(grads.own) if grads.alone else grads.own._version
 
     def keeps_mean(self, grads: Gradients) -> bool:
         return True

@@ -40,8 +40,9 @@ class Gradients:
     """The gradients of one pack on this rank: OPEN in ordinary ``.grad``s, or sent.
 
     The mean of the own span is a 1-d tensor in ``low`` that stays allocated. Once a reduction adds
-    to it, and until it is cleared, it is in fp32, in other memory. If the own span is the whole
-    pack (one rank, or replicas), and after a gather, ``.grad``s are views of the mean.
+    to it, and until it is cleared, it is in fp32, in other memory. After a gather ``.grad``s are
+    views of the means of all owners. A lone rank sends nothing, and its ``.grad``s are views of the
+    mean.
 
     Args:
         dtype: dtype of ``.grad``, and of a mean to which nothing was added.
@@ -53,7 +54,7 @@ class Gradients:
 
     Attributes:
         low: ``dtype``.
-        whole: whether the own span is the whole pack.
+        alone: whether nothing is sent; see :meth:`.Reducer.divide_by`.
         owned: per slot, whether part of it lies in the own span.
         has: slots for which this rank's gradient is part of the mean.
         additions: per slot, number of gradients that earlier backwards accumulated since it was
@@ -82,14 +83,15 @@ class Gradients:
         widens: bool,
         before_edit: Callable[[], None],
         norm_of: Callable[[Gradients, int, float], Tensor | None],
+        alone: bool,
     ) -> None:
         self.pack, self.low, self._wire, self._widens = pack, dtype, wire, widens
+        self.alone = alone
         _, start, stop = pack.own
         slots = pack.layout.slots
         self.owned = tuple(
             slot.numel > 0 and slot.offset < stop and start < slot.end for slot in slots
         )
-        self.whole = pack.comm.size == 1
         self._own: Tensor | None = None
         self._mean: Tensor | None = None  # in ``low``; this memory stays allocated
         self._full: Tensor | None = None  # means of all owners, after a gather
@@ -103,8 +105,6 @@ class Gradients:
         self.adds: set[int] = set()
         self.held: dict[int, Any] = {}
         self.acts: dict[int, Act] = {}
-        # :meth:`_versions` of the views in :meth:`note_zeros`
-        self._zeroed: dict[int, tuple[int, int]] = {}
         self.in_flight = False
         self.holders: Tensor | None = None
         self.culprits: Collection[int] = ()
@@ -229,14 +229,6 @@ class Gradients:
         """Adopt the mean of ``pieces`` that was written to ``own`` (one piece: a finished sum)."""
         self.in_flight, self.culprits, self.holders = False, (), holders
         self.adds = set(self.shown)
-        self._zeroed.clear()
-        if self.whole:
-            for position in self.shown:
-                grad = self.pack.params[position].grad
-                # otherwise a script has cleared it
-                if grad is not None and self.holds(position, grad):
-                    self.pack.params[position].grad = None  # for a DTensor, a partial gradient
-                    self.show(position)
         own = self.own
         self.has_come(self)
         if not _compat.is_host(own.device) or len(pieces) == 1:
@@ -277,7 +269,7 @@ class Gradients:
     def replaced(self) -> bool:
         """Return whether a ``.grad`` no longer shows the mean: it was cleared or assigned."""
         return any(
-            (position in self.shown or (self.whole and position in self.has))
+            (position in self.shown or position in self.has)
             if (grad := param.grad) is None
             else not self.holds(position, grad)
             for position, param in enumerate(self.pack.params)
@@ -309,14 +301,8 @@ class Gradients:
         return grad.data_ptr() == data.data_ptr() + offset * data.element_size() or not grad.numel()
 
     def show(self, position: int) -> None:
-        """Set ``.grad`` to the mean: a view if this rank has all of it, otherwise a stand-in.
-
-        If the mean is only a part of the gradient, ``.grad`` is a stand-in, too.
-        """
+        """Set ``.grad`` to a stand-in for the mean, or for the gradient that it is a part of."""
         self.shown.add(position)
-        if self.whole and not self.in_flight and position not in self.held:
-            self._show_view(position, self.own)
-            return
         param, held = self.pack.params[position], self._stand_ins[position]
         if param.grad_dtype != self.low:
             param.grad = None
@@ -327,10 +313,6 @@ class Gradients:
                 held.grads = nothing  # a script keeps an earlier step's stand-in
             held = self._stand_ins[position] = stand_in(self, position)
         param.grad = held
-
-    def _show_view(self, position: int, data: Tensor) -> None:
-        self._set_dtype(position, data.dtype)
-        self.pack.params[position].grad = self._view(position, data)
 
     def _view(self, position: int, data: Tensor) -> Tensor:
         """Return a new view of one slot."""
@@ -351,7 +333,7 @@ class Gradients:
         """
         last = self._views[position]()
         self._views[position] = nothing
-        if last is not None and self._full is None:
+        if last is not None and self.alone:
             last.data = last.detach().clone()
 
     def given(self, position: int) -> Tensor | None:
@@ -367,8 +349,6 @@ class Gradients:
             return None
         if position not in self.arrived:
             if self.holds(position, grad):
-                if position in self._zeroed and self._zeroed[position] != self._versions(position):
-                    self.adds.add(position)  # a script edited zeros in place
                 return None
             if position in self.shown:
                 self._drop(position, Act.ASSIGNED)
@@ -416,7 +396,7 @@ class Gradients:
             refuses: the means are of this step, and a reduction follows.
         """
         self.arrived = {}
-        if self.whole:
+        if self.alone:
             self.restart()
         if refuses:
             self._refuse_local()
@@ -545,10 +525,6 @@ class Gradients:
         self.arrived = {}
         self.additions = [0] * len(params)
         self.in_flight = True
-        if self.whole:
-            for position in range(len(params)):
-                self._part_with(position)
-            self.narrow()
         for position, param in enumerate(params):
             if param.requires_grad or position in grads or position in self.shown:
                 self.show(position)
@@ -590,7 +566,7 @@ class Gradients:
 
     def _widen(self, position: int) -> None:
         """Accumulate one gradient in fp32 from now on, until it is sent or cleared."""
-        if self.whole:
+        if self.alone:
             self._widen_all()
         else:
             self._set_dtype(position, MASTER_DTYPE)
@@ -611,9 +587,7 @@ class Gradients:
             self._full, self._own = wide, wide[span.start : span.stop]
         else:
             self._own, self._mean = wide, None
-        for position in range(len(params)) if self.whole else views:
-            if position in self.held:
-                continue
+        for position in range(len(params)) if self.alone else views:
             if position in views:
                 params[position].grad = None  # so that they are not cast one by one
             self._set_dtype(position, MASTER_DTYPE)
@@ -631,7 +605,13 @@ class Gradients:
         # After clearing a gradient, a script may set one in the parameter's dtype.
         set_grad_dtype(self.pack.params[position], dtype, is_only=dtype == self.low)
 
-    # -- one rank: nothing is sent ----------------------------------------------------------------
+    # -- a lone rank: nothing is sent -------------------------------------------------------------
+
+    def end_alone(self) -> None:
+        """Send gradients from now on. What ``.grad`` shows becomes this rank's own gradient."""
+        for position in range(len(self.pack.params)):
+            self._part_with(position)
+        self.alone = False
 
     def adopt(self) -> None:
         """Copy gradients from autograd or a script into ``own``, and show views of it."""
@@ -656,20 +636,13 @@ class Gradients:
         """Copy all gradients of a single rank into ``own``, with zeros for absent ones."""
         self.adopt()
         self.has = {n for n, param in enumerate(self.pack.params) if param.grad is not None}
-        self.shown.clear()
-        self.held.clear()
         for position in range(len(self.pack.params)):
             if position not in self.has:
                 self.part(position).zero_()
 
     def restart(self) -> None:
         """Start in ``low`` again, if all gradients were cleared one by one."""
-        if self.adds:  # each mean may have a gradient that will be added to it
-            return
-        if self.own.dtype != self.low and not any(
-            (grad := param.grad) is not None and self.holds(position, grad)
-            for position, param in enumerate(self.pack.params)
-        ):
+        if self.own.dtype != self.low and not self.kept():
             self._own = None
             for position in range(len(self.pack.params)):
                 self._set_dtype(position, self.low)
@@ -688,7 +661,6 @@ class Gradients:
         """
         self.adds.clear()
         self.acts.clear()
-        self._zeroed.clear()
         self.mistake, self.additions = None, [0] * len(self.owned)
         if set_to_none:
             self.has.clear()
@@ -702,24 +674,14 @@ class Gradients:
             if self.pack.params[position].grad is not None:  # not cleared before
                 self.has.add(position)
                 self.show(position)
-        if self._own is not None:
-            self._own.zero_()
-            if self._full is not None:
-                self._full.zero_()
-
-    def note_zeros(self) -> None:
-        """Note that shown views are zeros, to which nothing is added unless a script edits them."""
-        grads = ((n, self.pack.params[n].grad) for n in self.shown - self.adds)
-        self._zeroed = {
-            n: self._versions(n)
-            for n, grad in grads
-            if grad is not None and type(grad) is not StandIn and self.holds(n, grad)
-        }
-
-    def _versions(self, position: int) -> tuple[int, int]:
-        """Return numbers that change when a shown view is edited; a DTensor counts apart."""
-        grad = self.pack.in_model[position].grad
-        return self.own._version, -1 if grad is None else grad._version
+        if self._own is None:
+            return
+        if self._full is not None:  # gathered means are at their owners again
+            for position, param in enumerate(self.pack.params):
+                if param.grad is not None and self.holds(position, param.grad):
+                    self.show(position)
+            self._own = self._full = None
+        self.own.zero_()
 
     def hide(self, present: Sequence[bool]) -> None:
         """Show no gradient if no rank had one, as far as is known."""
@@ -755,33 +717,30 @@ class Gradients:
             present: per slot, whether some rank has a gradient.
         """
         pack, own, span = self.pack, self.own.to(dtype), self.pack.own
-        if self.whole:
-            full = self._own = own
-        else:
-            full = own.new_zeros(pack.layout.numel)
-            full[span.start : span.stop].copy_(own)
-            if len(pack.layout.lengths) == 1:
-                pack.comm.all_gather(full, full[span.start : span.stop], pack.layout)
-            elif pieces := [
-                (piece.owner, full[piece.start : piece.stop]) for piece in pack.layout.owned_spans
-            ]:
-                pack.comm.broadcast_all(pieces, pack.layout)
-            self._full, self._own = full, full[span.start : span.stop]
+        self._full = full = own.new_zeros(pack.layout.numel)
+        self._own = full[span.start : span.stop].copy_(own)
+        self.share()
         for position, param in enumerate(pack.params):
             param.grad = None  # for a DTensor, a partial gradient, which is whole now
             if not present[position]:
                 self._drop(position)
                 continue
-            self._show_view(position, full)
+            self._set_dtype(position, dtype)
+            param.grad = self._view(position, full)
             self.shown.add(position)
             self.has.add(position)
 
     @torch.no_grad()
     def share(self) -> None:
-        """Send a gathered mean to all ranks again, after an edit. Collective."""
-        if self._full is not None and not self.whole:
-            pieces = [(s.owner, self._full[s.start : s.stop]) for s in self.pack.layout.owned_spans]
-            self.pack.comm.broadcast_all(pieces, self.pack.layout)
+        """Send the own span of a gathered mean to all ranks, also after an edit. Collective."""
+        full, comm, layout = self._full, self.pack.comm, self.pack.layout
+        if full is None:
+            return
+        if len(layout.lengths) == 1:
+            comm.all_gather(full, self.own, layout)
+        else:
+            pieces = [(part.owner, full[part.start : part.stop]) for part in layout.owned_spans]
+            comm.broadcast_all(pieces, layout)
 
     @property
     def shows(self) -> bool:
@@ -790,12 +749,12 @@ class Gradients:
         In low precision on one rank the clip waits for the update, because rounding clipped values
         would cost precision, and keeping all of them in fp32 would cost memory.
         """
-        return self._full is not None or (self.whole and self.own.dtype == MASTER_DTYPE)
+        return self._full is not None or (self.alone and self.own.dtype == MASTER_DTYPE)
 
     @property
     def waits_for_clip(self) -> bool:
         """Return whether ``.grad``s can be read but do not show a clip."""
-        return self.whole and not self.shows
+        return self.alone and not self.shows
 
     def multiply(self, factors: Mapping[GroupId, Tensor | None]) -> None:
         """Multiply the mean, and what ``.grad`` shows of it, by a clip's factor for each group.

@@ -301,9 +301,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._packed.decider.cleared()
         self._packed.reduce.cleared(set_to_none)
         super().zero_grad(set_to_none)  # zeroes the mean behind a stand-in, not its own element
-        if not set_to_none:
-            for grads in self._packed.reduce.grads:
-                grads.note_zeros()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank, for all micro-batches of a step except the last.
@@ -553,6 +550,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Assign a number, or a 0-dim tensor on the device (the tokens of all ranks), on every rank
         before the first backward of a step outside :meth:`no_sync`. ``None`` restores the default.
+        A single rank then reduces its gradients too: gather them before you read ``.grad``.
         """
         return self._packed.reduce.divisor.value
 
@@ -560,7 +558,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def divisor(self, value: float | Tensor | None) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
         if value is None or number or (isinstance(value, Tensor) and value.dim() == 0):
-            self._packed.reduce.divisor.given = value
+            self._packed.reduce.divide_by(value)
             return
         with self._packed.decider.refusal.held():
             raise ValueError(

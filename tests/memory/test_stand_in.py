@@ -407,3 +407,67 @@ def test_a_mean_that_was_not_cleared_is_never_part_of_a_gradient_that_can_be_rea
                 assert type(param.grad) is Tensor and param.grad.norm() > 0
 
     ThreadedWorld({"dp": 2}).run(run)
+
+
+def test_a_script_behaves_alike_with_every_number_of_ranks_that_share_a_mean():
+    def run(mesh: Any, shard_ranks: Any) -> list[Tensor]:
+        model, seen = mlp(), []
+        make = torch.optim.SGD(model.parameters(), lr=0.1)
+        where = {"shard_ranks": shard_ranks} if shard_ranks else {"mesh": mesh}
+        optimizer = shardcast.shard(model, make, param_dtype="fp32", **where)
+        batch = BATCH.chunk(2)[mesh.get_local_rank("dp")]
+        for gathers in (True, False):
+            model(batch).square().mean().backward()
+            for param in model.parameters():
+                with pytest.raises(RuntimeError, match=r"reads \.grad of"):
+                    param.grad.sum()
+                param.grad.mul_(0.5)
+            if gathers:
+                optimizer.gather_gradients()
+                seen += [param.grad.clone() for param in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            for param in model.parameters():
+                with pytest.raises(RuntimeError, match=r"reads \.grad of"):
+                    param.grad.sum()
+                param.grad.add_(0.25)
+        model(batch).square().mean().backward()
+        optimizer.step()
+        return [*seen, *(param.detach().clone() for param in model.parameters())]
+
+    results = [ThreadedWorld({"dp": 2}).run(run, shard_ranks) for shard_ranks in ("all", 1)]
+    for found in zip(*(rank for ranks in results for rank in ranks), strict=True):
+        assert all(torch.equal(found[0], other) for other in found)
+    ThreadedWorld({"dp": 1, "tp": 2}).run(run, None)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a backward in no_sync", "a kept mean"])
+def test_a_lone_rank_with_a_divisor_reduces_as_several_ranks_do(before: str):
+    model = nn.Linear(3, 2, bias=False)
+    make = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer: Any = shardcast.shard(model, make, param_dtype="fp32")
+    kept, start = None, model.weight.detach().clone()
+    if before == "a backward in no_sync":
+        with optimizer.no_sync():
+            model.weight.sum().backward()
+        assert torch.equal(model.weight.grad, torch.ones(2, 3))
+    elif before == "a kept mean":
+        model.weight.sum().backward()
+        kept = model.weight.grad
+        optimizer.zero_grad()
+    optimizer.divisor = 4.0
+    model.weight.sum().backward()
+    with pytest.raises(RuntimeError, match=r"reads \.grad of"):
+        model.weight.grad.sum()
+    model.weight.sum().backward()
+    expected = torch.full((2, 3), 0.75 if before == "a backward in no_sync" else 0.5)
+    optimizer.gather_gradients()
+    assert torch.equal(model.weight.grad, expected)
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), start - expected)
+    assert kept is None or torch.equal(kept, torch.ones(2, 3))
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.divisor = None
+    model.weight.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), start - expected - 1.0)

@@ -57,6 +57,7 @@ class Reducer:
     Attributes:
         grads: gradients of the packs, in the order of :meth:`add`; it grows.
         divisor: number that divides sums over ranks.
+        alone: whether there is one rank, which sends nothing: its gradients are the means.
         at_step: whether :meth:`finish` sends instead of backwards, because a pipeline has many in a
             step.
         last_backward: the engine's number of the last backward with gradients; ``None``: there was
@@ -78,6 +79,7 @@ class Reducer:
         self.process_groups, self._config = process_groups, config
         self.at_step = at_step
         self.divisor = Divisor(process_groups.dp.size)
+        self.alone = process_groups.everyone.size == 1
         self.grads: list[Gradients] = []
         self.last_backward: int | None = None
         self.due = True
@@ -107,11 +109,6 @@ class Reducer:
             _REDUCERS.setdefault(group, weakref.WeakSet()).add(self)
             for reduction in _LEFT.pop(group, ()):
                 reduction.wait()
-
-    @property
-    def alone(self) -> bool:
-        """Return whether gradients are means without a reduction."""
-        return self.process_groups.everyone.size == 1 and self.divisor.given is None
 
     @property
     def _peers(self) -> list[Reducer]:
@@ -152,6 +149,7 @@ class Reducer:
             exact_sums(SHORT_SUM + 1, self._config),
             lambda: None if (reducer := me()) is None else reducer.multiply_in(),
             lambda *of: None if (reducer := me()) is None else reducer._norm(*of),
+            self.alone,
         )
         for param in pack.params:
             set_grad_dtype(param, grads.low)
@@ -174,6 +172,17 @@ class Reducer:
         if not self.due:
             ReducePass([bucket], self.buffers, self.alone).flush()
         return grads
+
+    def divide_by(self, divisor: float | Tensor | None) -> None:
+        """Divide sums over ranks by ``divisor``, or by their number.
+
+        A lone rank then reduces its gradients, as several ranks do.
+        """
+        self.divisor.given = divisor
+        if self.alone and divisor is not None:
+            self.alone = False
+            for grads in self.grads:
+                grads.end_alone()
 
     @contextmanager
     def no_sync(self, sends: bool = False) -> Iterator[None]:
