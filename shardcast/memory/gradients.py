@@ -61,7 +61,7 @@ class Gradients:
             sent or cleared.
         arrived: slots that got a gradient in the running backward, and how many, the last one last.
         shown: slots whose ``.grad`` shows the mean, unless a script changed it afterwards, or they
-            are in ``arrived``.
+            are in ``arrived``; none on a lone rank.
         adds: slots to whose mean the next reduction adds.
         held: gradients of this rank that the next reduction adds to a mean that ``.grad`` shows,
             after a backward that failed or sent nothing; for a DTensor, DTensors. ``None``: other
@@ -268,17 +268,13 @@ class Gradients:
 
     def replaced(self) -> bool:
         """Return whether a ``.grad`` no longer shows the mean: it was cleared or assigned."""
-        return any(
-            (position in self.shown or position in self.has)
-            if (grad := param.grad) is None
-            else not self.holds(position, grad)
-            for position, param in enumerate(self.pack.params)
-        )
+        params = self.pack.params
+        return any(params[n].grad is None for n in self.shown | self.has) or bool(self.assigned())
 
-    def kept(self) -> bool:
-        """Return whether a ``.grad`` still shows the mean."""
+    def kept(self) -> list[int]:
+        """Return the slots whose ``.grad`` shows the mean."""
         grads = enumerate(param.grad for param in self.pack.params)
-        return any(grad is not None and self.holds(n, grad) for n, grad in grads)
+        return [n for n, grad in grads if grad is not None and self.holds(n, grad)]
 
     def assigned(self) -> list[int]:
         """Return the slots whose ``.grad`` is a script's own tensor."""
@@ -401,16 +397,13 @@ class Gradients:
         if refuses:
             self._refuse_local()
 
-    def arrive(self, position: int, is_sent: bool = True) -> None:
+    def arrive(self, position: int) -> None:
         """Note a gradient that autograd is about to accumulate; in fp32 after too many.
 
-        If ``.grad`` shows a mean, it becomes this rank's own. The mean stays, and the gradient is
-        added to it.
-
-        Args:
-            is_sent: it will be sent; otherwise ``.grad`` itself is the mean.
+        If ``.grad`` is a stand-in or was gathered, it becomes this rank's own gradient. The mean
+        stays, and the gradient is added to it.
         """
-        if is_sent and self.shown and self.given(position) is None:
+        if self.shown and self.given(position) is None:
             self._lend(position)
         self.arrived[position] = count = self.arrived.pop(position, 0) + 1
         if self._widens and self.additions[position] + count > SHORT_SUM:
@@ -576,20 +569,14 @@ class Gradients:
         if self.all_shown.dtype == MASTER_DTYPE:
             return
         params, span, wide = self.pack.params, self.pack.own, self.all_shown.to(MASTER_DTYPE)
-        views = [
-            position
-            for position, param in enumerate(params)
-            if (grad := param.grad) is not None
-            and type(grad) is not StandIn
-            and self.holds(position, grad)
-        ]
+        views = [n for n in self.kept() if type(params[n].grad) is not StandIn]
         if self._full is not None:
             self._full, self._own = wide, wide[span.start : span.stop]
         else:
             self._own, self._mean = wide, None
+        for position in views:
+            params[position].grad = None  # so that they are not cast one by one
         for position in range(len(params)) if self.alone else views:
-            if position in views:
-                params[position].grad = None  # so that they are not cast one by one
             self._set_dtype(position, MASTER_DTYPE)
         for position in views:
             params[position].grad = self._view(position, wide)
@@ -677,9 +664,8 @@ class Gradients:
         if self._own is None:
             return
         if self._full is not None:  # gathered means are at their owners again
-            for position, param in enumerate(self.pack.params):
-                if param.grad is not None and self.holds(position, param.grad):
-                    self.show(position)
+            for position in self.kept():
+                self.show(position)
             self._own = self._full = None
         self.own.zero_()
 
@@ -698,11 +684,9 @@ class Gradients:
 
     def close(self) -> None:
         """Clear every ``.grad`` that shows the mean."""
-        for position, param in enumerate(self.pack.params):
-            grad = param.grad
-            if grad is not None and self.holds(position, grad):
-                self._part_with(position)
-                param.grad = None
+        for position in self.kept():
+            self._part_with(position)
+            self.pack.params[position].grad = None
         self.forget()
 
     # -- gathered --------------------------------------------------------------------------------

@@ -55,9 +55,7 @@ class Bucket:
         """Return whether all gradients have arrived in this backward."""
         return len(self.grads.arrived) == len(self.grads.pack.params)
 
-    def arrive(
-        self, position: int, sends: bool, is_alone: bool, is_outer: bool, is_sent: bool
-    ) -> bool:
+    def arrive(self, position: int, sends: bool, is_outer: bool, is_sent: bool) -> bool:
         """Note a gradient that is about to be accumulated.
 
         Args:
@@ -88,7 +86,7 @@ class Bucket:
                 )
             )
         self.at_end = self.at_end or (sends and (is_sent or not is_outer))
-        grads.arrive(position, not is_alone)
+        grads.arrive(position)
         self.note_stream()
         return self.complete
 
@@ -133,13 +131,13 @@ class Bucket:
         if synchronizes:
             self.grads.has_come(self.grads)
 
-    def end_local(self, is_alone: bool, synchronizes: bool) -> None:
+    def end_local(self, synchronizes: bool) -> None:
         """End a backward that has sent nothing.
 
         Args:
             synchronizes: see :meth:`adopt`; false for a pack that was adopted already.
         """
-        if self.grads.arrived and is_alone:
+        if self.grads.arrived and self.grads.alone:
             self.adopt(synchronizes)
         self.grads.keep()
 

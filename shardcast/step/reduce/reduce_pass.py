@@ -72,18 +72,17 @@ class ReducePass:
     Args:
         buckets: buckets of all packs, in the order in which they were added.
         buffers: for what is sent and received.
-        alone: whether there is one rank, which adopts gradients and sends none.
 
     Attributes:
         left: packs that were not sent yet, in order.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], buffers: Buffers, alone: bool) -> None:
+    def __init__(self, buckets: Iterable[Bucket], buffers: Buffers) -> None:
         # Gradients arrive roughly from the last parameter to the first; this order is equal on all
         # ranks.
         last_first = [*buckets][::-1]
         self.left = dict.fromkeys(sorted(last_first, key=lambda bucket: bucket.late))
-        self._buffers, self.alone = buffers, alone
+        self._buffers = buffers
         self._flying: list[Bucket] = []
 
     def advance(self, device: torch.device, synchronizes: bool) -> None:
@@ -100,7 +99,7 @@ class ReducePass:
             is_at_end = bucket.late or bucket.at_end
             if is_at_end or not bucket.complete or bucket.grads.pack.data.device != device:
                 return
-            if self.alone:
+            if bucket.grads.alone:
                 del self.left[bucket]
                 bucket.adopt(synchronizes)
             else:
@@ -117,7 +116,7 @@ class ReducePass:
 
     def _launch(self, bucket: Bucket) -> None:
         del self.left[bucket]
-        if self.alone:
+        if bucket.grads.alone:
             bucket.grads.adopt_all()
             return
         bucket.send(self._buffers)

@@ -170,7 +170,7 @@ class Reducer:
         hooks = _hooks(me, bucket, len(pack.in_model))
         self._handles += map(_hook_gradient, pack.in_model, hooks)
         if not self.due:
-            ReducePass([bucket], self.buffers, self.alone).flush()
+            ReducePass([bucket], self.buffers).flush()
         return grads
 
     def divide_by(self, divisor: float | Tensor | None) -> None:
@@ -180,7 +180,7 @@ class Reducer:
         """
         self.divisor.given = divisor
         if self.alone and divisor is not None:
-            self.alone = False
+            self.alone, self._pass = False, None
             for grads in self.grads:
                 grads.end_alone()
 
@@ -430,10 +430,9 @@ class Reducer:
         Args:
             present: per pack and slot, whether some rank has a gradient.
         """
-        if not self.alone:
-            for pack, bucket in self.buckets.items():
-                if not all(present[pack]):
-                    bucket.grads.hide(present[pack])
+        for pack, bucket in self.buckets.items():
+            if not all(present[pack]):
+                bucket.grads.hide(present[pack])
 
     @property
     def shows(self) -> bool:
@@ -551,7 +550,7 @@ class Reducer:
             grads.begin(refuses=sends and self.history[BACKWARDS] > 0)
         self.counting = None
         if sends or self.alone:
-            self._pass = ReducePass(self.buckets.values(), self.buffers, self.alone)
+            self._pass = ReducePass(self.buckets.values(), self.buffers)
 
     def arrive(self, bucket: Bucket, position: int, running: int) -> None:
         """Called for a gradient that the hook cannot simply count.
@@ -577,7 +576,7 @@ class Reducer:
                 reduce_pass.advance(bucket.grads.pack.data.device, self._syncs)
             is_sent = backward.sends and reduce_pass is not None and bucket not in reduce_pass.left
             is_outer = running == backward.number
-            is_complete = bucket.arrive(position, backward.sends, self.alone, is_outer, is_sent)
+            is_complete = bucket.arrive(position, backward.sends, is_outer, is_sent)
             # A full pack is sent when the next gradient arrives, whichever pack that belongs to.
             self.counting = running if is_outer and not is_complete else None
         except BaseException:
@@ -620,7 +619,7 @@ class Reducer:
         left = {} if self._pass is None else self._pass.left
         self._pass = None
         for bucket in self.buckets.values():
-            bucket.end_local(self.alone, self._syncs and bucket in left)
+            bucket.end_local(self._syncs and bucket in left)
 
     def complete(self) -> None:
         """End the pass of a failed backward, before another call that all ranks make.
@@ -638,7 +637,7 @@ class Reducer:
         other ranks may have averaged what it replaces. In a hook of a running backward, the rest of
         its own pass is sent, and gradients that are not the mean have just come.
         """
-        if self._pass is None or self._pass.alone:
+        if self._pass is None or self.alone:
             return
         self.history[FAILED] += 1
         for grads in self.grads if self._backward is None else ():
