@@ -735,11 +735,6 @@ class Gradients:
         """
         return self._full is not None or (self.alone and self.own.dtype == MASTER_DTYPE)
 
-    @property
-    def waits_for_clip(self) -> bool:
-        """Return whether ``.grad``s can be read but do not show a clip."""
-        return self.alone and not self.shows
-
     def multiply(self, factors: Mapping[GroupId, Tensor | None]) -> None:
         """Multiply the mean, and what ``.grad`` shows of it, by a clip's factor for each group.
 

@@ -498,7 +498,7 @@ class Reducer:
         """Raise RuntimeError if a script edited or assigned gradients that do not show the clip."""
         seen = [-1] * len(self.grads) if self._seen is None else self._seen
         for grads, version in zip(self.grads, seen, strict=True):
-            if grads.waits_for_clip and (grads.version != version or grads.assigned()):
+            if self.alone and not grads.shows and (grads.version != version or grads.assigned()):
                 raise RuntimeError(
                     "step: gradients were edited or replaced after clip_grad_norm_, but on one "
                     "rank in low precision the clip is applied only in the step; edit before you "
