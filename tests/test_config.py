@@ -131,18 +131,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"fp32_outputs": [3]}, TypeError, "fp32_outputs: expected glob patterns"),
     ({"keep_fp32": 3}, TypeError, r"keep_fp32: expected patterns.*got 3 \(int\)"),
     ({"keep_fp32": None}, TypeError, r"keep_fp32: expected patterns.*got None \(NoneType\)"),
-    *(
-        (
-            {"pack_mb": value},
-            ValueError,
-            f"pack_mb: expected a finite number of MiB above 0 or null, got {value}",
-        )
-        for value in (math.inf, math.nan)
-    ),
-    *(
-        ({name: math.nan}, ValueError, f"{name}: expected")
-        for name in ("max_grad_norm", "loss_scale", "norm_type")
-    ),
+    ({"pack_mb": math.inf}, ValueError, "pack_mb: expected a finite .* above 0 or null, got inf"),
+    ({"pack_mb": math.nan}, ValueError, "pack_mb: expected a finite .* above 0 or null, got nan"),
+    ({"max_grad_norm": math.nan}, ValueError, "max_grad_norm: expected"),
+    ({"loss_scale": math.nan}, ValueError, "loss_scale: expected"),
+    ({"norm_type": math.nan}, ValueError, "norm_type: expected"),
     *(
         ({"averages": value}, error, f"averages: .*{named}")
         for value, error, named in (

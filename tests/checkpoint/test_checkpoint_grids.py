@@ -145,14 +145,18 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(weight)
 
 
-def experts_of(mesh: Any, placed: bool) -> Any:
-    model = Experts(mesh, placed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def with_experts(mesh: Any, model: nn.Module, experts: str) -> Any:
     more: Any = {}
     if mesh is not None:
         dp = mesh["ep", "edp"]._flatten("dp")
-        more = {"mesh": mesh, "dp": dp, "experts": {"edp": ["weight"]}}
-    optimizer = shardcast.shard(model, optimizer, fuse="eager", param_dtype="fp32", **more)
+        more = {"mesh": mesh, "dp": dp, "experts": {"edp": [experts]}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return shardcast.shard(model, optimizer, fuse="eager", param_dtype="fp32", **more)
+
+
+def experts_of(mesh: Any, placed: bool) -> Any:
+    model = Experts(mesh, placed)
+    optimizer = with_experts(mesh, model, "weight")
     for seed, param in enumerate(model.parameters()):
         grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
         param.grad = like(grad, param)
@@ -187,20 +191,14 @@ def numbered(mesh: Any, wrong: int = 0) -> tuple[nn.Module, Any]:
     model.experts = nn.ParameterDict(
         {f"{number + shift}": nn.Parameter(weight[number].clone()) for number in own}
     )
-    more: Any = {}
-    if mesh is not None:
-        dp = mesh["ep", "edp"]._flatten("dp")
-        more = {"mesh": mesh, "dp": dp, "experts": {"edp": ["experts.*"]}}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    sharded = shardcast.shard(model, optimizer, fuse="eager", param_dtype="fp32", **more)
+    optimizer = with_experts(mesh, model, "experts.*")
     grads = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     for number in own:
-        param = model.experts[f"{number + shift}"]
-        param.grad = grads[number].clone()
+        model.experts[f"{number + shift}"].grad = grads[number].clone()
     for seed, param in enumerate(model.gate.parameters(), 1):
         param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
-    sharded.step()
-    return model, sharded
+    optimizer.step()
+    return model, optimizer
 
 
 @pytest.mark.parametrize("copies", [1, 2])
