@@ -305,7 +305,6 @@ class Snapshot:
         """Read masters and state pack by pack. Local; :meth:`publish` must follow."""
         self._packed.ready_to_read()
         for shard in self._packed.shards:
-            shard.note_written()
             self._take_pack(shard, source)
         untrained: dict[str, Tensor] = {
             name: tensor

@@ -7,7 +7,7 @@ without a cast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import compress
 from typing import ClassVar
 
@@ -33,8 +33,8 @@ FILL = 1 << 16  # masters that are encoded at a time
 class Shard:
     """One pack's part on this rank: masters, gradients and the parameters' parts.
 
-    An option's class may publish masters in another way, by :meth:`publish`, the cast
-    :meth:`rounded` and the record :meth:`tell`.
+    An option's class may publish masters in another way, by :meth:`publish` and the cast
+    :meth:`rounded`.
 
     Everything is at :attr:`home`, by default the pack's device. Readers get values on the pack's
     device.
@@ -45,11 +45,9 @@ class Shard:
         fragments: the parameters' parts in the own span, in pack order.
         given_dtypes: original dtypes of the parameters.
         in_blocks: whether masters are cast after the update, in blocks.
-        followed: state of an epilogue that follows published values, by name.
     """
 
     in_blocks: ClassVar[bool] = False
-    followed: Mapping[str, Encoded] = {}
     master: Encoded
 
     def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
@@ -207,8 +205,6 @@ class Shard:
         self.look()
         exact = values.to(self.home.device, MASTER_DTYPE)
         part = self.local(fragment.start, fragment.stop)
-        if self.casts:
-            self.tell(part, self.master.read(part), exact)
         self.master.write(part, exact)
         self._before_load.pop(fragment, None)
         if not self._is_apart:
@@ -228,8 +224,7 @@ class Shard:
         part = self.local(fragment.start, fragment.stop)
         changed, values = changed.to(self.home.device), values.to(self.home.device)
         if self.casts:
-            old, published = self.master.read(part), self.published[part]
-            self.tell(part, old, torch.where(changed, values, old))
+            published = self.published[part]
             published.copy_(torch.where(changed, values.to(published.dtype), published))
         self.master.edit(part, changed, values)
         self._before_load.pop(fragment, None)
@@ -240,9 +235,7 @@ class Shard:
         """Cast the masters into :attr:`published`; ``home.send()`` copies them to the pack."""
         self.look()
         for piece in slices(self.published.numel()) if self.casts else ():
-            masters = self.master.read(piece)
-            self.tell(piece, self.published[piece], masters)
-            self.published[piece].copy_(masters)
+            self.published[piece].copy_(self.master.read(piece))
 
     def settle(self) -> None:
         """Cast values that a script wrote, before a sync without an update, if in blocks."""
@@ -283,7 +276,8 @@ class Shard:
         elsewhere.
 
         Args:
-            publishes: they are published next, so the current published values need no record.
+            publishes: they are published next, so a class that keeps the last published values
+                need not keep the current ones.
         """
         self.look()
         self.forget_before_load()
@@ -291,27 +285,8 @@ class Shard:
             return
         for part in slices(self.published.numel()):
             masters = self.master.read(part)  # for plain masters this is the memory itself
-            self.tell(part, masters, self.published[part])
             take_shown_(masters, self.published[part])
             self.master.write(part, masters)
-
-    def tell(self, part: slice, before: Tensor, after: Tensor) -> None:
-        """Record published values of a part, or masters with these casts; here nothing."""
-
-    @torch.no_grad()
-    def note_written(self) -> bool:
-        """Record values that are not the cast of their masters, because a script wrote them.
-
-        Returns whether there are any; waits for the device.
-        """
-        self.look()
-        found = False
-        for part in slices(self.published.numel()) if self._is_apart else ():
-            last, now = self._cast_of(part, self.master.read(part)), self.published[part]
-            if not torch.equal(last.view(torch.int16), now.view(torch.int16)):
-                self.tell(part, last, now)
-                found = True
-        return found
 
     @torch.no_grad()
     def load(self, fragment: Fragment, values: Tensor) -> None:

@@ -1,9 +1,9 @@
 """``changes``: the published values that have changed since the last answer.
 
 At a small learning rate a step changes few published values, and an inference engine that follows
-the training needs only those. The owner of an element notices a change when it casts the new
-master, and keeps one bit per element (:mod:`.records`). An answer turns the bits into values and
-indices of whole parameters (:mod:`.patches`), which :mod:`shardcast.publish` writes and applies.
+the training needs only those. The owner of an element keeps the value of the last answer
+(:class:`.FollowedShard`). An answer has the values that differ from it, with their indices in whole
+parameters (:mod:`.patches`), which :mod:`shardcast.publish` writes and applies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from shardcast.plan.parallel_dims import ParallelDims
 from shardcast.serving.forms import FORMS
 from shardcast.serving.patches import Changes, WeightPatch, in_32_bits
 from shardcast.serving.published import SCALE, as_exported
-from shardcast.serving.records import Followed
 from shardcast.serving.shards import FollowedShard, Serving
 from shardcast.step.step_hook import StepHook
 
@@ -90,15 +89,14 @@ class ChangesOfRank(StepHook):
         optimizer.refuse_inside("changes")
         optimizer.ready_to_read()
         shards = [shard for shard in optimizer.shards if isinstance(shard, FollowedShard)]
-        written = [shard.note_written() for shard in shards]
         base = since if since and since == self._last else None
         patches: list[WeightPatch] = []
         for shard in shards:
+            shard.look()
             if shard.pack.layout.pack_groups.is_primary:  # others may have copies
                 for _, fragment, param in shard.owned():
                     patches += _patches(shard, fragment, param, base is None, bool(weights))
-        for shard, is_written in zip(shards, written, strict=True):
-            shard.record.tell(is_written)
+            shard.note_told()
         self._number += 1
         comm = optimizer.process_groups.everyone
         self._last = f"{self._run}-{self._number:08d}-{optimizer.comm.steps}"
@@ -124,12 +122,9 @@ class ChangesOfRank(StepHook):
 def _patches(
     shard: FollowedShard, fragment: Fragment, param: nn.Parameter, full: bool, as_codes: bool
 ) -> Iterator[WeightPatch]:
-    record, part = shard.record, shard.local(fragment.start, fragment.stop)
+    part = shard.local(fragment.start, fragment.stop)
     values, start = shard.published[part], fragment.param_range[0]
-    if full or record.is_new:
-        places = torch.arange(fragment.numel, device=values.device)
-    else:
-        places = record.since(part.start, part.stop)
+    places = torch.arange(len(values), device=values.device) if full else shard.changed(part)
     if not places.numel():
         return
     name, form = _compat.state_key(fragment.slot.name), shard.pack.layout.cast
@@ -190,9 +185,8 @@ def _fits(plan: Plan, dims: ParallelDims) -> None:
 
 
 OPTION = Option(
-    help="record which published values change, for optimizer.changes(since=version): one bit per "
-    "owned element, or a copy of the value for fp32 parameters and master: split16",
-    epilogues=lambda _config: (Followed(),),
+    help="keep the published values of the last optimizer.changes(since=version), to tell which "
+    "have changed: 2 bytes per owned element, 4 in fp32",
     fits=_fits,
     publishing=Serving,
     hook=ChangesOfRank,

@@ -4,7 +4,7 @@
 values, 2 bytes per owned element: a written element cannot be detected from its master alone,
 because its whole block would be cast differently with it.
 
-**Followed.** With ``changes`` a shard records which published values change.
+**Followed.** With ``changes`` a shard keeps the published values of the last answer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import shown
+from shardcast.memory.hashing import bits_of
 from shardcast.memory.pack import Pack
 from shardcast.memory.shard import Shard
 from shardcast.memory.slices import slices
@@ -27,7 +28,6 @@ from shardcast.plan.publishing import Encoding, Publishing
 from shardcast.serving.encoding import FormEncoding, runs_of
 from shardcast.serving.forms import FORMS
 from shardcast.serving.kernels import Kernels
-from shardcast.serving.records import record_of
 
 ROUNDED = 1 << 20  # values that are cast at a time
 
@@ -71,7 +71,7 @@ class BlockShard(Shard):
             part = self.local(run.start, run.stop)
             rows = self.published[part].view(1, -1, run.width)
             self._kernels.round(self.master.read(part).view(1, -1, run.width), rows)
-        self._note_published()
+        self._last.copy_(self.published)
 
     @torch.no_grad()
     def edit(self, fragment: Fragment, changed: Tensor, values: Tensor) -> None:
@@ -87,7 +87,6 @@ class BlockShard(Shard):
         after = torch.where(changed, values, before)
         old, new = (self.rounded(fragment.slot, masters) for masters in (before, after))
         anew = changed | (old.view(torch.int16) != new.view(torch.int16))
-        self.tell(part, last, torch.where(anew, new, last))
         for kept in (published, last):
             kept.copy_(torch.where(anew, new, kept))
         self.master.edit(part, anew, after)
@@ -110,10 +109,6 @@ class BlockShard(Shard):
             published[part] = self._form.round(rows).view(-1)
         return published
 
-    def _note_published(self) -> None:
-        self.tell(slice(None), self._last, self.published)
-        self._last.copy_(self.published)
-
     def _cast_of(self, part: slice, _masters: Tensor) -> Tensor:
         return self._last[part]
 
@@ -127,37 +122,47 @@ class BlockShard(Shard):
             if self._kernels.take_written(masters, self.published[part], self._last[part]):
                 self.master.write(part, masters)
                 written = True
-        if written and (self.followed or not publishes):
-            self._note_published()
+        if written and not publishes:
+            self._last.copy_(self.published)
 
     def note_loaded(self, slot: Slot, values: Tensor) -> None:
         for fragment in self.fragments:
             if fragment.slot == slot:
                 part = self.local(fragment.start, fragment.stop)
                 loaded = values.reshape(-1)[slice(*fragment.param_range)].to(self._last.device)
-                self.tell(part, self._last[part], loaded)
                 self._last[part].copy_(loaded)
 
 
 class FollowedShard(Shard):
-    """A shard that records which published values change."""
+    """A shard that knows which published values have changed since the last answer.
+
+    It keeps a copy of them. So a change counts wherever it comes from: an update, a script, a load.
+    """
 
     def __init__(self, pack: Pack, config: ShardcastConfig) -> None:
         super().__init__(pack, config)
-        self.record = record_of(self, config)
-        self.followed = self.record.state
+        self._told = self.home.zeros(pack.own.numel, pack.layout.dtype)
+        self._is_new = True  # there was no answer yet
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self.record.nbytes
+        return super().nbytes + self._told.nbytes
 
     def memory(self) -> Iterator[Tensor]:
         yield from super().memory()
-        yield from self.record.memory()
+        yield self._told
 
-    def tell(self, part: slice, before: Tensor, after: Tensor) -> None:
-        dtype = self.published.dtype
-        self.record.note(part, before.reshape(-1).to(dtype), after.reshape(-1).to(dtype))
+    def changed(self, part: slice) -> Tensor:
+        """Return the changed elements of a part of the own span, as places within it, ascending."""
+        now = bits_of(self.published[part])
+        if self._is_new:
+            return torch.arange(now.numel(), device=now.device)
+        return (bits_of(self._told[part]) != now).nonzero().view(-1)  # waits for the device
+
+    def note_told(self) -> None:
+        """Start again: the current published values were part of an answer."""
+        self._is_new = False
+        self._told.copy_(self.published)
 
 
 class FollowedBlockShard(FollowedShard, BlockShard):
@@ -165,7 +170,7 @@ class FollowedBlockShard(FollowedShard, BlockShard):
 
 
 class Serving(Publishing):
-    """The forms and records of one configuration."""
+    """The classes of shards of one configuration, and their encodings."""
 
     def __init__(self, config: ShardcastConfig) -> None:
         self._config = config

@@ -144,7 +144,7 @@ class AnyOptimizerUpdate(Update):
                 self._step()
         for shard in owned:
             self._take_masters(shard)
-            if any(not epilogue.follows for epilogue in self._active):
+            if self._active:
                 self._run_epilogues(shard, old.get(shard), decision)
             else:
                 shard.publish()

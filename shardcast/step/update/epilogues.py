@@ -30,8 +30,6 @@ class UpdateValues(NamedTuple):
         grad: fp32, unscaled and clipped.
         state: the rule's new state, in the order of ``rule.state``.
         decrease: fp32, old minus new master; an epilogue that sees it may overwrite it.
-        last_published: bit patterns of the cast of the master before the step, regardless of what a
-            script wrote since; may be ``None`` like the next two.
         old_published, published: bit patterns of the parameter before and after, int16; ``None`` if
             the master is the parameter. As bits, because a compiler removes a cast to low precision
             and back, and values would not be rounded.
@@ -43,7 +41,6 @@ class UpdateValues(NamedTuple):
     decrease: Any = None
     old_published: Any = None
     published: Any = None
-    last_published: Any = None
 
 
 @dataclass(frozen=True)
@@ -56,15 +53,11 @@ class Epilogue:
         compares: whether it reads more than the new master and state. The other values of
             :class:`UpdateValues` are ``None`` unless an epilogue compares, because they take more
             passes in eager mode.
-        follows: whether it reads only what is published now and before. It keeps its state in
-            ``Shard.followed``, which does not start as the masters and is not saved; absent
-            gradients need no pass for it.
     """
 
     sums: ClassVar[tuple[str, ...]] = ()
     squares: ClassVar[int] = 0
     compares: ClassVar[bool] = False
-    follows: ClassVar[bool] = False
 
     @property
     def state(self) -> tuple[str, ...]:

@@ -217,11 +217,10 @@ class FusedUpdate(Update):
         known: list[Key] = []
         ranges: dict[Shard, list[Range]] = {}
         rule_of = dict(zip(self._groups, rules, strict=True))
-        of_all = any(not epilogue.follows for epilogue in self._active)
         for shard, state in self._states.items():
             of_shard = ranges.setdefault(shard, [])
             for run, members, is_present in self._runs(state, here[shard]):
-                if not (is_present or of_all):  # some epilogues also see ranges without a gradient
+                if not (is_present or self._active):  # epilogues see all ranges
                     continue
                 place = state.first + members[0]
                 group = self._group_of[place]

@@ -156,14 +156,10 @@ def update_(
         exact = exact.mul_(factor) if copied else exact * factor
     codecs = (fusion.master, *fusion.state)
     olds = [codec.decode(pieces) for codec, pieces in zip(codecs, stored, strict=True)]
-    follows = len(epilogues) > 0 and any(epilogue.follows for epilogue in epilogues)
-    last_published = None
-    if follows and published is not None:
-        last_published = olds[0].to(published.dtype)
     if published is not None and skip is not None:
-        olds[0] = shown(olds[0], published, last_published)
+        olds[0] = shown(olds[0], published)
     elif published is not None:
-        take_shown_(olds[0], published, last_published)
+        take_shown_(olds[0], published)
     # If the step cannot be skipped, plain values are updated in place. Otherwise the old ones are
     # needed until the end.
     news = olds if skip is None else [old.clone() for old in olds]
@@ -192,12 +188,6 @@ def update_(
                 old_published, new_published = published, master.to(published.dtype)
             published_bits = old_published.view(torch.int16), new_published.view(torch.int16)
             updated = UpdateValues(master, state, unscaled, decrease, *published_bits)
-    if last_published is not None and published is not None:
-        new_published = master.to(published.dtype)
-        updated = updated._replace(
-            published=new_published.view(torch.int16),
-            last_published=last_published.view(torch.int16),
-        )
     if epilogues:
         row_sums: list[Tensor] = []
         start = 1 + len(state)

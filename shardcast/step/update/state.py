@@ -62,10 +62,8 @@ class ShardState:
         self._config = config
         self._row = row_of(config, shard.pack.layout.dtype)
         self._codecs = {name: e.codec for e in epilogues for name in e.state}
-        self._kept = [name for e in epilogues for name in e.state if not e.follows]
         # Fragments without values yet. An epilogue's start as the masters, a rule's as zeros.
-        self._unbegun = {name: {*range(len(shard.fragments))} for name in self._kept}
-        self.stored |= shard.followed
+        self._unbegun = {name: {*range(len(shard.fragments))} for name in self._codecs}
         self._keys: Tensor | None = None
         row = self._longest_row() if any(e.sums for e in epilogues) else self._row
         self.sums = RowSums(torch.empty(0), torch.empty(0), row)
@@ -82,7 +80,7 @@ class ShardState:
 
     def begin(self) -> None:
         """Initialize stored tensors of epilogues with the masters, unless they were loaded."""
-        for name in self._kept:
+        for name in self._codecs:
             numbers = self._unbegun[name]
             for number in numbers:
                 part = self.part(number)
@@ -203,7 +201,7 @@ class ShardState:
             value = state.get(name)
             if value is not None:
                 self.encoded(name).write(part, value.reshape(-1).to(device, MASTER_DTYPE))
-            elif name in self.stored and name not in self._kept:
+            elif name in self.stored and name not in self._codecs:
                 self.stored[name].write(part, torch.zeros(part.stop - part.start, device=device))
             if name in self._unbegun:
                 (self._unbegun[name].add if value is None else self._unbegun[name].discard)(number)
@@ -224,8 +222,6 @@ class ShardState:
     def nbytes(self, averages: bool) -> int:
         """Return the bytes of the averages, or of everything else."""
         names = [name for name in self.stored if (name in self._codecs) == averages]
-        # Bytes of the shard itself are counted with the masters.
-        names = [name for name in names if name not in self.shard.followed]
         nbytes = sum(self.stored[name].nbytes for name in names)
         if not averages:
             nbytes += self.sums.values.nbytes
@@ -308,9 +304,7 @@ class Update(ABC):
         self._ready = ready
         self._shards: list[Shard] = []  # the same shards on all ranks, with or without own parts
         self._states: dict[Shard, ShardState] = {}  # states of shards with fragments
-        self._places = {
-            name: n for n, e in enumerate(epilogues) for name in e.state if not e.follows
-        }
+        self._places = {name: n for n, e in enumerate(epilogues) for name in e.state}
         # Number of steps that each epilogue has taken part in.
         self._epilogue_steps = torch.zeros(len(epilogues), dtype=MASTER_DTYPE)
         self._active: tuple[Epilogue, ...] = ()  # epilogues of this step
