@@ -311,7 +311,6 @@ def choose(
     path: Path,
     found: Iterable[Path],
     check: Callable[[Path], DamagedCheckpointError | None],
-    loud: bool = True,
 ) -> Path | None:
     """Return the named checkpoint, or the newest intact one in it; ``None`` if it has none.
 
@@ -319,7 +318,6 @@ def choose(
         path: a directory of checkpoints, or one checkpoint.
         found: what :func:`steps` has found in the directory, the same on all ranks.
         check: returns the damage of a checkpoint, or ``None``.
-        loud: warn about damaged ones that are skipped.
 
     Raises:
         DamagedCheckpointError: the named checkpoint, or every one in the directory, is damaged.
@@ -335,7 +333,7 @@ def choose(
         )
     if named and not path.exists():
         raise FileNotFoundError(f"directory: there is no {str(path)!r}; check the path")
-    return newest_sound([path] if named else found, check, path, named=named, loud=loud)
+    return newest_sound([path] if named else found, check, path, named=named)
 
 
 def newest_sound(
@@ -344,16 +342,16 @@ def newest_sound(
     place: Path,
     *,
     named: bool,
-    loud: bool = True,
 ) -> Path | None:
     """Return the first of ``folders`` without damage; ``None`` if there are no folders.
+
+    It warns about damaged ones that it skips.
 
     Args:
         folders: newest first.
         check: returns the damage of a folder, or ``None``.
         place: searched directory, for errors.
         named: a user named the one folder, so its own error is raised.
-        loud: warn about damaged folders that are skipped.
 
     Raises:
         DamagedCheckpointError: all folders are damaged.
@@ -362,7 +360,7 @@ def newest_sound(
     for folder in folders:
         error = check(folder)
         if error is None:
-            if reasons and loud:
+            if reasons:
                 warn_first(f"falling back to {str(folder)!r}: " + "; ".join(reasons))
             return folder
         if named:

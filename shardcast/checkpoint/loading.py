@@ -193,7 +193,7 @@ def _choose(snapshot: Snapshot, path: Path) -> Path | None:
             f"directory: the ranks see different checkpoints in {str(path)!r}; it must be on a "
             "file system that all ranks share"
         )
-    return folders.choose(path, found, check, loud=snapshot.comm.rank == 0)
+    return folders.choose(path, found, check)
 
 
 def part_of(

@@ -151,12 +151,8 @@ def check_values(patch: WeightPatch) -> None:
     """Raise DamagedChangesError if values or indices do not fit their parameter."""
     numel, count, places = math.prod(patch.shape), patch.values.numel(), patch.indices
     wrong = patch.values.dtype != patch.dtype or patch.values.dim() != 1
-    if places is None:
-        wrong |= count != numel
-    elif not wrong:
-        wrong = places.dtype not in (torch.int32, torch.int64) or places.shape != (count,)
-        wrong = wrong or (count > 0 and (int(places.min()) < 0 or int(places.max()) >= numel))
-    if wrong:
+    wrong = wrong or places.dtype not in (torch.int32, torch.int64) or places.shape != (count,)
+    if wrong or (count > 0 and (int(places.min()) < 0 or int(places.max()) >= numel)):
         raise DamagedChangesError(
             f"changes: values or indices of {patch.name!r} do not fit {numel} elements of "
             f"{patch.dtype}; nothing was written"
@@ -180,10 +176,10 @@ def _write(tensor: Tensor, patch: WeightPatch) -> None:
     """Write by bits, because torch cannot write all dtypes of codes at indices."""
     values = bits_of(patch.values.to(tensor.device))
     flat = bits_of(tensor)  # of a copy, where the tensor is not contiguous
-    begin = 0 if patch.indices is None else begin_of_run(patch.indices)
+    begin = begin_of_run(patch.indices)
     if begin is not None:
         flat[begin : begin + values.numel()].copy_(values)
-    elif patch.indices is not None:
+    else:
         flat[patch.indices.to(tensor.device, torch.int64)] = values
     if not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
@@ -234,16 +230,10 @@ def _latest(patches: Sequence[WeightPatch]) -> WeightPatch:
         raise DamagedChangesError(
             f"changes: {last.name!r} has several shapes or dtypes; nothing was written"
         )
-    places = torch.cat([_places(patch) for patch in patches])
+    places = torch.cat([patch.indices.long() for patch in patches])
     # by bits, because torch does not index values of all dtypes of codes
     values = torch.cat([bits_of(patch.values) for patch in patches])
     places, order = places.sort(stable=True)
     is_last = torch.ones_like(places, dtype=torch.bool)
     torch.ne(places[1:], places[:-1], out=is_last[:-1])
     return last._replace(values=values[order[is_last]].view(last.dtype), indices=places[is_last])
-
-
-def _places(patch: WeightPatch) -> Tensor:
-    if patch.indices is None:
-        return torch.arange(patch.values.numel())
-    return patch.indices.long()

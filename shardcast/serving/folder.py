@@ -330,14 +330,13 @@ def write_changes(path: Path, changes: Changes) -> None:
             "name": patch.name,
             "shape": [*patch.shape],
             "dtype": _name_of(patch.dtype),
+            "indices": _name_of(patch.indices.dtype),
         }
-        if patch.indices is not None:
-            begin = begin_of_run(patch.indices)
-            fact["indices"] = _name_of(patch.indices.dtype)
-            if begin is not None:  # of full versions, usually
-                fact["from"] = begin
-            else:
-                tensors[f"{number}.indices"] = patch.indices.cpu().contiguous()
+        begin = begin_of_run(patch.indices)
+        if begin is not None:  # of full versions, usually
+            fact["from"] = begin
+        else:
+            tensors[f"{number}.indices"] = patch.indices.cpu().contiguous()
         patches.append(fact)
     head = {
         "version": changes.version,
@@ -415,11 +414,10 @@ def _check_head(head: Any) -> None:
 
 def _patch(file: Any, number: int, fact: Mapping[str, Any]) -> WeightPatch:
     values = file.get_tensor(f"{number}.values")
-    indices = None
     if "from" in fact:
         begin, dtype = int(fact["from"]), _dtype_of(fact["indices"])
         indices = torch.arange(begin, begin + values.numel(), dtype=dtype)
-    elif "indices" in fact:
+    else:
         indices = file.get_tensor(f"{number}.indices")
     return WeightPatch(fact["name"], (*fact["shape"],), _dtype_of(fact["dtype"]), values, indices)
 

@@ -23,14 +23,14 @@ class WeightPatch(NamedTuple):
         dtype: dtype of the parameter and of ``values``.
         values: new values (not differences), 1-d.
         indices: indices of ``values`` in the flattened whole parameter, 1-d, each once. int32, or
-            int64 for 2**31 elements and more. Never ``None``, unlike in vLLM's class.
+            int64 for 2**31 elements and more.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     values: Tensor
-    indices: Tensor | None = None
+    indices: Tensor
 
 
 def in_32_bits(indices: Tensor, whole: Tensor) -> Tensor:
@@ -84,8 +84,7 @@ class Changes(Sequence[WeightPatch]):
     @property
     def nbytes(self) -> int:
         """Bytes of values and indices."""
-        tensors = (t for patch in self.patches for t in (patch.values, patch.indices))
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(patch.values.nbytes + patch.indices.nbytes for patch in self.patches)
 
     def computed_checksum(self) -> str:
         """Compute the expected :attr:`checksum`; copies values and indices to the host."""
@@ -95,15 +94,17 @@ class Changes(Sequence[WeightPatch]):
             "part": [self.part, self.parts],
             "aliases": dict(self.aliases),
             "patches": [
-                [p.name, [*p.shape], str(p.dtype), str(p.values.dtype), p.values.numel()]
-                + ([str(p.indices.dtype), p.indices.numel()] if p.indices is not None else [])
+                [
+                    *(p.name, [*p.shape], str(p.dtype), str(p.values.dtype), p.values.numel()),
+                    *(str(p.indices.dtype), p.indices.numel()),
+                ]
                 for p in self.patches
             ],
         }
         digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
         for patch in self.patches:
             for tensor in (patch.values, patch.indices):
-                if tensor is not None and tensor.numel():
+                if tensor.numel():
                     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
                     digest.update(flat.numpy().data)
         return digest.hexdigest()
