@@ -6,7 +6,7 @@ Three worlds run the same functions ``fn(group, *args)``:
 world                what it is                      use it for
 ===================  ==============================  ==========================================
 `fake_world`         one rank, imagined replicas     layout, memory, sequence at world 1,024
-`threaded_world`     threads, strict rendezvous      real values, order, misuse, injected faults
+`threaded_world`     threads, strict rendezvous      real values, order, misuse
 `spawn`              processes, gloo                 a final check
 ===================  ==============================  ==========================================
 
@@ -21,11 +21,6 @@ from .fake import FakeGroup, fake_world
 from .faults import (
     BufferHazardError,
     CollectiveMismatchError,
-    Death,
-    Delay,
-    Drop,
-    Fault,
-    RankDied,
     RankLeftError,
     RendezvousTimeoutError,
 )
@@ -38,13 +33,8 @@ __all__ = [
     "BufferHazardError",
     "Collective",
     "CollectiveMismatchError",
-    "Death",
-    "Delay",
-    "Drop",
     "FakeGroup",
-    "Fault",
     "ProcessFailedError",
-    "RankDied",
     "RankLeftError",
     "RendezvousTimeoutError",
     "SpawnedWorld",

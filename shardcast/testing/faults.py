@@ -1,9 +1,8 @@
-"""Errors of ranks that do not fit together, and faults to inject into a threaded world."""
+"""Errors of ranks that do not fit together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from .record import Collective
 
@@ -40,44 +39,3 @@ class RendezvousTimeoutError(TimeoutError):
 
 class BufferHazardError(RuntimeError):
     """A buffer was used during a collective on it, or nobody waited for the result."""
-
-
-class RankDied(RuntimeError):  # noqa: N818, it names what happened to the rank
-    """The injected fault :class:`Death`."""
-
-
-@dataclass(frozen=True)
-class Delay:
-    """``rank`` sleeps ``seconds`` before its collective number ``at``; other ranks continue.
-
-    ``at`` counts a rank's collectives from 0, here and in the other faults.
-    """
-
-    rank: int
-    at: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Drop:
-    """``rank`` silently skips its collective number ``at``.
-
-    Its tensors do not change. Its next collective meets the skipped one on the other ranks: they
-    raise :class:`CollectiveMismatchError`, or :class:`RankLeftError` if it was the last. If the
-    next collectives look the same, the error comes at the first that differs.
-    """
-
-    rank: int
-    at: int
-
-
-@dataclass(frozen=True)
-class Death:
-    """``rank`` raises :class:`RankDied` instead of its collective number ``at``."""
-
-    rank: int
-    at: int
-
-
-Fault = Delay | Drop | Death
-"""A fault that :meth:`ThreadedWorld.run` can inject."""

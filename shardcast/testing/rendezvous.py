@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -28,11 +28,6 @@ import torch.distributed as dist
 
 from .faults import (
     CollectiveMismatchError,
-    Death,
-    Delay,
-    Drop,
-    Fault,
-    RankDied,
     RankLeftError,
     RendezvousTimeoutError,
 )
@@ -96,17 +91,16 @@ class PendingCollective:
 
 
 class ThreadedRun:
-    """The state that the ranks of one run share: collectives, turns, faults and failure."""
+    """The state that the ranks of one run share: collectives, turns and failure."""
 
-    def __init__(self, world_size: int, timeout: float, faults: Iterable[Fault]) -> None:
+    def __init__(self, world_size: int, timeout: float) -> None:
         self.world_size, self.timeout = world_size, timeout
         self.left: dict[int, BaseException | None] = {}
         """Ranks that have returned (``None``) or raised, in this order."""
-        self.unreached = list(faults)
         self.failure: Callable[[], Exception] | None = None
         """Makes each rank's error, with the facts known by then."""
-        self.attempts = [0] * world_size
-        """Number of collectives that each rank has reached."""
+        self.made = [0] * world_size
+        """Number of collectives of each rank."""
         self.store = dist.HashStore()  # type: ignore[attr-defined]
         self._groups: dict[str, tuple[int, ...]] = {}
         self._open: dict[
@@ -227,22 +221,6 @@ class ThreadedRun:
                 "meshes) in the same order"
             )
 
-    def inject(self, rank: int) -> bool:
-        """Apply the faults of this rank's current collective; return whether to skip it."""
-        at = self.attempts[rank]
-        self.attempts[rank] += 1
-        due = [fault for fault in self.unreached if (fault.rank, fault.at) == (rank, at)]
-        self.unreached = [fault for fault in self.unreached if fault not in due]
-        for fault in due:
-            if isinstance(fault, Delay):
-                with self._changed:
-                    self.give_turn(rank)
-                    self._changed.wait_for(lambda: self._ended or self.failure, fault.seconds)
-                    self.take_turn(rank)
-        if any(isinstance(fault, Death) for fault in due):
-            raise RankDied(f"rank {rank} died at its collective {at}, as injected")
-        return any(isinstance(fault, Drop) for fault in due)
-
     def launch(self, key: str, ranks: tuple[int, ...], rank: int, call: Call) -> PendingCollective:
         """Put ``call`` of a rank into its exchange; raise if it differs from the others."""
         at = (key, call.record.seq)
@@ -278,7 +256,7 @@ class ThreadedRun:
         error = self.left[lost]
         did = "returned" if error is None else f"raised {type(error).__name__}: {error}"
         raise RankLeftError(
-            f"rank {lost} has left after {self.attempts[lost]} collectives (it {did}), "
+            f"rank {lost} has left after {self.made[lost]} collectives (it {did}), "
             f"{exchange} waits for it{exchange.table()}",
             lost,
         ) from error
@@ -306,7 +284,6 @@ class ThreadedRun:
         """Make every rank raise: at once if it waits, otherwise at its next collective."""
         with self._changed:
             self.failure = self.failure or failure
-            self._changed.notify_all()  # wakes sleeping ranks
             self._pass_on()
 
     def interrupt(self) -> None:

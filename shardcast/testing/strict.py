@@ -66,8 +66,7 @@ class StrictGroup(RecordedGroup):
 
     def _issue(self, call: Call) -> dist.Work:
         run = self._present_run()
-        if run.inject(self.world_rank):
-            return MockWork()
+        run.made[self.world_rank] += 1
         self._note(call.record)
         copies = [tensor.clone() for tensor in call.inputs]
         exchange = run.launch(self.key, self.ranks, self.world_rank, replace(call, inputs=copies))

@@ -1,16 +1,16 @@
-"""A world of threads: real values, strict checks, injected faults."""
+"""A world of threads: real values, strict checks."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
 
 from ._compat import keep_device_guard, separate_process_groups
-from .faults import CollectiveMismatchError, Fault, RankLeftError
+from .faults import CollectiveMismatchError, RankLeftError
 from .mesh import Shape, rank_of_mesh, ranks_of
 from .record import Collective
 from .rendezvous import ThreadedRun
@@ -24,7 +24,6 @@ def threaded_world(
     fn: Callable[..., T],
     *args: object,
     timeout: float = 30.0,
-    faults: Sequence[Fault] = (),
     poison: bool = True,
 ) -> list[T]:
     """Run ``fn(group, *args)`` as each rank of a new :class:`ThreadedWorld`.
@@ -34,8 +33,7 @@ def threaded_world(
     Returns:
         The ranks' results, in rank order.
     """
-    world = ThreadedWorld(world_size, timeout=timeout, poison=poison)
-    return world.run(fn, *args, faults=faults)
+    return ThreadedWorld(world_size, timeout=timeout, poison=poison).run(fn, *args)
 
 
 class ThreadedWorld:
@@ -72,12 +70,12 @@ class ThreadedWorld:
     **Meshes.** With ``{"dp": 2, "tp": 2}`` each rank gets a ``DeviceMesh`` instead of a group, and
     is a rank of its own default process group. ``init_device_mesh``, ``new_group``,
     ``parallelize_module``, DTensors and functional collectives work as in a process. Everything
-    above holds in each group; faults and turns count a rank's collectives in all groups. Ranks that
-    wait for each other in different groups raise :class:`CollectiveMismatchError` at once.
+    above holds in each group. Ranks that wait for each other in different groups raise
+    :class:`CollectiveMismatchError` at once.
 
     **Messages** from one rank to another (``send``, ``irecv``) arrive in order for each tag, and
-    the sender does not wait. They are not logged, and faults do not count them. A message that was
-    not received at the end raises :class:`CollectiveMismatchError`.
+    the sender does not wait. They are not logged. A message that was not received at the end
+    raises :class:`CollectiveMismatchError`.
 
     It supports only CPU tensors: on accelerators the backwards of all ranks share one thread, which
     a waiting rank would block. Threads start with gradients enabled.
@@ -99,7 +97,7 @@ class ThreadedWorld:
         """Collectives of each rank in the latest run, in all groups, even if it failed."""
         return [list(group.rank_log) for group in self.groups]
 
-    def run(self, fn: Callable[..., T], *args: object, faults: Sequence[Fault] = ()) -> list[T]:
+    def run(self, fn: Callable[..., T], *args: object) -> list[T]:
         """Run ``fn(group, *args)`` once per rank; ``group.rank()`` returns the rank.
 
         In a world with a mesh, run ``fn(mesh, *args)``; ``mesh.get_rank()`` returns the rank.
@@ -111,14 +109,10 @@ class ThreadedWorld:
             BaseException: the first exception of any rank, with a note of the rank. Errors that
                 other ranks raise because that one left do not count.
             RendezvousTimeoutError: a rank took longer than ``timeout``.
-            ValueError: an injected fault was never reached, so the test tested nothing.
         """
         if self._stuck:
             raise RuntimeError(f"ranks {self._stuck} of an earlier run have not finished")
-        for fault in faults:
-            if not 0 <= fault.rank < self.world_size or fault.at < 0:
-                raise ValueError(f"{fault} never happens in a world of {self.world_size}")
-        run = ThreadedRun(self.world_size, self.timeout, faults)
+        run = ThreadedRun(self.world_size, self.timeout)
         results: dict[int, T] = {}
         random_state = torch.get_rng_state()
         keep_device_guard()
@@ -130,10 +124,6 @@ class ThreadedWorld:
         self._raise_first(run)
         if run.failure is None:
             run.check_received()
-        if run.unreached and run.failure is None:
-            counts = {fault: run.attempts[fault.rank] for fault in run.unreached}
-            names = ", ".join(f"{fault} (rank made {n})" for fault, n in counts.items())
-            raise ValueError(f"never reached: {names}")
         return [results[rank] for rank in range(self.world_size)]
 
     def _run_threads(

@@ -106,7 +106,6 @@ def test_a_change_is_what_differs_in_its_bits_and_no_more(fields: dict[str, Any]
 def test_patches_have_the_fields_of_vllms_checkpoint_weight_patch():
     (full, patch), _ = told(1)
     assert WeightPatch._fields == ("name", "shape", "dtype", "values", "indices")
-    assert WeightPatch._field_defaults == {"indices": None}
     for each in (*full, *patch):
         assert each.values.shape == each.indices.shape
         assert (each.values.dtype, each.indices.dtype) == (each.dtype, torch.int32)

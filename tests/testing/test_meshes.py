@@ -22,8 +22,6 @@ from torch.distributed.tensor.parallel import (
 from shardcast.testing import (
     BufferHazardError,
     CollectiveMismatchError,
-    Death,
-    RankDied,
     RankLeftError,
     ThreadedWorld,
     assert_same_sequence,
@@ -238,13 +236,6 @@ def test_a_mistake_is_named_at_once(mistake: tuple[Any, type[Exception], str]):
     with pytest.raises(error, match=message):
         world.run(wrong)
     assert world.run(lambda mesh: mesh.ndim) == [2] * 4, "it can go on"
-
-
-def test_faults_count_the_collectives_of_all_groups():
-    with pytest.raises(RankDied, match="rank 2 died at its collective 2"):
-        threaded_world(GRID, mixed, faults=[Death(2, 2)])
-    with pytest.raises(ValueError, match=r"never reached: .*\(rank made 4\)"):
-        threaded_world(GRID, mixed, faults=[Death(2, 4)])
 
 
 @pytest.mark.parametrize("shape", [{}, {"dp": 0}, {"dp": 2, 3: 1}, {"": 2}, {"dp": 1.5}, "dp", 0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,6 @@ from torch import Tensor
 from shardcast.testing import (
     BufferHazardError,
     CollectiveMismatchError,
-    Death,
-    Delay,
-    Drop,
-    RankDied,
     RankLeftError,
     RendezvousTimeoutError,
     ThreadedWorld,
@@ -251,7 +246,7 @@ def test_a_fake_world_refuses_what_its_replicas_would_not_serve() -> None:
         dist.all_to_all_single(torch.empty(5), torch.ones(5), [2, 3], [2, 3], group=group)
 
 
-# --- ranks that leave, and injected faults -----------------------------------------------------
+# --- ranks that leave --------------------------------------------------------------------------
 
 
 def sums(group: Group, count: int) -> list[float]:
@@ -305,37 +300,6 @@ def test_the_exception_that_came_first_is_raised_and_not_its_consequences() -> N
     ]
     assert all(error.__cause__ is info.value for error in seen.values())
     assert "it raised KeyError: 'the original'" in str(seen[0])
-
-
-FAULTS: list[tuple[Any, type[Exception], str]] = [
-    (Death(1, 1), RankDied, "rank 1 died at its collective 1"),
-    (Drop(0, 1), CollectiveMismatchError, "collective 1 .*: ranks 0, 1 differ in shape"),
-    (Drop(0, 2), RankLeftError, "rank 0 has left after 3 collectives"),
-    (Death(0, 3), ValueError, "never reached: Death"),
-    (Death(2, 0), ValueError, "never happens in a world of 2"),
-]
-
-
-@pytest.mark.parametrize(("fault", "error", "message"), FAULTS)
-def test_a_fault_is_found_at_once_and_the_next_run_starts_afresh(
-    fault: Any, error: type[Exception], message: str
-) -> None:
-    world, threads = ThreadedWorld(2), threading.active_count()
-    with pytest.raises(error, match=message):
-        world.run(sums, 3, faults=[fault])
-    assert world.run(sums, 3) == [[1.0] * 3] * 2
-    assert threading.active_count() == threads and not dist.is_initialized()
-
-
-def test_a_delay_changes_nothing_but_the_time_unless_it_is_too_long() -> None:
-    """Nobody waits for a sleeper once the run has failed."""
-    start = time.monotonic()
-    assert threaded_world(2, sums, 3, faults=[Delay(1, 1, seconds=0.3)]) == [[1.0] * 3] * 2
-    assert time.monotonic() - start >= 0.3
-    with pytest.raises(RendezvousTimeoutError, match=r"rank 1 .* at collective 1 within 0\.2 s"):
-        threaded_world(3, sums, 2, timeout=0.2, faults=[Delay(1, 1, seconds=600)])
-    with pytest.raises(CollectiveMismatchError, match="ranks 0, 1 differ in op"):
-        threaded_world(3, lambda g: MISMATCHES["op"][g.rank() % 2](g), faults=[Delay(2, 0, 600)])
 
 
 @pytest.mark.parametrize("count", [1, 0])
