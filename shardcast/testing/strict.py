@@ -28,14 +28,11 @@ class StrictGroup(RecordedGroup):
         world_rank: this rank in the world, which may be larger than the group.
         ranks: ranks in the world, by rank in the group.
         key: equal on all ranks of the group.
-        poison: fill buffers that a collective will write with NaN until then.
     """
 
-    def __init__(
-        self, world_rank: int, ranks: Sequence[int], *, poison: bool, key: str = DEFAULT
-    ) -> None:
+    def __init__(self, world_rank: int, ranks: Sequence[int], key: str = DEFAULT) -> None:
         super().__init__(tuple(ranks).index(world_rank), len(ranks), backend="strict")
-        self.world_rank, self.ranks, self.key, self.poison = world_rank, tuple(ranks), key, poison
+        self.world_rank, self.ranks, self.key = world_rank, tuple(ranks), key
         self.run: ThreadedRun | None = None
         """The run that this rank currently takes part in."""
         self._pending: dict[Hashable, Call] = {}
@@ -135,9 +132,8 @@ class StrictGroup(RecordedGroup):
         Version counters do not suffice: views of one pack share one, and writing to the next slot
         while this one is in flight is allowed.
         """
-        if self.poison:
-            for tensor in call.outputs:
-                _bytes(tensor).fill_(255)  # NaN in every floating dtype
+        for tensor in call.outputs:
+            _bytes(tensor).fill_(255)  # NaN in every floating dtype
         sides = (("output", call.outputs), ("input", call.inputs))
         return [(side, tensor, tensor.clone()) for side, tensors in sides for tensor in tensors]
 

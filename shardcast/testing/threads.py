@@ -24,7 +24,6 @@ def threaded_world(
     fn: Callable[..., T],
     *args: object,
     timeout: float = 30.0,
-    poison: bool = True,
 ) -> list[T]:
     """Run ``fn(group, *args)`` as each rank of a new :class:`ThreadedWorld`.
 
@@ -33,7 +32,7 @@ def threaded_world(
     Returns:
         The ranks' results, in rank order.
     """
-    return ThreadedWorld(world_size, timeout=timeout, poison=poison).run(fn, *args)
+    return ThreadedWorld(world_size, timeout=timeout).run(fn, *args)
 
 
 class ThreadedWorld:
@@ -43,8 +42,6 @@ class ThreadedWorld:
         world_size: number of ranks; or mesh sizes by name, outer dimension first.
         timeout: seconds that a rank may take between two collectives; processor time while it
             computes, so that a busy machine makes no rank late.
-        poison: fill the outputs of ``async_op=True`` collectives with NaN (integers: all bits set)
-            until somebody waits for them.
 
     **Matching.** The ``n``-th collective of each rank must be the same: equal op, dtype, shape,
     source or destination and reduce op. In an all-to-all, rank ``i`` must send to ``j`` the shape
@@ -57,7 +54,7 @@ class ThreadedWorld:
     **Asynchronous collectives.** A launch never blocks, and copies its inputs. ``wait()`` blocks
     until all ranks have launched; only then are outputs written. If an input or output is written
     in between, ``wait()`` raises :class:`BufferHazardError`. If nobody waits, the end of the run
-    raises it.
+    raises it. Until somebody waits, outputs are NaN (integers: all bits set).
 
     **Turns.** One rank runs at a time, until it must wait in a collective. Then the next ready rank
     runs, in rank order. So runs repeat exactly. Each rank has its own state of torch's CPU random
@@ -85,11 +82,11 @@ class ThreadedWorld:
     """Process group of each rank, the same in all runs; with a mesh, the default group of
     the latest run."""
 
-    def __init__(self, world_size: Shape, *, timeout: float = 30.0, poison: bool = True) -> None:
-        self.world_size, self.timeout, self.poison = ranks_of(world_size), timeout, poison
+    def __init__(self, world_size: Shape, *, timeout: float = 30.0) -> None:
+        self.world_size, self.timeout = ranks_of(world_size), timeout
         self.mesh = dict(world_size) if isinstance(world_size, Mapping) else None
         everyone = range(self.world_size)
-        self.groups = [StrictGroup(rank, everyone, poison=poison) for rank in everyone]
+        self.groups = [StrictGroup(rank, everyone) for rank in everyone]
         self._stuck: tuple[int, ...] = ()
 
     @property
@@ -170,7 +167,7 @@ class ThreadedWorld:
 
         def make(key: str, ranks: tuple[int, ...]) -> StrictGroup:
             if key != DEFAULT:
-                groups.append(StrictGroup(rank, ranks, poison=self.poison, key=key))
+                groups.append(StrictGroup(rank, ranks, key))
                 groups[-1].begin(run, groups[0].rank_log)
             return groups[-1]
 

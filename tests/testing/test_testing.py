@@ -355,14 +355,10 @@ def test_outputs_hold_nan_until_somebody_waits(dtype: torch.dtype) -> None:
         return poisoned, x.equal(torch.full((4,), 2, dtype=dtype))
 
     assert threaded_world(2, run) == [(True, True)] * 2
-    assert threaded_world(2, run, poison=False) == [(False, True)] * 2
 
 
-@pytest.mark.parametrize("poison", [True, False])
 @pytest.mark.parametrize("side", ["input", "output", "neighbour"])
-def test_writing_to_a_buffer_in_flight_is_found_at_wait_and_beside_it_is_allowed(
-    side: str, poison: bool
-) -> None:
+def test_writing_to_a_buffer_in_flight_is_found_at_wait_and_beside_it_is_allowed(side: str) -> None:
     def run(group: Group) -> Tensor:
         pack, gathered = torch.ones(6), torch.zeros(8)
         work = dist.all_gather([gathered[:4], gathered[4:]], pack[:4], group=group, async_op=True)
@@ -375,7 +371,7 @@ def test_writing_to_a_buffer_in_flight_is_found_at_wait_and_beside_it_is_allowed
         assert all(gathered.equal(torch.ones(8)) for gathered in threaded_world(2, run))
     else:
         with pytest.raises(BufferHazardError, match=f"an {side} of #0 all_gather"):
-            threaded_world(2, run, poison=poison)
+            threaded_world(2, run)
 
 
 def test_peers_receive_what_was_there_at_the_launch() -> None:
