@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import platform
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,22 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardcast import _compat
 from shardcast._compat import inductor
-
-
-def test_a_context_saves_without_checksums_and_the_script_with_them(tmp_path: Path):
-    get, value = torch.serialization.get_crc32_options, torch.arange(5)
-    context = _compat.context_without_crc()
-    assert get() is True
-    assert context.run(get) is not _compat.CRC_IS_OF_CONTEXT
-    assert ("2.11." in torch.__version__) is not _compat.CRC_IS_OF_CONTEXT
-    for path, run in (
-        (tmp_path / "with", lambda f, *a: f(*a)),
-        (tmp_path / "without", context.run),
-    ):
-        run(torch.save, value, path)
-        assert torch.equal(torch.load(path, weights_only=True), value)
-    with zipfile.ZipFile(tmp_path / "with") as file:
-        assert file.testzip() is None
 
 
 def test_compiled_models_are_unwrapped_and_an_attribute_called_module_is_no_wrapper():

@@ -8,7 +8,6 @@ has the few cases that no other test would notice.
 
 from __future__ import annotations
 
-import contextvars
 import ctypes
 import functools
 import sys
@@ -403,30 +402,3 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         step = step.__wrapped__
     bound: Callable[[], Any] = step.__get__(optimizer)
     return bound
-
-
-def _is_of_context() -> bool:
-    """Return whether ``torch.save``'s checksum setting is per context, not per process."""
-    get, change = torch.serialization.get_crc32_options, torch.serialization.set_crc32_options
-    setting = get()
-    contextvars.copy_context().run(change, not setting)
-    if get() == setting:
-        return True
-    change(setting)
-    return False
-
-
-# at import time, because it briefly changes the process's setting
-CRC_IS_OF_CONTEXT = _is_of_context()
-
-
-def context_without_crc() -> contextvars.Context:
-    """Return a context in which ``torch.save`` writes no checksums, which are never read back.
-
-    In torch 2.11 the setting is per process, and other threads may save meanwhile, so the context
-    changes nothing.
-    """
-    context = contextvars.copy_context()
-    if CRC_IS_OF_CONTEXT:
-        context.run(torch.serialization.set_crc32_options, False)
-    return context

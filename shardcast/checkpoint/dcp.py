@@ -80,7 +80,6 @@ class Writer(FileSystemWriter):
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)  # Files flushes
         self.fs: Files = Files()
         self._prefix = SimpleNamespace(prefix=f"__{owner}_")
-        self._context = _compat.context_without_crc()  # files are compared by SHA-256
 
     def write(self, values: Iterable[Value]) -> Written:
         """Write shards of tensors, and objects with their paths, and flush them.
@@ -100,7 +99,7 @@ class Writer(FileSystemWriter):
 
     def _write_plan(self, planner: _SavePlanner, written: Written) -> None:
         plan = SavePlan(planner.items, storage_data=self._prefix)
-        written.results += self._context.run(self.write_data, plan, planner).wait()
+        written.results += self.write_data(plan, planner).wait()
         written.plan.items.extend(plan.items)
 
     def write_metadata(self, written: Sequence[Written]) -> dict[str, tuple[int, str]]:
