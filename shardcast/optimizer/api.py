@@ -161,7 +161,7 @@ def shard(
         options, aliases = (*plan.options, closed), tuple(find_aliases(stages))
         return dataclasses.replace(plan, options=options, aliases=aliases)
 
-    with torch.no_grad(), setup.without_collector(), look_after(process_groups):
+    with torch.no_grad(), look_after(process_groups):
         plan = setup.agreed(planned, process_groups, device, "shard")
         if mesh is None and process_groups.dp.size > 1:
             process_groups = over_fewer_ranks(given().config, process_groups)

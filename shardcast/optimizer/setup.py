@@ -10,9 +10,7 @@ One pipeline for :func:`shardcast.shard`, ``add_param_group`` and ``shardcast es
 from __future__ import annotations
 
 import dataclasses
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -302,18 +300,6 @@ def dtypes_of(stages: Sequence[nn.Module]) -> list[dict[str, torch.dtype]]:
         {name: t.dtype for name, t in (*stage.named_parameters(), *stage.named_buffers())}
         for stage in stages
     ]
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Switch the garbage collector off; it would take half the time of creating the objects."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def warn_of_slow_products(dtypes: Iterable[torch.dtype]) -> None:
