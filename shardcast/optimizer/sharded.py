@@ -156,6 +156,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 skipped, unless ``clip_grad_norm_`` already decided them.
         """
         packed = self._packed
+        if packed.is_closed:
+            raise RuntimeError(
+                "step: the optimizer is closed; train the model with a new optimizer, which "
+                "shardcast.shard may shard again"
+            )
         if self._handles:
             check_stepped(self._handles)
         if packed.block:

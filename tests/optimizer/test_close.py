@@ -215,6 +215,17 @@ def test_tensor_parallel_weights_come_back_too():
     assert all(threaded_world({"dp": 2, "tp": 2}, on_mesh))
 
 
+def test_a_step_after_close_is_refused_by_name_and_changes_nothing():
+    model = nn.Linear(4, 4)
+    optimizer = shardcast.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.close()
+    before = model.weight.detach().clone()
+    model(torch.ones(2, 4)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"step: the optimizer is closed; .*shardcast\.shard"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
 def test_a_closed_optimizer_that_a_script_keeps_holds_no_state_nor_operands():
     model = CASES["mlp"].build()
     optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
