@@ -410,8 +410,8 @@ class ShardcastAccelerator(Accelerator):
 
         Raises:
             FileNotFoundError: ``input_dir`` has no committed checkpoint.
-            ValueError: the checkpoint is of another number of sharded optimizers, or one of DDP and
-                the model is tensor-parallel.
+            ValueError: the checkpoint has another number of sharded optimizers, or comes from DDP
+                and the model is tensor-parallel.
         """
         if not self.is_sharding:
             super().load_state(input_dir, load_kwargs, **kwargs)

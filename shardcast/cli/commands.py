@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         if name == "--version":
             print(f"shardcast {shardcast.__version__}")
         elif name in COMMANDS:
-            if name in AT_ONCE:
+            if name in AT_ONCE and not {"-h", "--help"} & {*arguments[1:]}:
                 print(f"shardcast {name}: {AT_ONCE[name]}", flush=True)
             module = importlib.import_module(f"shardcast.cli.{COMMANDS[name].module}")
             status = getattr(module, name)(arguments[1:])

@@ -40,7 +40,10 @@ def launch(arguments: list[str]) -> int:
 
     from accelerate.commands.launch import launch_command, launch_command_parser  # isort: skip
 
-    parsed = launch_command_parser().parse_args(arguments)
+    parser = launch_command_parser()
+    parser.prog = "shardcast launch"
+    parser.epilog = f"The section {SECTION}: of --config_file configures shardcast."
+    parsed = parser.parse_args(arguments)
     ours, accelerate_options = split_config(parsed.config_file)
     _check_launch(parsed, ours, accelerate_options)
     _have_it_shard(parsed)

@@ -5,7 +5,7 @@ Three worlds run the same functions ``fn(group, *args)``:
 ===================  ==============================  ==========================================
 world                what it is                      use it for
 ===================  ==============================  ==========================================
-`fake_world`         one rank, imagined replicas     layout, memory, sequence at world 1,024
+`fake_world`         one rank of a large world       layout, memory, sequence at world 1,024
 `threaded_world`     threads, strict rendezvous      real values, order, misuse
 `spawn`              processes, gloo                 a final check
 ===================  ==============================  ==========================================

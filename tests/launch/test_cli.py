@@ -67,6 +67,15 @@ def test_usage_lists_every_command_with_its_help(command: Command) -> None:
         assert name in out and help_text in out
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_help_of_a_command_begins_with_its_usage(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: shardcast {name} ")
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], ["lunch"]])
 def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
     program = (
