@@ -15,7 +15,7 @@ FILE = "metrics.jsonl"
 class Metrics:
     """Writes records to `metrics.jsonl` in a run's directory; does nothing where not `enabled`.
 
-    A resumed run appends to those of before; of a step that was repeated the last record counts.
+    A resumed run appends to the earlier records. The last record of a repeated step counts.
 
     Kinds: "run" (arguments, configuration, world size, digest of the corpus, tokens of a step),
     "train" (loss: mean since the last record; lr, grad_norm, skipped_steps, tokens_per_second),
@@ -103,9 +103,9 @@ def compare(a: list[Record], b: list[Record]) -> Comparison:
 
 
 def largest_difference(a: list[Record], b: list[Record]) -> tuple[int, float]:
-    """The step at which the training losses of `b` are farthest from those of `a`, and how far.
+    """Return the step with the largest relative difference of training losses, and the difference.
 
-    Relative; over the steps that both recorded.
+    It compares the steps that both runs recorded.
     """
     _same_text(a, b)
     left, right = curve(a, "train"), curve(b, "train")

@@ -1,11 +1,11 @@
-"""Products of matrices in bf16 and fp16 by way of fp32, on CPUs where torch multiplies by a loop.
+"""Matmuls in bf16 and fp16 that compute in fp32, on CPUs for which torch has no fast kernel.
 
-There a product takes up to 150 times as long as in fp32. :func:`by_way_of_fp32` takes the operands
-to fp32, multiplies, and rounds once: the same arithmetic as of kernels for low precision, up to the
-order of their fp32 sums. It holds for all of a process, in forwards and backwards, whoever trains.
+On these CPUs such a matmul takes up to 150 times as long as in fp32. :func:`by_way_of_fp32` casts
+the operands to fp32, multiplies, and rounds once. That is the arithmetic of low-precision kernels,
+except for the order of their fp32 sums. It applies to all forwards and backwards of a process.
 
-torch says which CPUs these are, and nothing is measured: a run that goes on on the same machine
-has to have the same bits.
+torch says which CPUs these are. Nothing is measured, so a run that continues on the same machine
+has the same bits.
 """
 
 from __future__ import annotations

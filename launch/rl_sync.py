@@ -1,12 +1,12 @@
-"""Two processes train a policy, a third one samples with their newest weights: by a folder.
+"""Two processes train a policy; a third one samples with their newest weights.
 
     torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=3 launch/rl_sync.py
 
-The last process has no optimizer and joins none of the trainers' collectives: it stands for an
-inference engine. After each step the trainers write what has changed (`FolderSender`), it applies
-that (`FolderReader`), samples, and writes texts with the log-probabilities that it has for them.
-The trainers compute these again: the weights have the same bits, so they are equal to the bit too.
-The reward is the share of vowels, by REINFORCE.
+The last process stands for an inference engine: it has no optimizer and joins none of the trainers'
+collectives. After each step the trainers write the changed weights into a folder (`FolderSender`).
+The sampler applies them (`FolderReader`), samples, and writes texts with their log-probabilities.
+The trainers compute these again. The weights are bitwise equal, so the log-probabilities are, too.
+REINFORCE rewards the share of vowels.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Fine-tuning in the shape of Accelerate's own complete example, sharded by shardcast.
+"""Fine-tune as Accelerate's complete example does, sharded by shardcast.
 
     shardcast launch --config_file configs/accelerate/shardcast_cpu.yaml launch/train_accelerate.py
     python launch/train_accelerate.py --mixed_precision bf16 --checkpointing_steps 20
     python launch/train_accelerate.py --resume_from_checkpoint runs/accelerate/step_20
 
-Tracking, checkpoints every so many steps or every epoch, and resuming in the middle of an epoch.
-The one line that knows of shardcast is the one that makes the accelerator.
+It has tracking, checkpoints after a number of steps or after each epoch, and resumes in the middle
+of an epoch. Only the line that makes the accelerator mentions shardcast.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python launch/train_hybrid.py --baseline      # one process, torch's own optimizer
     python launch/train_hybrid.py --compare runs/baseline runs/hybrid
 
-With --checkpoint-dir a run on one grid goes on from what a run on another one has saved.
-Parallelism is torch's own: DeviceMesh, parallelize_module, torch.distributed.pipelining. One step
-sees the same text on any grid, so that the losses can be compared. `--help` lists every flag.
+With --checkpoint-dir a run continues from a checkpoint of any other grid. Parallelism is torch's
+own: DeviceMesh, parallelize_module, torch.distributed.pipelining. A step sees the same text on any
+grid, so losses can be compared. `--help` lists every flag.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     accelerate launch --config_file configs/accelerate/cpu_two_processes.yaml \
         launch/train_trainer.py --use_cpu --bf16 --output_dir runs/trainer
 
-The flags are those of `transformers.TrainingArguments` and the few below. A small Llama with random
-weights learns bytes of the standard library, since nothing need be downloaded for that; a real
-script differs in the model and the data. Only two lines are shardcast's: the import, and
-`ShardcastTrainer` where `Trainer` stood.
+It takes the flags of `transformers.TrainingArguments` and the few below. To avoid downloads, a
+small Llama with random weights learns bytes of the standard library; a real script differs in the
+model and the data. Only two lines are shardcast's: the import, and `ShardcastTrainer` instead of
+`Trainer`.
 """
 
 from __future__ import annotations

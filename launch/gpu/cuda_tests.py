@@ -12,7 +12,7 @@ from gpu.bench import Bench, read
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "tests/cuda"
-LIMIT = 60.0  # seconds of one test, the first of which imports a compiler
+LIMIT = 60.0  # seconds per test; the first test imports a compiler
 ENDS = (0, 1, 5)  # of pytest: all passed, some failed, none was left
 
 

@@ -1,7 +1,7 @@
 """Part 5: GPT training against DDP with autocast, on one rank; then two ranks on one card.
 
-Losses in low precision drift apart, those of one system too. The yardstick says how far: autocast
-alone, from weights that were moved by as little as bf16 rounds them.
+Losses in low precision drift apart, even for one system. The yardstick says how far: autocast
+alone, with initial weights perturbed as much as bf16 rounding perturbs them.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
     PYTHONPATH=.:launch python -m gpu.initial --model "125 M"                   # train on this host
     PYTHONPATH=.:launch python -m gpu.initial --model "760 M" --system sharded --warmup 1
 
-prints the losses of a training on this host that begins with the weights, and learns the batch, of
-``end_to_end`` on a GPU. The loss of a model tells little across devices unless it begins with the
-same weights. 760 M take about 20 GB and half an hour of two cores.
+trains on this host with the initial weights and the batch of ``end_to_end`` on a GPU, and prints
+the losses. Losses can be compared across devices only if the initial weights are equal. 760 M
+parameters take about 20 GB and half an hour on two cores.
 
 torch draws numbers on a GPU by Philox 4x32-10. Thread ``i`` of the grid draws four at a time, which
-lie one grid apart, so the numbers depend on how many multiprocessors the GPU has. Normal ones are
-those of Box and Muller; sines of a GPU are less exact.
+lie one grid apart, so the numbers depend on how many multiprocessors the GPU has. Normal numbers
+come from Box-Muller; a GPU's sines are less exact.
 """
 
 from __future__ import annotations

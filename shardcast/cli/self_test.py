@@ -51,7 +51,7 @@ def _try(group: dist.ProcessGroup | None, device_type: str) -> str:
     difference = float((_trained(device, torch.float32) - _trained(device)).abs().max())
     if not difference < 1e-5:
         raise RuntimeError(
-            f"fp32 weights: expected those of plain torch.optim.AdamW, off by {difference:.1e}"
+            f"fp32 weights: expected plain torch.optim.AdamW's, off by {difference:.1e}"
         )
     low = _trained(device, torch.bfloat16)
     first = low.clone()  # as on rank 0

@@ -222,8 +222,8 @@ class Attempts(StepHook):
         """Run the forwards and backwards of a step: ``with optimizer.attempt():``.
 
         An error inside does not end the run. The rank's gradients of this step do not count,
-        including those of its other attempts in the step. ``on_error="skip"`` skips the step on all
-        ranks. ``"drop"`` uses the mean over the ranks, or tokens, that took part; if all ranks
+        including gradients of its other attempts in the step. ``on_error="skip"`` skips the step on
+        all ranks. ``"drop"`` uses the mean over the ranks, or tokens, that took part; if all ranks
         failed, the step is skipped, too. Rank 0 warns and names ranks and errors
         (:meth:`failures`); the failed rank also logs its traceback.
 

@@ -88,7 +88,7 @@ class Plan:
             ),
             # Each rank uses its own copy. State loaded on rank 0 alone would cover only rank 0's
             # spans.
-            *(f"    {name}, of which the optimizer has a state" for name in begun),
+            *(f"    {name}, which has optimizer state" for name in begun),
         ]
 
     def experts(self, dim: str) -> list[str]:

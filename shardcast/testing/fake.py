@@ -29,7 +29,7 @@ def fake_world(world_size: Shape, rank: int = 0) -> Iterator[Any]:
     """Yield the process group of ``rank`` in a world of ``world_size``, with imagined peers.
 
     The other ranks are *replicas*: they hold the same tensors as this one and make the same calls.
-    So the values are those of a world in which every rank does the same:
+    So values are as if every rank did the same:
 
     * ``all_reduce``, ``reduce``, ``reduce_scatter``: SUM multiplies by ``world_size``, PRODUCT
       raises to that power, BXOR leaves 0 when it is even; AVG, MIN, MAX, BAND, BOR change nothing;

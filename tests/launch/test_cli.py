@@ -162,7 +162,7 @@ def test_the_self_test_passes_here_and_shows_what_failed(
             return world.run(check, *args)
 
     def broken(*_args: object, **_options: object) -> None:
-        raise RuntimeError("fp32 weights: expected those of plain torch.optim.AdamW")
+        raise RuntimeError("fp32 weights: expected plain torch.optim.AdamW's")
 
     monkeypatch.setattr(self_test, "spawn", forked)  # processes that need not import torch
     printed = command("test")

@@ -626,7 +626,7 @@ DIFFERENCES = {
     "class": "ranks 0, 2: optimizer = AdamW; rank 1: optimizer = SGD",
     "lr": "ranks 0, 2: group 0: lr = 0.5; rank 1: group 0: lr = 0.25",
     "weight_decay": "ranks 0, 2: group 0: weight_decay = 0.01; rank 1: group 0: weight_decay = 0.5",
-    "state": "; rank 1: b.bias, of which the optimizer has a state",
+    "state": "; rank 1: b.bias, which has optimizer state",
     "betas": "ranks 0, 2: group 0: betas = (0.9, 0.999); rank 1: group 0: betas = (0.5, 0.9)",
 }
 
