@@ -1,7 +1,7 @@
 """Measure shardcast: its update, the collectives behind it, and whole steps beside other systems.
 
     python -m benchmarks update                      # against a copy of the same bytes
-    python -m benchmarks host                        # of a step on an accelerator, by packs
+    python -m benchmarks host                        # host time of an accelerator's step, by packs
     python -m benchmarks groups                      # collectives and launches, by parameter groups
     python -m benchmarks peers --model gpt --markdown
     python -m benchmarks stages --model gpt          # where the time of a step goes
@@ -11,9 +11,9 @@
     python -m benchmarks digests --against ../other-tree  # whether two trees have the same bits
     python -m benchmarks all --idle --minutes 15     # the tables of BENCHMARKS.md
 
-Everything of a command runs in one process per rank, in interleaved rounds: each round runs every
-candidate once, in a rotated order. Times are medians over rounds of the slowest rank; ratios (`x`)
-are medians of the ratios within a round, so that what slows a whole round cancels.
+A command runs all systems in the same processes, one per rank. Each round runs every system once,
+in rotated order. A time is the median over rounds of the slowest rank's time. A ratio (`x`) is the
+median of the ratios within a round, so a slow round cancels out.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ def names(args: argparse.Namespace) -> tuple[str, ...]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -4,8 +4,8 @@ Each scale is a power of two. So a code represents a bf16 number, and quantizing
 the same value. This holds for every block here: a block whose codes would represent numbers below
 bf16's range becomes zeros, and one above it NaN.
 
-Other libraries compute the same bits, up to ``2**126``: torchao's ``to_mx`` with
-``ScaleCalculationMode.FLOOR`` for ``mxfp8`` and ``mxfp4``, with ``RCEIL`` for forms with
+Other libraries compute the same bits: torchao's ``to_mx`` with ``ScaleCalculationMode.FLOOR`` for
+``mxfp8`` and ``mxfp4``; and, for values below ``2**126``, ``to_mx`` with ``RCEIL`` for forms with
 ``_rceil``, and transformers' ``Fp8Quantize`` with ``scale_fmt`` ``ue8m0`` for ``fp8_block128``.
 Exponents are computed in integers, because a floating-point logarithm or quotient depends on the
 device.
