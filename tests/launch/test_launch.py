@@ -95,7 +95,7 @@ SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.sh"))
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "environment.sh"])
 def test_a_shell_script_asked_for_help_prints_its_usage_and_does_nothing_else(name: str) -> None:
-    done = command("bash", f"launch/{name}", "--help", timeout=60)
+    done = command("bash", f"launch/{name}", "--help", timeout=60, PATH="/usr/bin:/bin")
     assert done.returncode == 0, done.stderr
     assert "usage: " in done.stdout.lower() and "virtual environment .venv" not in done.stdout
     assert done.stderr == ""
