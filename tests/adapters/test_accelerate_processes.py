@@ -150,42 +150,36 @@ def test_metrics_are_gathered_once_and_uneven_inputs_are_refused(gloo: SpawnedWo
 # -- save_state and load_state ------------------------------------------------------------------
 
 
-def saved(group: Any, kind: str, directory: str, precision: str) -> tuple[Tensors, Tensors]:
-    """Weights when saved, and after another epoch."""
+def around(
+    _group: Any, verb: str, folder: Path, precision: str, kind: str = "shardcast"
+) -> tuple[Tensors, Tensors]:
+    """Weights when saved or loaded, and after another epoch."""
     training = Training(accelerator_of(kind, mixed_precision=precision))
-    training.epoch(0)
-    training.accelerator.save_state(directory)
-    before = training.weights()
-    training.epoch(1)
-    return before, training.weights()
-
-
-def loaded(group: Any, directory: str, precision: str) -> tuple[Tensors, Tensors]:
-    training = Training(accelerator_of("shardcast", mixed_precision=precision))
-    training.accelerator.load_state(directory)
+    if verb == "save":
+        training.epoch(0)
+        training.accelerator.save_state(str(folder))
+    else:
+        training.accelerator.load_state(str(folder))
     before = training.weights()
     training.epoch(1)
     return before, training.weights()
 
 
 def test_a_state_loads_at_another_world_size(gloo: SpawnedWorld, tmp_path: Path) -> None:
-    two, one = str(tmp_path / "two"), str(tmp_path / "one")
-    from_two = gloo.run(saved, "shardcast", two, "bf16")[0][0]
-    assert_same_bits(loaded(None, two, "bf16")[0], from_two)
-    from_one = saved(None, "shardcast", one, "bf16")[0]
-    for before, _ in gloo.run(loaded, one, "bf16"):
+    two, one = tmp_path / "two", tmp_path / "one"
+    from_two = gloo.run(around, "save", two, "bf16")[0][0]
+    assert_same_bits(around(None, "load", two, "bf16")[0], from_two)
+    from_one = around(None, "save", one, "bf16")[0]
+    for before, _ in gloo.run(around, "load", one, "bf16"):
         assert_same_bits(before, from_one)
 
 
 def test_a_state_that_stock_accelerate_saved_under_ddp_is_continued(
     gloo: SpawnedWorld, tmp_path: Path
 ) -> None:
-    directory = str(tmp_path / "ddp")
-    native = gloo.run(saved, "ddp", directory, "no")[0]
-    ours = gloo.run(loaded, directory, "no")[0]
-    for before, after in zip(native, ours, strict=True):
-        for name, tensor in before.items():
-            torch.testing.assert_close(tensor, after[name], atol=1e-6, rtol=0)
+    native = gloo.run(around, "save", tmp_path / "ddp", "no", "ddp")[0]
+    ours = gloo.run(around, "load", tmp_path / "ddp", "no")[0]
+    torch.testing.assert_close(ours, native, atol=1e-6, rtol=0)
 
 
 class CrashError(Exception):
