@@ -13,13 +13,10 @@ device.
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-
-from shardcast import _compat
 
 BIAS = 127  # bias of exponents in fp32, bf16 and E8M0
 MANTISSA = 23  # mantissa bits in fp32
@@ -81,11 +78,6 @@ class Form:
 
     def dequantize_bits(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the same as int16, because a compiler would choose other bits for a NaN."""
-        if _compat.is_host(codes.device) and not torch.compiler.is_compiling():
-            # torch's own conversions from fp8 are slow on a CPU.
-            index = codes.view(torch.uint8).reshape(-1).int()
-            values = _table(self).index_select(0, index).view(torch.float32)
-            return self._scaled_back(values.view(*codes.shape[:-1], -1), scales)
         return self._scaled_back(self.values(codes), scales)
 
     def round(self, values: Tensor) -> Tensor:
@@ -106,10 +98,7 @@ class Form:
         blocks = blocks.mul_(_power(scales)[..., :, None, :, None])
         bits = blocks.to(torch.bfloat16).view(torch.int16)
         is_nan = scales == NAN_SCALE
-        looks = _compat.is_host(values.device) and not torch.compiler.is_compiling()
-        if not looks or is_nan.any():
-            bits = bits.masked_fill(is_nan[..., :, None, :, None], NAN_BITS)
-        return bits.reshape(values.shape)
+        return bits.masked_fill(is_nan[..., :, None, :, None], NAN_BITS).reshape(values.shape)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix, or of a stack of matrices."""
@@ -265,14 +254,6 @@ class FP8Block128(Covering):
 FORMS: dict[str, Form] = {
     form.name: form for form in (MXFP8(), MXFP4(), FP8Block128(), MXFP8RCEIL(), MXFP4RCEIL())
 }
-
-
-@functools.cache
-def _table(form: Form) -> Tensor:
-    """Return the fp32 value of each byte of codes; a pair of values as one int64."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    values = form.values(codes)
-    return values if form.bits == 8 else values.view(torch.int64)
 
 
 def _to_bits(values: Tensor, bits: int, lowest: int) -> Tensor:
