@@ -473,7 +473,7 @@ class Gradients:
         assigned one.
         """
         for position, param in enumerate(self.pack.params):
-            if position in self.held:
+            if position in self.held and param.grad is not None:  # otherwise it was cleared
                 continue
             grad = self.given(position)
             if param.grad is None:

@@ -184,6 +184,14 @@ SEQUENCES: dict[str, list[Action]] = {
         for places in ((1, 3), (5, 0))
         for clear, then in ((True, "backward"), (True, "step"), (True, "quiet"), (False, "step"))
     },
+    "quiet upon all on one rank, cleared by the model, and a hook fails": [
+        FIRST,
+        (Side.backward, (1, (EVERY, EVERY - {0}), True)),
+        (Side.clear, ("model",)),
+        (Side.hook_fails, (2, (use(1, 2, 3),) * 2, 3)),
+        (Side.step, ()),
+        *LAST,
+    ],
     "a hook fails, and the step follows": [
         FIRST,
         (Side.hook_fails, (1, ALL[:2], 4)),
