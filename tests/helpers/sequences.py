@@ -488,7 +488,7 @@ def random_sequence(
         if assigns and not clipped and not has_failed:
             kinds += ["assign"]
         kind = draw.choice(kinds)
-        has_failed = kind in ("failed", "hook_fails") or (has_failed and kind != "clear")
+        has_failed = has_failed or kind in ("failed", "hook_fails")
         if kind == "quiet":
             actions.append((Side.backward, (seed, uses, True)))
         elif kind == "assign":
@@ -498,7 +498,9 @@ def random_sequence(
                 (getattr(Side, kind), (seed, uses[:1] * 4, draw.choice(sorted(uses[0]))))
             )
         elif kind == "clear":
-            actions.append((Side.clear, (draw.choice(["none", "zeros", "model"]),)))
+            how = draw.choice(["none", "zeros", "model"])
+            has_failed = has_failed and how == "model"  # which the optimizer does not see
+            actions.append((Side.clear, (how,)))
         elif kind == "clip":
             actions.append((Side.clip, (draw.choice(bounds),)))
         else:
