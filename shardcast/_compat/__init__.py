@@ -360,6 +360,11 @@ class WeakStorage:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
         return storage
 
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` has this storage."""
+        storage = self()
+        return storage is not None and storage._cdata == tensor.untyped_storage()._cdata
+
     def __del__(self) -> None:
         torch.UntypedStorage._free_weak_ref(self._pointer)
 

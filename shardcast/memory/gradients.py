@@ -546,7 +546,7 @@ class Gradients:
             try:
                 torch._foreach_copy_(views, grads)  # one kernel on a GPU
             except RuntimeError:
-                self.pack.take_moved()  # a resized parameter raises an error that names it
+                self.pack.moved()  # a resized parameter raises an error that names it
                 raise
 
     @cached_property

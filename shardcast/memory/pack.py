@@ -53,6 +53,9 @@ class Pack:
         self.own = layout.spans[comm.rank]
         self.data = self.own_data = torch.empty(0)
         self._addresses: list[int] = []  # addresses of the parameters at the last check
+        self._storages: list[_compat.WeakStorage] = []  # likewise their storages
+        # Storages that a script still holds, and whose values were overwritten; by slot.
+        self._overwritten: dict[int, list[_compat.WeakStorage]] = {}
         self.pending: list[Any] = []  # works that still write or read ``data``, see ``Sync.start``
 
     @functools.cached_property
@@ -95,6 +98,12 @@ class Pack:
                 torch._foreach_copy_(views, self.locals)
         for param, view in zip(self.params, views, strict=True):
             param.data = _compat.own_storage(view)
+        self.note_memory()
+
+    def note_memory(self) -> None:
+        """Note where the parameters are, which are all in the pack."""
+        self._addresses = [param.data_ptr() for param in self.params]
+        self._storages = [_compat.WeakStorage(param.data) for param in self.params]
 
     def _only(self) -> Tensor | None:
         """Return the storage of a pack's only parameter, which then stays as it is."""
@@ -115,28 +124,27 @@ class Pack:
         """Return the elements of one span, 1-d."""
         return self.data[span.start : span.stop]
 
-    def take_moved(self) -> None:
-        """Copy values that were assigned as ``param.data`` into the pack.
+    def moved(self) -> dict[int, Tensor]:
+        """Return copies of values that were assigned as ``param.data``, by number of the slot.
 
         Raises:
-            RuntimeError: a parameter now has another dtype, device or shape; names it.
+            RuntimeError: a parameter now has another dtype, device or shape, or memory whose values
+                :meth:`take` has overwritten; names it.
         """
+        if self._overwritten:
+            self._refuse_overwritten()
         are_contiguous = all(param.is_contiguous() for param in self.params)
         if are_contiguous and [param.data_ptr() for param in self.params] == self._addresses:
-            return
+            return {}
         start, size, expected = self.data.data_ptr(), self.data.element_size(), self.layout.dtype
-        for slot, param in zip(self.layout.slots, self.params, strict=True):
+        moved: dict[int, Tensor] = {}
+        for number, (slot, param) in enumerate(zip(self.layout.slots, self.params, strict=True)):
             is_here = param.is_contiguous() and param.data_ptr() == start + slot.offset * size
             if not slot.numel or is_here:
                 continue
-            if tuple(param.shape) != slot.shape:
-                raise RuntimeError(
-                    f"parameter {slot.name!r} was resized after shardcast.shard: expected "
-                    f"{slot.shape}, got {tuple(param.shape)}; resize (resize_token_embeddings) "
-                    "before shardcast.shard, or call optimizer.close() on every rank, resize, and "
-                    "shard the model with a new optimizer, whose moments start from zero"
-                )
-            if (param.dtype, param.device) != (expected, self.data.device):
+            if (param.dtype, param.device) != (expected, self.data.device) or (
+                tuple(param.shape) != slot.shape
+            ):
                 raise RuntimeError(
                     f"parameter {slot.name!r} was moved out of its pack after shardcast.shard: "
                     f"expected {expected} of {slot.shape} on {self.data.device}, got {param.dtype} "
@@ -144,11 +152,39 @@ class Pack:
                     "model.half) before sharding, and set weights with `with torch.no_grad(): "
                     "param.copy_(values)`, not with `param.data = values`"
                 )
-            self.wait()
+            moved[number] = param.data.clone()  # it may be a view of memory that take() overwrites
+        if not moved:
+            self.note_memory()
+        return moved
+
+    def take(self, moved: dict[int, Tensor]) -> None:
+        """Copy what :meth:`moved` returned into the pack, and make the parameters views again."""
+        self.wait()
+        for number, values in moved.items():
+            slot = self.layout.slots[number]
             begin = self.data[slot.offset : slot.end].view(slot.shape)
-            begin.copy_(param.data.clone())  # which may be a view of the same memory
-            param.data = _compat.own_storage(begin)
-        self._addresses = [param.data_ptr() for param in self.params]
+            begin.copy_(values)
+            self.params[number].data = _compat.own_storage(begin)
+            if self._storages[number]() is not None:  # as in ``backup = param.data``
+                self._overwritten.setdefault(number, []).append(self._storages[number])
+        if moved:
+            self.note_memory()
+
+    def _refuse_overwritten(self) -> None:
+        for number, storages in [*self._overwritten.items()]:
+            kept = [weak for weak in storages if weak() is not None]
+            if any(weak.is_of(self.params[number].data) for weak in kept):
+                raise RuntimeError(
+                    f"parameter {self.layout.slots[number].name!r} was given back its old memory, "
+                    "as in `backup = param.data; param.data = values; ...; param.data = backup`, "
+                    "but meanwhile a step, checkpoint or state dict has copied the values there, "
+                    "so the old ones are lost; keep a copy, backup = param.data.clone(), or leave "
+                    "out what came between"
+                )
+            if kept:
+                self._overwritten[number] = kept
+            else:
+                del self._overwritten[number]
 
     @property
     def converted(self) -> bool:

@@ -324,10 +324,13 @@ def take_moved(shards: Sequence[Shard]) -> None:
     """Copy values that a script assigned as ``param.data`` into their packs. Local.
 
     Raises:
-        RuntimeError: a parameter now has another dtype, device or shape; names it.
+        RuntimeError: a parameter now has another dtype, device or shape, or memory whose values
+            were overwritten; names it.
     """
-    for shard in shards:
-        shard.pack.take_moved()
+    # All are read before the first is written: a script may have swapped two parameters' memory.
+    for pack, moved in [(shard.pack, shard.pack.moved()) for shard in shards]:
+        if moved:
+            pack.take(moved)
 
 
 def shard_of(pack: Pack, config: ShardcastConfig) -> Shard:

@@ -244,7 +244,7 @@ class ModelHooks:
         for shard in self._shards:
             shard.forget_before_load()
             if shard.pack.converted:
-                shard.pack.take_moved()
+                shard.pack.take(shard.pack.moved())
 
     def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
         if torch.compiler.is_compiling():  # then the first gradient hook begins the backward

@@ -235,7 +235,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             hook.before_reduce()
         with packed.decider.refusal.held():
             packed.originals.check()
-        take_moved(packed.shards)
+            take_moved(packed.shards)
         several = packed.process_groups.everyone.size > 1
         packed.decider.left = packed.tree.left() if several else ""
         if several and not packed.reduce.at_step:

@@ -345,6 +345,7 @@ class Sleep(StepHook):
                     written.append(stand_in.name)
                 in_use = stand_in.held()  # held by somebody else, so that sleep failed
                 param.data = _compat.own_storage(view) if in_use is None else over(in_use, view)
+            shard.pack.note_memory()
         if self._stand_ins:
             tie(optimizer.aliases)
         for door in self._doors:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from models import CASES, GPT, assert_same_bits, sharded, values
+from models import CASES, GPT, assert_same_bits, install, sharded, values
 from torch import nn
+
+from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,6 +52,61 @@ def test_parameters_keep_their_identity_values_and_ties():
     assert model.head.weight is model.wte.weight
     names = [slot.name for _, slot in optimizer.layout.slots()]
     assert names.count("wte.weight") == 1 and "head.weight" not in names
+
+
+@pytest.mark.parametrize("fields", [{}, {"pack_params": 1}], ids=["one pack", "two packs"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_two_parameters_that_swapped_their_memory_have_each_others_values(dtype: str, fields: Any):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    one, other = model[0].weight, model[2].weight
+    optimizer = sharded(model, param_dtype=dtype, **fields)
+    expected = [other.detach().clone(), one.detach().clone()]
+    one.data, other.data = other.data, one.data
+    found = optimizer.full_parameters()
+    for name, param, value in zip(("0.weight", "2.weight"), (one, other), expected, strict=True):
+        assert torch.equal(param, value) and torch.equal(found[name].to(value.dtype), value)
+
+
+READS: dict[str, Callable[[Any], object]] = {
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "full_parameters": lambda optimizer: optimizer.full_parameters(),
+    "step": lambda optimizer: optimizer.step(),
+}
+
+
+@pytest.mark.parametrize(
+    ("read", "ranks"), [(None, [0, 1]), *((read, [0, 1]) for read in READS), ("state_dict", [0])]
+)
+def test_memory_that_was_kept_may_come_back_unless_its_values_were_overwritten(
+    read: str | None, ranks: list[int]
+):
+    """``backup = param.data; param.data = shadow; ...; param.data = backup``, as for an EMA."""
+
+    def train(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group)
+        install(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = values(model)
+        shadow = {name: value * 0.5 for name, value in before.items()}
+        backup = {}
+        if group.rank() in ranks:
+            for name, param in model.named_parameters():
+                backup[name], param.data = param.data, shadow[name]
+        if read is not None:
+            READS[read](optimizer)
+        for name, param in model.named_parameters():
+            param.data = backup.get(name, param.data)
+        if read is None:
+            assert_same_bits(values(model), before)
+            optimizer.step()
+            return
+        install(model, 1)
+        with pytest.raises(RuntimeError, match=r"'a.weight' was given back its old memory"):
+            optimizer.step()
+
+    ThreadedWorld(2).run(train)
 
 
 def packed_model(dtype: str) -> nn.Module:
