@@ -163,7 +163,7 @@ class ShardcastPrecision(Precision):
             for callback in module.trainer.callbacks
             for name in hooks
         )
-        if hooked and module.trainer.world_size > 1:
+        if hooked:
             for sharded in self.sharded:
                 if optimizer is None or _unwrapped(optimizer) in (sharded, *sharded.optimizers):
                     sharded.gather_gradients()

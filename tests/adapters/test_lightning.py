@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import math
 import os
 import warnings
 from functools import partial
@@ -482,6 +483,22 @@ def test_a_hook_before_the_step_sees_the_gradients_of_ddp(tmp_path: Path, gloo: 
     for hooked, of_steps in gloo.run(norms, str(tmp_path), "shardcast", timeout=100):
         assert hooked == pytest.approx(ddp[0][0], abs=1e-4)  # logged with four digits
         assert hooked == pytest.approx(of_steps, abs=1e-4)
+
+
+class Divided(Net):
+    """One rank that sets a divisor reduces its gradients to itself, and a hook reads them."""
+
+    def on_train_start(self) -> None:
+        self.optimizers().optimizer.divisor = 2  # type: ignore[union-attr]
+
+    def on_before_optimizer_step(self, _optimizer: Any) -> None:
+        self.norms += [float(param.grad.abs().sum()) for param in self.parameters()]
+
+
+def test_a_hook_reads_the_gradients_of_one_rank_that_divides_them(tmp_path: Path):
+    trainer_of(str(tmp_path), 1, max_epochs=1).fit(module := Divided(), loader())
+    assert len(module.norms) >= 6
+    assert all(0 < norm < math.inf for norm in module.norms)
 
 
 def test_a_module_without_an_optimizer_runs(tmp_path: Path):
