@@ -142,9 +142,14 @@ class Pack:
             is_here = param.is_contiguous() and param.data_ptr() == start + slot.offset * size
             if not slot.numel or is_here:
                 continue
-            if (param.dtype, param.device) != (expected, self.data.device) or (
-                tuple(param.shape) != slot.shape
-            ):
+            if tuple(param.shape) != slot.shape:
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was resized after shardcast.shard: expected "
+                    f"{slot.shape}, got {tuple(param.shape)}; resize (resize_token_embeddings) "
+                    "before shardcast.shard, or call optimizer.close() on every rank, resize, and "
+                    "shard the model with a new optimizer, whose moments start from zero"
+                )
+            if (param.dtype, param.device) != (expected, self.data.device):
                 raise RuntimeError(
                     f"parameter {slot.name!r} was moved out of its pack after shardcast.shard: "
                     f"expected {expected} of {slot.shape} on {self.data.device}, got {param.dtype} "
