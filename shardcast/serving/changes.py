@@ -90,6 +90,9 @@ class ChangesOfRank(StepHook):
         optimizer.ready_to_read()
         shards = [shard for shard in optimizer.shards if isinstance(shard, FollowedShard)]
         base = since if since and since == self._last else None
+        # First, so that after an error the last version is one that nobody has.
+        self._number += 1
+        self._last = f"{self._run}-{self._number:08d}-{optimizer.comm.steps}"
         patches: list[WeightPatch] = []
         for shard in shards:
             shard.look()
@@ -97,9 +100,7 @@ class ChangesOfRank(StepHook):
                 for _, fragment, param in shard.owned():
                     patches += _patches(shard, fragment, param, base is None, bool(weights))
             shard.note_told()
-        self._number += 1
         comm = optimizer.process_groups.everyone
-        self._last = f"{self._run}-{self._number:08d}-{optimizer.comm.steps}"
         aliases = self._aliases(bool(weights))
         return Changes(tuple(patches), self._last, base, comm.rank, comm.size, aliases)
 

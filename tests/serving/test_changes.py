@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -263,6 +264,19 @@ def test_only_values_that_differ_from_the_last_answer_are_told():
     results, _ = run_world(2, run)
     assert [back for back, *_ in results] == [0, 0]
     assert 0 < sum(told for _, told, _ in results) == results[0][2]
+
+
+def test_values_of_an_answer_that_failed_are_in_the_next_one():
+    """An error in a later pack does not make those of earlier packs told."""
+    story = Story(None, "AdamW", {**BF16, "pack_params": 1})
+    story.tell()
+    story.step(1)
+    fails = mock.Mock(side_effect=[*range(1, 4), MemoryError])
+    with mock.patch("shardcast.serving.changes.in_32_bits", fails), pytest.raises(MemoryError):
+        story.tell()
+    assert fails.call_count == 4
+    story.tell()
+    follow([story.told])
 
 
 @pytest.mark.parametrize("form", ["bf16", "norms in fp32", "split16", "mxfp8", "any class"])
