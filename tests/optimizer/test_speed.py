@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardcast.comm import Comm
-from shardcast.memory.pack import Pack
 from shardcast.optimizer.sharded import packed_of
 from shardcast.plan.algorithms import Topology
 from shardcast.testing import SpawnedWorld
@@ -73,7 +72,6 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(f"shardcast.{name}", lambda *_: None)
     monkeypatch.setattr(Comm, "topology", lambda *_: Topology("nccl"))
-    monkeypatch.setattr(Pack, "take_moved", lambda _: False)
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
