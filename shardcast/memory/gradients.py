@@ -206,22 +206,23 @@ class Gradients:
 
     def own_mean(self) -> tuple[Tensor | None, Tensor]:
         """Return a mean to add to, in fp32, if there is one, and ``own``, which gets the sum."""
-        own, adds = self.own, self.adds
+        own, adds, is_gathered = self.own, self.adds, self._full is not None
         self._full = None
         if not adds:
             self._own = None  # allocates ``low`` again
             return None, self.own
-        for position in range(len(self.pack.params)):
-            if position not in adds:
-                own[own_part(self.pack, position)].zero_()
         if self.low == MASTER_DTYPE:
             total = self._mean
             assert total is not None
             if own is not total:
                 total.copy_(own)
         else:
-            # frees the old memory first, because both would take half as much again
-            total, self._mean = own.to(MASTER_DTYPE), None
+            # Frees the old memory first, because both would take half as much again. A script may
+            # keep what it gathered.
+            total, self._mean = own.to(MASTER_DTYPE, copy=is_gathered), None
+        for position in range(len(self.pack.params)):
+            if position not in adds:
+                total[own_part(self.pack, position)].zero_()
         self._own = total
         return total, total
 
@@ -253,10 +254,12 @@ class Gradients:
             if grad is None:
                 if position in self.shown:
                     self._drop(position)
+                    self._part_with(position)
                     self.part(position).zero_()
                     if self.holders is not None:
                         self.holders[position].fill_(0.0)
             elif not self.holds(position, grad) and self._accepts(position, grad):
+                self._part_with(position)  # another ``.grad`` may be this view now
                 with torch.no_grad(), _compat.without_torch_function():
                     start, stop = self.within(position)
                     self.part(position).copy_(grad.detach().reshape(-1)[start:stop])
@@ -312,7 +315,8 @@ class Gradients:
 
     def _view(self, position: int, data: Tensor) -> Tensor:
         """Return a new view of one slot."""
-        self._part_with(position)
+        if self.alone:
+            self._part_with(position)
         slot = self.pack.layout.slots[position]
         # One call, because a slice and its view take twice as long, for each parameter in each
         # step. Detached, so that autograd does not treat it as a view and a script may call
@@ -323,13 +327,13 @@ class Gradients:
         return view
 
     def _part_with(self, position: int) -> None:
-        """Give a script that kept the last shown view its own copy.
+        """Give a script that kept the last shown view its own copy, before it is overwritten.
 
         Gradients that a script keeps during another backward (PCGrad) must not change.
         """
         last = self._views[position]()
         self._views[position] = nothing
-        if last is not None and self.alone:
+        if last is not None and (self.alone or self._full is not None):
             last.data = last.detach().clone()
 
     def given(self, position: int) -> Tensor | None:
@@ -625,6 +629,7 @@ class Gradients:
         self.has = {n for n, param in enumerate(self.pack.params) if param.grad is not None}
         for position in range(len(self.pack.params)):
             if position not in self.has:
+                self._part_with(position)
                 self.part(position).zero_()
 
     def restart(self) -> None:
@@ -663,10 +668,13 @@ class Gradients:
                 self.show(position)
         if self._own is None:
             return
+        kept = self.kept()
         if self._full is not None:  # gathered means are at their owners again
-            for position in self.kept():
+            for position in kept:
                 self.show(position)
             self._own = self._full = None
+        for position in {*range(len(self.owned))}.difference(kept) if self.alone else ():
+            self._part_with(position)
         self.own.zero_()
 
     def hide(self, present: Sequence[bool]) -> None:
@@ -685,8 +693,8 @@ class Gradients:
     def close(self) -> None:
         """Clear every ``.grad`` that shows the mean."""
         for position in self.kept():
-            self._part_with(position)
             self.pack.params[position].grad = None
+            self._part_with(position)
         self.forget()
 
     # -- gathered --------------------------------------------------------------------------------

@@ -75,6 +75,84 @@ def test_replaced_gradients_train_as_under_ddp_without_a_warning():
         check(momentum, pcgrad, tol=1e-6)
 
 
+def swapped(one: Any, other: Any, _optimizer: Any, _backward: Any) -> list[Tensor]:
+    one.grad, other.grad = other.grad, one.grad
+    return []
+
+
+def cleared_before_a_step(one: Any, _other: Any, optimizer: Any, _backward: Any) -> list[Tensor]:
+    kept, one.grad = one.grad, None
+    optimizer.step()
+    one.grad = kept
+    return [kept]
+
+
+def cleared_before_a_backward(one: Any, other: Any, _: Any, backward: Any) -> list[Tensor]:
+    kept, one.grad = one.grad, None
+    backward(1)
+    return [kept, one.grad.clone(), other.grad.clone()]
+
+
+def cleared_before_zeros(one: Any, _other: Any, optimizer: Any, backward: Any) -> list[Tensor]:
+    kept, one.grad = one.grad, None
+    optimizer.zero_grad(set_to_none=False)
+    backward(1)
+    return [kept]
+
+
+def tasks_with_heads(one: Any, other: Any, optimizer: Any, backward: Any) -> list[Tensor]:
+    """Each backward reaches one parameter."""
+    optimizer.zero_grad()
+    backward(0, (other,))
+    kept = other.grad
+    optimizer.zero_grad()
+    backward(1, (one,))
+    last = one.grad
+    one.grad, other.grad = last * 2, kept * 3
+    return [kept, last]
+
+
+KEEPS = [
+    swapped,
+    cleared_before_a_step,
+    cleared_before_a_backward,
+    cleared_before_zeros,
+    tasks_with_heads,
+]
+
+
+@pytest.mark.filterwarnings("ignore:step skipped")
+@pytest.mark.parametrize("keep", KEEPS, ids=lambda keep: keep.__name__)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_that_a_script_keeps_do_not_change(keep: Any, dtype: str):
+    def run(group: Any, fields: Any) -> list[Tensor]:
+        one, other = (nn.Parameter(torch.full((3, 5), 0.5)) for _ in range(2))
+        model = nn.ParameterList([one, other])
+        optimizer: Any = torch.optim.SGD([one, other], lr=1.0)
+        if fields is not None:
+            group = None if "shard_ranks" in fields else group
+            optimizer = shardcast.shard(model, optimizer, process_group=group, **fields)
+
+        def backward(seed: int, params: Any = (one, other)) -> None:
+            numbers = torch.Generator().manual_seed(seed)
+            factors = [torch.randint(1, 8, (3, 5), generator=numbers) for _ in params]
+            sum((p * f).sum() for p, f in zip(params, factors, strict=True)).backward()
+            if fields is not None:
+                optimizer.gather_gradients()
+
+        backward(0)
+        seen = keep(one, other, optimizer, backward)
+        optimizer.step()
+        return [value.detach().float().clone() for value in (*seen, one, other)]
+
+    expected = run(None, None)
+    for size, fields in (1, {}), (2, {}), (2, {"pack_params": 1}), (2, {"shard_ranks": 1}):
+        for found in threaded_world(
+            {"dp": size} if "shard_ranks" in fields else size, run, {**fields, "param_dtype": dtype}
+        ):
+            assert equal(found, expected), (size, fields)
+
+
 def test_gradients_in_fp16_are_gathered_with_their_loss_scale():
     def script(model: nn.Module, optimizer: Any, batch: Tensor) -> Tensor:
         optimizer.scale_loss(model(batch).float().square().mean()).backward()
