@@ -125,7 +125,9 @@ class Pack:
         return self.data[span.start : span.stop]
 
     def moved(self) -> dict[int, Tensor]:
-        """Return copies of values that were assigned as ``param.data``, by number of the slot.
+        """Return values that were assigned as ``param.data``, by number of the slot.
+
+        They may be in the memory of this pack or of another one.
 
         Raises:
             RuntimeError: a parameter now has another dtype, device or shape, or memory whose values
@@ -157,14 +159,16 @@ class Pack:
                     "model.half) before sharding, and set weights with `with torch.no_grad(): "
                     "param.copy_(values)`, not with `param.data = values`"
                 )
-            moved[number] = param.data.clone()  # it may be a view of memory that take() overwrites
+            moved[number] = param.data
         if not moved:
             self.note_memory()
         return moved
 
     def take(self, moved: dict[int, Tensor]) -> None:
-        """Copy what :meth:`moved` returned into the pack, and make the parameters views again."""
-        self.wait()
+        """Copy what :meth:`moved` returned into the pack, and make the parameters views again.
+
+        Nothing may be in flight.
+        """
         for number, values in moved.items():
             slot = self.layout.slots[number]
             begin = self.data[slot.offset : slot.end].view(slot.shape)

@@ -327,10 +327,23 @@ def take_moved(shards: Sequence[Shard]) -> None:
         RuntimeError: a parameter now has another dtype, device or shape, or memory whose values
             were overwritten; names it.
     """
-    # All are read before the first is written: a script may have swapped two parameters' memory.
-    for pack, moved in [(shard.pack, shard.pack.moved()) for shard in shards]:
-        if moved:
-            pack.take(moved)
+    packs = [shard.pack for shard in shards]
+    moved = {pack: values for pack in packs if (values := pack.moved())}
+    if not moved:
+        return
+    for pack in packs:
+        pack.wait()
+    # A script may have swapped two parameters' memory, so all values in packs are copied before the
+    # first one is written. Others need no copy.
+    memory = [(pack.data.data_ptr(), pack.data.data_ptr() + pack.data.nbytes) for pack in packs]
+    for values in moved.values():
+        for number, value in values.items():
+            storage = value.untyped_storage()
+            first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            if any(first < stop and start < end for start, stop in memory):
+                values[number] = value.clone()
+    for pack, values in moved.items():
+        pack.take(values)
 
 
 def shard_of(pack: Pack, config: ShardcastConfig) -> Shard:

@@ -22,7 +22,7 @@ from shardcast.hook import Hook
 from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.pack import as_packed
 from shardcast.memory.packed_param import PackedParam, note_of
-from shardcast.memory.shard import Shard
+from shardcast.memory.shard import Shard, take_moved
 from shardcast.messages import SHOWN, page
 from shardcast.optimizer.setup import Plan
 from shardcast.plan.parallel_dims import PLAIN
@@ -244,7 +244,7 @@ class ModelHooks:
         for shard in self._shards:
             shard.forget_before_load()
             if shard.pack.converted:
-                shard.pack.take(shard.pack.moved())
+                take_moved(self._shards)
 
     def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
         if torch.compiler.is_compiling():  # then the first gradient hook begins the backward

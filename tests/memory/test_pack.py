@@ -11,10 +11,23 @@ import pytest
 import torch
 from models import CASES, GPT, assert_same_bits, install, sharded, values
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardcast.memory.shard import take_moved
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
+
+
+class Clones(TorchDispatchMode):
+    """Counts copies of whole tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.clone.default
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_pack_of_one_stays_as_it_is():
@@ -65,6 +78,44 @@ def test_two_parameters_that_swapped_their_memory_have_each_others_values(dtype:
     found = optimizer.full_parameters()
     for name, param, value in zip(("0.weight", "2.weight"), (one, other), expected, strict=True):
         assert torch.equal(param, value) and torch.equal(found[name].to(value.dtype), value)
+
+
+@pytest.mark.parametrize("fields", [{}, {"pack_params": 1}], ids=["one pack", "two packs"])
+def test_a_swap_before_an_overlapped_sync_has_ended_waits_for_it(fields: Any):
+    def train(group: Any, overlap: bool) -> dict[str, torch.Tensor]:
+        model = CASES["mlp"].build()
+        model.b = nn.Linear(13, 13)
+        model.c = nn.Linear(13, 13)
+        optimizer = sharded(model, group, overlap_sync=overlap, **fields)
+        for _ in range(3):
+            model(torch.ones(2, 7)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        is_pending = any(shard.pack.pending for shard in packed_of(optimizer).shards)
+        assert is_pending == overlap
+        one, other = model.b.weight, model.c.weight
+        one.data, other.data = other.data, one.data
+        install(model, 1)
+        optimizer.step()
+        optimizer.wait_sync()
+        return values(model)
+
+    for found, expected in zip(
+        ThreadedWorld(2).run(train, True), ThreadedWorld(2).run(train, False), strict=True
+    ):
+        assert_same_bits(found, expected)
+
+
+def test_assigned_values_in_other_memory_are_copied_once():
+    model = CASES["mlp"].build()
+    optimizer = sharded(model)
+    expected = {name: value * 0.5 for name, value in values(model).items()}
+    for name, param in model.named_parameters():
+        param.data = expected[name].clone()
+    with Clones() as clones:
+        take_moved(packed_of(optimizer).shards)
+    assert not clones.count
+    assert_same_bits(values(model), expected)
 
 
 READS: dict[str, Callable[[Any], object]] = {
