@@ -189,8 +189,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 _refuse_loss(loss)
                 if is_edited:
                     packed.reduce.refuse_edits()
+                take_moved(packed.shards)
             packed.decider.meet(STEP_AFTER_EDIT if is_edited else "step")
-            take_moved(packed.shards)  # gradients assigned after the clip
             if is_edited:
                 packed.reduce.multiply_in()
                 decision = self._decided_again()

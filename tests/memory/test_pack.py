@@ -118,6 +118,20 @@ def test_assigned_values_in_other_memory_are_copied_once():
     assert_same_bits(values(model), expected)
 
 
+def test_a_parameter_that_one_rank_resized_after_the_clip_is_refused_on_all():
+    def train(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group)
+        install(model, 0)
+        optimizer.clip_grad_norm_(1.0)
+        if group.rank() == 0:
+            model.a.weight.data = torch.zeros(3)
+        with pytest.raises(RuntimeError, match=r"'a.weight' was resized|rank 0 raised"):
+            optimizer.step()
+
+    ThreadedWorld(2).run(train)
+
+
 READS: dict[str, Callable[[Any], object]] = {
     "state_dict": lambda optimizer: optimizer.state_dict(),
     "full_parameters": lambda optimizer: optimizer.full_parameters(),
