@@ -602,6 +602,7 @@ class Gradients:
         """Send gradients from now on. What ``.grad`` shows becomes this rank's own gradient."""
         for position in range(len(self.pack.params)):
             self._part_with(position)
+        self.has.clear()
         self.alone = False
 
     def adopt(self) -> None:

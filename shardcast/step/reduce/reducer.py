@@ -180,7 +180,9 @@ class Reducer:
         """
         self.divisor.given = divisor
         if self.alone and divisor is not None:
+            self.multiply_in()
             self.alone, self._pass = False, None
+            self._gathered = True  # what ``.grad`` shows is the mean, unless a backward follows
             for grads in self.grads:
                 grads.end_alone()
 
