@@ -280,6 +280,56 @@ def test_every_new_directory_is_flushed_up_to_one_that_was_there(
     assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"} <= {*flushed}
 
 
+def test_all_is_flushed_as_it_is_before_a_checkpoint_or_an_export_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    flushed, named = dict[int, Any](), list[Path]()
+    flush, replace = storage.flush, os.replace
+
+    def contents(path: Path) -> Any:
+        return sorted(os.listdir(path)) if path.is_dir() else path.stat().st_size
+
+    def noted(path: Path) -> None:
+        flushed[path.stat().st_ino] = contents(path)
+        flush(path)
+
+    def checked(old: Path, new: Path) -> None:
+        if old.is_dir():
+            for path in (old, *old.iterdir()):
+                assert flushed.get(path.stat().st_ino) == contents(path), path
+            named.append(new)
+        replace(old, new)
+
+    monkeypatch.setattr(storage, "flush", noted)
+    monkeypatch.setattr(os, "replace", checked)
+    run, out = tmp_path / "run", tmp_path / "out"
+    checkpoint.save(run, *job(), step=1)
+    checkpoint.export(run, out, max_shard_mb=1e-3)
+    assert named == [run / "step-000000001", out]
+
+
+@pytest.mark.parametrize("size", [1, storage.LARGE])
+def test_a_process_that_can_start_no_thread_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+):
+    """As one that ends: what a thread would hash is hashed without one."""
+    refused = list[threading.Thread]()
+
+    def start(thread: threading.Thread) -> None:
+        refused.append(thread)
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    pair = job()
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "LARGE", size)
+        patch.setattr(threading.Thread, "start", start)
+        checkpoint.save(tmp_path, *pair, step=1)
+    assert bool(refused) == (size == 1)
+    step, state = loaded(tmp_path)  # and compares checksums
+    assert step == 1
+    assert_same_bits(state, everything(*pair))
+
+
 def no_flush_of(kind: Callable[[int], bool], number: int) -> Callable[[int], None]:
     """``os.fsync`` of a file system that gives an error for directories, or for files."""
     fsync = os.fsync
