@@ -99,6 +99,18 @@ def test_codes_and_scales_are_those_that_were_recorded_of_others(kind: str):
     assert (*found,) == RECORDED[kind]
 
 
+@pytest.mark.parametrize("form", ["fp8_block128", "mxfp8_rceil", "mxfp4_rceil"])
+def test_a_scale_that_covers_is_the_smallest_with_which_no_code_saturates(form: str):
+    """For the numbers next to each step of the scale, too."""
+    kind = FORMS[form]
+    steps = (kind.limit * 2.0 ** torch.arange(-110, 117, 7)).view(torch.int32)
+    largest = torch.cat([steps - 1, steps, steps + 1]).view(torch.float32)
+    rows = largest.repeat_interleave(kind.block_rows)[:, None]
+    scales = 2.0 ** (kind.quantize(rows.expand(-1, kind.block_columns))[1].double() - 127)
+    limits = kind.limit * scales.view(-1)
+    assert (limits / 2 < largest).all() and (largest <= limits).all()
+
+
 @pytest.mark.parametrize("form", [*FORMS])
 @pytest.mark.parametrize("kind", ["usual", "wide", "bf16", "zeros", "largest"])
 def test_values_are_those_of_a_table_of_all_codes(form: str, kind: str):
