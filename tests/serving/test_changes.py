@@ -42,6 +42,7 @@ class Net(nn.Module):
         self.scale, self.nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0, 3))
         self.tied = nn.Linear(7, 13, bias=False)
         self.tied.weight = self.odd.weight
+        nn.init.zeros_(self.odd.bias)
 
 
 LATER = "odd.bias", "scale"  # come with a group of their own
