@@ -514,7 +514,8 @@ class Gradients:
                 grads[position] = grad
         absent = [position for position in range(len(params)) if position not in grads]
         without = [n for n in grads if left_out(n)] if left_out is not None else []
-        sent = self._packed(grads, empty)
+        # Others are not copied, and a pack's only gradient, which a script may keep, is not zeroed.
+        sent = self._packed({n: g for n, g in grads.items() if n not in without}, empty)
         for position in (*absent, *without):
             slot = layout.slots[position]
             sent[slot.offset : slot.end].zero_()

@@ -51,6 +51,20 @@ def like(param: nn.Parameter, values: Tensor) -> Tensor:
     return distribute_tensor(values, param.device_mesh, param.placements, src_data_rank=None)
 
 
+def test_a_copy_that_another_rank_sends_stays_as_the_script_keeps_it():
+    def run(mesh: DeviceMesh) -> None:
+        model = Bag(copies=SHAPE)
+        model.place(mesh["tp"], copies=Replicate())
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = shardcast.shard(model, sgd, mesh=mesh, dp="dp", param_dtype="fp32")
+        kept = model.copies.grad = like(model.copies, numbers(0)).clone()
+        optimizer.step()
+        assert torch.equal(kept.to_local(), numbers(0))
+        assert torch.equal(model.copies.to_local(), -numbers(0))
+
+    threaded_world({"dp": 1, "tp": 2}, run)
+
+
 def assigned_in_place(param: Any) -> None:
     param.grad *= 3
 
