@@ -373,6 +373,16 @@ def _restore(packed: PackedOptimizer, dtype: torch.dtype | None = None) -> None:
             "gathered, so its weights stay in low precision: call optimizer.close() first"
         )
         return
+    # All are read before the first is written: a script may have swapped two parameters' memory.
+    moved = [
+        (view, param.data.clone())
+        for pack in (shard.pack for shard in packed.shards if shard.in_blocks)
+        for view, param in zip(pack.views(pack.data), pack.params, strict=True)
+        if param.dtype == view.dtype
+        and not (param.is_contiguous() and param.data_ptr() == view.data_ptr())
+    ]
+    for view, values in moved:
+        view.copy_(values)
     for shard in packed.shards:
         _restore_shard(shard, [dtype or given for given in shard.given_dtypes])
     packed.shards.clear()
@@ -396,9 +406,6 @@ def _restore_shard(shard: Shard, dtypes: Sequence[torch.dtype]) -> None:
     """
     pack, low = shard.pack, shard.pack.layout.dtype
     if shard.in_blocks:  # the owner's copy counts
-        for view, param in zip(pack.views(pack.data), pack.params, strict=True):
-            if param.dtype == low:
-                view.copy_(param.data)
         shard.absorb()
     full = pack.data
     if not shard.in_place:

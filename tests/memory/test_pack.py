@@ -81,6 +81,26 @@ def test_two_parameters_that_swapped_their_memory_have_each_others_values(dtype:
 
 
 @pytest.mark.parametrize("fields", [{}, {"pack_params": 1}], ids=["one pack", "two packs"])
+@pytest.mark.parametrize("published", [{}, {"fp8_block128": ["*weight"]}], ids=["", "in blocks"])
+def test_parameters_that_swapped_their_memory_keep_it_when_the_optimizer_is_closed(
+    published: Any, fields: Any
+):
+    closed = []
+    for swaps in True, False:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2)))
+        optimizer = sharded(model, param_dtype="bf16", published=published, **fields)
+        one, other = model[0].weight, model[1].weight
+        if swaps:
+            one.data, other.data = other.data, one.data
+        else:
+            one.data, other.data = other.detach().clone(), one.detach().clone()
+        optimizer.close()
+        closed.append(values(model))
+    assert_same_bits(*closed)
+
+
+@pytest.mark.parametrize("fields", [{}, {"pack_params": 1}], ids=["one pack", "two packs"])
 def test_a_swap_before_an_overlapped_sync_has_ended_waits_for_it(fields: Any):
     def train(group: Any, overlap: bool) -> dict[str, torch.Tensor]:
         model = CASES["mlp"].build()
