@@ -670,13 +670,13 @@ class Gradients:
                 self.show(position)
         if self._own is None:
             return
-        kept = self.kept()
         if self._full is not None:  # gathered means are at their owners again
-            for position in kept:
+            for position in self.kept():
                 self.show(position)
             self._own = self._full = None
-        for position in {*range(len(self.owned))}.difference(kept) if self.alone else ():
-            self._part_with(position)
+        for position, param in enumerate(self.pack.params) if self.alone else ():
+            if param.grad is not self._views[position]():
+                self._part_with(position)
         self.own.zero_()
 
     def hide(self, present: Sequence[bool]) -> None:
