@@ -32,7 +32,7 @@ def _round(bench: Bench) -> int:
         RuntimeError: it ended without running a test.
     """
     command = [sys.executable, "-m", "pytest", TESTS, "-q", "-p", "no:cacheprovider"]
-    command += ["-p", "gpu.watch", "-o", "timeout=0", "-o", "addopts=", f"--rootdir={ROOT}"]
+    command += ["-p", "gpu.watch", "-p", "no:timeout", "-o", "addopts=", f"--rootdir={ROOT}"]
     command += [f"--deselect={row['test']}" for row in bench.figures]
     with tempfile.TemporaryDirectory() as folder:
         stack = Path(folder) / "stack"

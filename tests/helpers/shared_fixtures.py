@@ -107,7 +107,7 @@ def give_time(item: pytest.Item) -> None:
     for world, timeout in WORLDS.items():
         world.timeout = crowd * timeout
     marker = item.get_closest_marker("timeout")
-    if crowd > 1:
+    if crowd > 1 and item.config.pluginmanager.hasplugin("timeout"):
         limit = marker.args[0] if marker else float(item.config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(crowd * limit), append=False)
 

@@ -17,6 +17,7 @@ import pytest
 import warm
 from commands import command
 from gpu import __main__ as kit
+from gpu import cuda_tests
 from gpu.bench import Bench
 from gpu.report import Result, write
 
@@ -97,3 +98,28 @@ def test_a_broken_part_is_reported_with_what_it_had_found(
     write(tmp_path, [result, good], dry=True)
     text = (tmp_path / "report.md").read_text()
     assert why in text and "| torch |" in text
+
+
+BUSY = "import os\nos.getloadavg = lambda: (1e3, 0, 0)\npytest_plugins = ['shared_fixtures']\n"
+TESTS = """import pytest, time
+@pytest.mark.timeout(0.2)
+def test_marked():
+    time.sleep(0.5)
+def test_unmarked():
+    pass
+"""
+
+
+@pytest.mark.parametrize("conftest", ["", BUSY], ids=["", "busy"])
+def test_a_test_of_the_kit_has_the_limit_of_the_kit(
+    conftest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not that of a mark, whose plugin a machine with a GPU may lack."""
+    (tmp_path / "conftest.py").write_text(conftest)
+    (tmp_path / "test_marked.py").write_text(TESTS)
+    monkeypatch.setattr(cuda_tests, "TESTS", str(tmp_path))
+    folders = (cuda_tests.ROOT / name for name in (".", "launch", "tests/helpers"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+    bench = Bench(True, tmp_path / "part.json")
+    cuda_tests.run(bench)
+    assert [row["result"] for row in bench.figures] == ["passed", "passed"]
