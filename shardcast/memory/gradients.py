@@ -751,9 +751,7 @@ class Gradients:
         They are in fp32 from then on, so that the update computes the same bits.
         """
         self._widen_all()
-        layout, own = self.pack.layout, self._full is None
-        ranges = self.pack.ranges if own else layout.ranges(0, layout.numel)
-        for part, factor in with_values(ranges, factors):
+        for part, factor in with_values(self.shown_ranges, factors):
             if factor is not None:
                 self.all_shown[part].mul_(factor)
 
@@ -773,6 +771,12 @@ class Gradients:
     def all_shown(self) -> Tensor:
         """The mean, and after a gather the parts of other owners, 1-d."""
         return self.own if self._full is None else self._full
+
+    @property
+    def shown_ranges(self) -> list[tuple[slice, GroupId]]:
+        """The parts of :attr:`all_shown` with one group each."""
+        layout = self.pack.layout
+        return self.pack.ranges if self._full is None else layout.ranges(0, layout.numel)
 
 
 def own_part(pack: Pack, position: int) -> slice:

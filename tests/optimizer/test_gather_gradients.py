@@ -75,6 +75,25 @@ def test_replaced_gradients_train_as_under_ddp_without_a_warning():
         check(momentum, pcgrad, tol=1e-6)
 
 
+@pytest.mark.parametrize("norm", [None, 8.0])
+def test_gathered_gradients_show_a_clip_of_values_on_every_rank(norm: float | None):
+    def run(group: Any) -> list[Tensor]:
+        model = nn.Linear(5, 3)
+        optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype="fp32")
+        for param in model.parameters():
+            param.grad = torch.arange(param.numel()).view(param.shape).float()
+        if norm is not None:
+            optimizer.clip_grad_norm_(norm)
+        optimizer.gather_gradients()
+        optimizer.clip_grad_value_(1.5)
+        return [param.grad.clone() for param in model.parameters()]
+
+    (expected,) = threaded_world(1, run)
+    assert max(grad.max() for grad in expected) == 1.5
+    for found in threaded_world(2, run):
+        assert equal(found, expected)
+
+
 def swapped(one: Any, other: Any, _optimizer: Any, _backward: Any) -> list[Tensor]:
     one.grad, other.grad = other.grad, one.grad
     return []

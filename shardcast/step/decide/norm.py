@@ -201,13 +201,13 @@ class GradientNorm(Signal):
         return clipped, dict(zip(self._bounds, factors, strict=True))
 
     def clamp_(self, limit: float, unscale: Tensor | None, pending: Decision | None) -> None:
-        """Clamp all own spans so that their products with a factor are in ``[-limit, limit]``."""
+        """Clamp all means so that their products with a factor are in ``[-limit, limit]``."""
         for grads in self._grads:
             if pending is None:
-                clamp_(grads.own, limit, unscale)
+                clamp_(grads.all_shown, limit, unscale)
                 continue
-            for part, factor in with_values(grads.pack.ranges, pending.factors):
-                clamp_(grads.own[part], limit, factor)
+            for part, factor in with_values(grads.shown_ranges, pending.factors):
+                clamp_(grads.all_shown[part], limit, factor)
 
     def error(self, mistakes: Sequence[float]) -> None:
         """Return no error: the step is skipped, see :meth:`.SkipReport.poll`."""
