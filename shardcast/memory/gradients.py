@@ -284,6 +284,22 @@ class Gradients:
         grads = enumerate(param.grad for param in self.pack.params)
         return [n for n, grad in grads if grad is not None and not self.holds(n, grad)]
 
+    @property
+    def readable(self) -> range:
+        """Addresses of the mean where ``.grad``s are views of it; empty elsewhere."""
+        data = self._own if self._full is None and self.alone else self._full
+        return range(0) if data is None else range(data.data_ptr(), data.data_ptr() + data.nbytes)
+
+    def copy_assigned(self, memory: Sequence[range]) -> None:
+        """Copy assigned gradients that lie in ``memory``, which is about to be overwritten."""
+        for position, param in enumerate(self.pack.params):
+            grad = param.grad
+            if grad is None or type(grad) is StandIn or grad is self._views[position]():
+                continue
+            if grad.layout == torch.strided and any(grad.data_ptr() in part for part in memory):
+                with torch.no_grad():
+                    param.grad = grad.clone()
+
     # -- what ``.grad`` shows -------------------------------------------------------------------
 
     def holds(self, position: int, grad: Tensor) -> bool:

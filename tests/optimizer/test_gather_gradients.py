@@ -99,6 +99,23 @@ def swapped(one: Any, other: Any, _optimizer: Any, _backward: Any) -> list[Tenso
     return []
 
 
+def swapped_as_views(one: Any, other: Any, _optimizer: Any, _backward: Any) -> list[Tensor]:
+    """Other objects in the same memory."""
+    one.grad, other.grad = other.grad.data, one.grad.data
+    return []
+
+
+def swapped_before_a_backward(one: Any, other: Any, _: Any, backward: Any) -> list[Tensor]:
+    one.grad, other.grad = other.grad.data, one.grad.data
+    backward(1)
+    return []
+
+
+def given_on(one: Any, other: Any, _optimizer: Any, _backward: Any) -> list[Tensor]:
+    other.grad, one.grad = one.grad.data, torch.full_like(one, 3.0)
+    return []
+
+
 def cleared_before_a_step(one: Any, _other: Any, optimizer: Any, _backward: Any) -> list[Tensor]:
     kept, one.grad = one.grad, None
     optimizer.step()
@@ -133,6 +150,9 @@ def tasks_with_heads(one: Any, other: Any, optimizer: Any, backward: Any) -> lis
 
 KEEPS = [
     swapped,
+    swapped_as_views,
+    swapped_before_a_backward,
+    given_on,
     cleared_before_a_step,
     cleared_before_a_backward,
     cleared_before_zeros,

@@ -262,6 +262,7 @@ class Reducer:
         are_dropped = not any(grads.adds for grads in self.grads)
         if self.clip is not None and any(grads.assigned() for grads in self.grads):
             self.multiply_in()  # now, because the clip is not of what was assigned
+        self._copy_assigned()
         with self.own_edits():
             taken = [grads.settle() for grads in self.grads]
         if any(taken) and are_dropped and not self._gathered:
@@ -546,6 +547,7 @@ class Reducer:
             if any(grads.kept() for grads in self.grads):
                 self.multiply_in()  # now, while no mean is on its way
             self.clip = None if self.due else self.clip.without_factors()
+        self._copy_assigned()
         self.due = True  # stays true if a backward fails
         self._gathered = False
         for grads in self.grads:
@@ -553,6 +555,12 @@ class Reducer:
         self.counting = None
         if sends or self.alone:
             self._pass = ReducePass(self.buckets.values(), self.buffers)
+
+    def _copy_assigned(self) -> None:
+        """Read assigned gradients before one is written: a script may have swapped their memory."""
+        if memory := [grads.readable for grads in self.grads if grads.readable]:
+            for grads in self.grads:
+                grads.copy_assigned(memory)
 
     def arrive(self, bucket: Bucket, position: int, running: int) -> None:
         """Called for a gradient that the hook cannot simply count.
