@@ -117,50 +117,36 @@ def test_gradients_keep_their_size_when_another_loss_scale_is_loaded(size: int, 
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_another_loss_scale_leaves_zeros_that_a_clear_left_zeros(size: int):
+@pytest.mark.parametrize("left", ["zeros", "waiting"])
+def test_a_loss_scale_is_loaded_whatever_gradients_are_left(size: int, left: str):
+    """Zeros of a clear stay zeros, and a gradient that waits for its mean changes nothing."""
+
     def script(model: nn.Module, optimizer: Any, batch: Tensor) -> list[Tensor]:
-        saved = optimizer.state_dict()
-        optimizer.scale_loss(model(batch).float().sum() * math.inf).backward()
-        optimizer.step()  # skipped, with half of the scale from now on
-        optimizer.zero_grad(set_to_none=sets_to_none)
-        optimizer.load_state_dict(saved)
-        optimizer.scale_loss(model(batch).float().square().mean()).backward()
-        optimizer.step()
-        return [*optimizer.full_parameters().values()]
-
-    fields = {"param_dtype": "fp16", "loss_scale": "dynamic", "loss_scale_init": 1024.0}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the skip
-        sets_to_none = True
-        expected, *_ = on_ranks(script, size, **fields)
-        sets_to_none = False
-        found, *_ = on_ranks(script, size, **fields)
-    assert equal(found, expected)
-
-
-def test_a_loss_scale_is_loaded_while_a_gradient_waits_for_its_mean():
-    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> list[Tensor]:
-        saved = optimizer.state_dict()
-        optimizer.scale_loss(model(batch).float().sum() * math.inf).backward()
-        optimizer.step()  # skipped, with half of the scale from now on
-        optimizer.zero_grad()
-        if waits:
+        def backward() -> None:
             optimizer.scale_loss(model(batch).float().square().mean()).backward()
+
+        saved = optimizer.state_dict()
+        optimizer.scale_loss(model(batch).float().sum() * math.inf).backward()
+        optimizer.step()  # skipped, with half of the scale from now on
+        optimizer.zero_grad(set_to_none=here != "zeros")
+        if here == "waiting":
+            backward()
             with optimizer.no_sync():
-                optimizer.scale_loss(model(batch).float().square().mean()).backward()
+                backward()
         optimizer.load_state_dict(saved)
-        optimizer.zero_grad()
-        optimizer.scale_loss(model(batch).float().square().mean()).backward()
+        if here == "waiting":
+            optimizer.zero_grad()
+        backward()
         optimizer.step()
         return [*optimizer.full_parameters().values()]
 
     fields = {"param_dtype": "fp16", "loss_scale": "dynamic", "loss_scale_init": 1024.0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the skip
-        waits = False
-        expected, *_ = on_ranks(script, **fields)
-        waits = True
-        found, *_ = on_ranks(script, **fields)
+        here = "nothing"
+        expected, *_ = on_ranks(script, size, **fields)
+        here = left
+        found, *_ = on_ranks(script, size, **fields)
     assert equal(found, expected)
 
 
