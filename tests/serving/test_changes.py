@@ -245,7 +245,7 @@ def test_a_reader_of_changes_has_the_bits_of_the_training(ranks: int, form: str)
 
 
 def test_only_values_that_differ_from_the_last_answer_are_told():
-    """Not those that a script wrote and took back, nor those of a step that changes no cast."""
+    """Not what a script wrote and took back, nor a step that changes no cast."""
 
     def run(group: Any) -> tuple[int, int, int]:
         story = Story(group, "AdamW", BF16)
@@ -268,7 +268,7 @@ def test_only_values_that_differ_from_the_last_answer_are_told():
 
 
 def test_values_of_an_answer_that_failed_are_in_the_next_one():
-    """An error in a later pack does not make those of earlier packs told."""
+    """An error in a later pack leaves the values of earlier packs untold."""
     story = Story(None, "AdamW", {**BF16, "pack_params": 1})
     story.tell()
     story.step(1)
