@@ -1,7 +1,9 @@
 """``replica_check`` and ``check_copies()``: compare data that several ranks hold as copies.
 
 After a sync all data-parallel ranks should have the same parameters and buffers. If a collective is
-torn or memory fails, the ranks diverge, and training is worthless long before the loss shows it.
+torn, memory fails, or a script writes weights on one rank, the ranks diverge, and training is
+worthless long before the loss shows it. The next sync hides it, so parameters are also compared
+before an update, as the forwards read them.
 Masters under ``shard_ranks``, of replicas in a mesh and of tied weights are updated on several
 ranks independently, so they are compared too.
 """
@@ -25,12 +27,20 @@ from shardcast.messages import SHOWN
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option
 from shardcast.plan.parallel_dims import PLAIN
+from shardcast.step.decide.decision import Decision
 from shardcast.step.step_hook import StepHook
 
 REMEDY = (
     "A transfer or the memory of that rank was corrupted: check its device and host (ECC "
     "errors, kernel log, network), leave it out, and resume from a checkpoint saved before the "
     "last check that passed"
+)
+
+
+PARAMETERS = "parameters"
+WRITTEN = (
+    "Either the script changed them on that rank and not on the others: change weights on every "
+    "rank alike. Or: "
 )
 
 
@@ -59,11 +69,24 @@ class ReplicaCheck(StepHook):
         self._optimizer, self._period = optimizer, optimizer.config.replica_check
         self._groups, self._hash = optimizer.process_groups, hasher_of(optimizer.device)
 
+    def before_update(self, decision: Decision) -> None:
+        """Compare the parameters that the forwards read; the sync takes what their owners have."""
+        if self._is_due():
+            self._compare(f"replica_check: before step {self._step}", is_read=True)
+
     def after_sync(self) -> None:
-        """Compare the current data, if a check is due."""
-        made, device = self._optimizer.comm.steps + 1, self._optimizer.device
-        if self._period and made % self._period == 0 and not _compat.is_capturing(device):
-            self._compare(f"replica_check: after step {made}")
+        """Compare the new data, buffers and masters, too."""
+        if self._is_due():
+            self._compare(f"replica_check: after step {self._step}")
+
+    @property
+    def _step(self) -> int:
+        return self._optimizer.comm.steps + 1
+
+    def _is_due(self) -> bool:
+        if not self._period or self._step % self._period:
+            return False
+        return not _compat.is_capturing(self._optimizer.device)
 
     def check_copies(self) -> None:
         """Compare all replicas by 64-bit hashes, for debugging.
@@ -80,15 +103,20 @@ class ReplicaCheck(StepHook):
         self._compare("check_copies:")
 
     @torch.no_grad()
-    def _compare(self, where: str) -> None:
-        """Raise on every rank if copies differ. Collective; waits for the device."""
+    def _compare(self, where: str, is_read: bool = False) -> None:
+        """Raise on every rank if copies differ. Collective; waits for the device.
+
+        Args:
+            is_read: compare parameters only, which a script may have written on one rank.
+        """
         packed, everyone = self._optimizer, self._groups.everyone
         if everyone.size == 1:
             return
         packed.sync.wait()
         held: dict[str, list[Copies]] = {}
         for name, copies in self._held():
-            held.setdefault(name, []).append(copies)
+            if copies.kind == PARAMETERS or not is_read:
+                held.setdefault(name, []).append(copies)
         facts = []
         for name, of_group in sorted(held.items()):  # in one order on all ranks
             comm = self._groups.comm(name) if name else self._groups.dp
@@ -96,7 +124,8 @@ class ReplicaCheck(StepHook):
 
         def refuse() -> None:
             if facts:
-                raise RuntimeError(f"{where} {'; '.join(facts)}. {REMEDY}")
+                remedy = f"{WRITTEN}{REMEDY}" if is_read else REMEDY
+                raise RuntimeError(f"{where} {'; '.join(facts)}. {remedy}")
 
         everyone.together(refuse, packed.device, self.name)
 
@@ -119,7 +148,7 @@ class ReplicaCheck(StepHook):
         pack = shard.pack
         slots = {slot.name: slice(slot.offset, slot.end) for slot in pack.layout.slots}
         return Copies(
-            "parameters",
+            PARAMETERS,
             [*slots],
             lambda: self._hash(pack.data),
             lambda: [self._hash(pack.data[part].clone()) for part in slots.values()],
