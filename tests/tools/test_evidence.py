@@ -42,15 +42,21 @@ def test_ran(suite, ran, verdicts):
 
 @pytest.mark.timeout(60)
 def test_a_suite_with_a_test_that_fails_loses_its_row(tmp_path: Path) -> None:
-    """One of a module with a single suite, one of several, and one whose run fails before."""
+    """One of a module with a single suite, one of several, and one whose run fails before.
+
+    A test of another folder, as those of ecosystem/, has no suite.
+    """
+    (foreign := tmp_path / "foreign").mkdir()
+    (tmp_path / "test_other.py").write_text("def test_it(): pass\n", encoding="utf-8")
     for name in ("conftest.py", "evidence.py"):
-        (tmp_path / name).write_text((FOREIGN / name).read_text(), encoding="utf-8")
+        (foreign / name).write_text((FOREIGN / name).read_text(), encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     page = tmp_path / "page.md"
     for holds in (True, False):
         for name, code in (("test_one.py", OF_ONE), ("test_several.py", OF_SEVERAL)):
-            (tmp_path / name).write_text(code.replace("{holds}", str(holds)), encoding="utf-8")
-        words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--evidence", str(page), "."]
+            (foreign / name).write_text(code.replace("{holds}", str(holds)), encoding="utf-8")
+        words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--evidence", str(page)]
+        words += ["foreign", "test_other.py"]
         subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, check=False)
         rows = [line for line in page.read_text().splitlines() if line.startswith("| [")]
         found = [row.partition("[")[2].partition("]")[0] for row in rows]

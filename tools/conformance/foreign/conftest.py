@@ -23,8 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if isinstance(item, pytest.Function):
+    here = Path(__file__).parent
+    for item in items:  # among them are those of ecosystem/, if both are run
+        if isinstance(item, pytest.Function) and here in item.path.parents:
             parameters = item.callspec.params if hasattr(item, "callspec") else {}
             # Modules of several suites have one test for each.
             suite = parameters.get("suite") or item.module.SUITE
