@@ -4,6 +4,8 @@
 #                    setup.cfg) at the versions of constraints.txt. It reuses $VENV, the active
 #                    virtual environment or .venv, whichever satisfies them first; otherwise it
 #                    installs into $VENV (default: .venv), creating it with $PYTHON.
+# on_path COMMAND    puts $VENV or .venv on the PATH, if COMMAND is only there.
+# has_gpu            fails if the PATH's Python has torch and finds no GPU.
 # usage "$@"         prints the comment at the top of the calling script and exits, if the first
 #                    argument is --help or -h.
 #
@@ -36,6 +38,16 @@ environment() {
     # Compile on all cores; pip uses one. Some packages have files for another Python, which fail.
     "$python" -m compileall -q -j 0 \
         "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null || true
+}
+
+on_path() {
+    local bin
+    bin=$(realpath -m "${VENV:-.venv}")/bin
+    command -v "$1" >/dev/null || [[ ! -x $bin/$1 ]] || PATH=$bin:$PATH
+}
+
+has_gpu() {
+    [[ $(python -c "import torch; print(torch.cuda.is_available())" 2>/dev/null) != False ]]
 }
 
 has_pip() { "$1" -m pip --version >/dev/null 2>&1; }

@@ -3,7 +3,7 @@
 #
 # Usage: bash launch/torchrun.sh [flags of launch/train.py]
 # Environment:
-#   NPROC             processes per node: a number, gpu, cpu or auto (default: gpu)
+#   NPROC             processes per node: a number, gpu, cpu or auto (default: gpu; 2 without a GPU)
 #   NNODES            number of nodes (default: 1); more need RDZV_ENDPOINT
 #   RDZV_ENDPOINT     host:port of one node, equal on all nodes
 #   RDZV_ID           name of the job, equal on all nodes (default: shardcast)
@@ -27,5 +27,7 @@ if [[ ${NNODES:-1} != 1 ]]; then
         --rdzv-id="${RDZV_ID:-shardcast}"
     )
 fi
-exec torchrun "${rendezvous[@]}" --nproc-per-node="${NPROC:-gpu}" \
+on_path torchrun
+[[ -n ${NPROC:-} ]] || { has_gpu && NPROC=gpu; } || NPROC=2
+exec torchrun "${rendezvous[@]}" --nproc-per-node="$NPROC" \
     --max-restarts="${MAX_RESTARTS:-0}" launch/train.py "$@"

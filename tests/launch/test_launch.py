@@ -101,6 +101,32 @@ def test_a_shell_script_asked_for_help_prints_its_usage_and_does_nothing_else(na
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("finds", ["True", "False"])
+def test_a_launcher_starts_one_process_per_gpu_or_two_without_one(
+    finds: str, tmp_path: Path
+) -> None:
+    """By the programs of a virtual environment that is not active, which print their arguments."""
+    (programs := tmp_path / "bin").mkdir()
+    for name, line in (("torchrun", '"$@"'), ("accelerate", '"$@"'), ("python", finds)):
+        (programs / name).write_text(f"#!/bin/sh\necho {line}\n")
+        (programs / name).chmod(0o755)
+
+    def started(script: str, **env: str) -> str:
+        env |= {"VENV": str(tmp_path), "PATH": "/usr/bin:/bin"}
+        done = command("bash", f"launch/{script}.sh", "--steps", "9", **env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    there = finds == "True"
+    assert f"--nproc-per-node={'gpu' if there else 2} " in started("torchrun")
+    assert "--nproc-per-node=3 " in started("torchrun", NPROC="3")
+    file = "configs/accelerate/" + ("multi_gpu.yaml" if there else "cpu_two_processes.yaml")
+    assert f"--config_file {file} launch/train.py --steps 9" in started("accelerate")
+    assert "my.yaml --num_processes 3" in started(
+        "accelerate", ACCELERATE_CONFIG="my.yaml", NPROC="3"
+    )
+
+
 def test_every_row_of_the_readme_is_what_the_estimate_says() -> None:
     with torch.device("meta"):
         model = gpt_7b()
