@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from shardcast.launched import is_first_process
 from shardcast.messages import warn
@@ -299,55 +298,6 @@ class ShardcastConfig(ValidatedOptions):
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as in YAML; callables and classes by qualified name. Local."""
         return {each.name: as_yaml(getattr(self, each.name)) for each in fields(self)}
-
-
-class Keywords(TypedDict, total=False):
-    """The options as keywords; ``tests/test_config.py`` compares them with the config.
-
-    Besides a field's own type they accept names of dtypes, single items instead of sequences, and
-    mappings.
-    """
-
-    param_dtype: torch.dtype | str
-    keep_fp32: KeepRule | Sequence[KeepRule]
-    cast_forward_inputs: bool
-    autocast: bool
-    convert_rest: bool
-    fp32_outputs: str | Sequence[str]
-    cast_buffers: bool
-    broadcast_buffers: bool | str | Sequence[str]
-    grad_dtype: torch.dtype | str | None
-    reduce_dtype: torch.dtype | str | None
-    partition: str
-    elementwise: bool | None
-    shard_ranks: str | int
-    pack_mb: float | None
-    pack_params: int | None
-    unpacked_first: int
-    alignment: int
-    group_fn: GroupFn | None
-    cost_fn: CostFn | None
-    max_grad_norm: float | None
-    norm_type: float
-    loss_scale: str | float | None
-    loss_scale_init: float
-    loss_scale_growth_interval: int
-    max_skipped_steps: int
-    guard: Mapping[str, Any] | Callable[[Tensor, Tensor | None], Tensor] | None
-    on_error: str | Mapping[str, Any]
-    accumulate: str
-    master: str
-    moments: str
-    metrics: bool | int
-    replica_check: int
-    offload: bool
-    averages: Mapping[str, Any]
-    published: Mapping[str, str | Sequence[str]] | None
-    changes: bool
-    reduce: str
-    sync: str
-    overlap_sync: bool
-    fuse: str
 
 
 ConfigSource = ShardcastConfig | Mapping[str, object] | str | os.PathLike[str] | None

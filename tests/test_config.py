@@ -17,7 +17,6 @@ from torch import nn
 import shardcast
 from shardcast import ShardcastConfig
 from shardcast.cli.launch import split_config
-from shardcast.config import Keywords
 from shardcast.option_files import preset
 from shardcast.option_values import ELSEWHERE
 
@@ -242,27 +241,6 @@ def test_callables_of_every_kind_can_be_options():
         shardcast.shard(model, adamw(model), keep_fp32=rule)
         low = [n for n, p in model.named_parameters() if p.dtype != torch.float32]
         assert low == ["b.weight", "b.bias", "c.weight", "c.bias"]
-
-
-WIDER = {
-    "torch.dtype": "torch.dtype | str",
-    "tuple[KeepRule, ...]": "KeepRule | Sequence[KeepRule]",
-    "tuple[str, ...]": "str | Sequence[str]",
-}
-
-
-def test_the_keywords_of_shard_are_the_options_of_the_config():
-    expected = {
-        field.name: " | ".join(WIDER.get(part, part) for part in str(field.type).split(" | "))
-        for field in dataclasses.fields(ShardcastConfig)
-    } | {
-        "averages": "Mapping[str, Any]",
-        "published": "Mapping[str, str | Sequence[str]] | None",
-        "on_error": "str | Mapping[str, Any]",
-        "guard": "Mapping[str, Any] | Callable[[Tensor, Tensor | None], Tensor] | None",
-    }
-    found = {name: kind.__forward_arg__ for name, kind in Keywords.__annotations__.items()}
-    assert found == expected and list(found) == list(expected)
 
 
 def test_a_preset_is_the_file_of_its_name(monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardcast import _compat, launched
 from shardcast.comm import Comm, ProcessGroups
 from shardcast.comm.process_groups import over_fewer_ranks
-from shardcast.config import ConfigSource, Keywords, ShardcastConfig
+from shardcast.config import ConfigSource, ShardcastConfig
 from shardcast.extensions.waiting import look_after
 from shardcast.memory.aliases import find_aliases, tie
 from shardcast.messages import LOG
@@ -53,7 +53,7 @@ def shard(
     experts: Mapping[str, Sequence[str]] | None = None,
     divisor: float | Tensor | None = None,
     materialize: Callable[[nn.Module], object] | None = None,
-    **fields: Unpack[Keywords],
+    **fields: Any,
 ) -> ShardedOptimizer:
     """Shard the fp32 masters and the state of ``optimizer`` over the data-parallel ranks.
 
