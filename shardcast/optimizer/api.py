@@ -25,7 +25,6 @@ from shardcast.optimizer.model import (
     is_sharded,
     joined,
     waiting_restores,
-    warn_of_averages,
 )
 from shardcast.optimizer.packed import PackedOptimizer, summary_of
 from shardcast.optimizer.setup import warn_of_slow_products
@@ -171,8 +170,6 @@ def shard(
         for restore in restores:
             restore()
         dtypes = setup.dtypes_of(stages)
-        if process_groups.everyone.rank == 0:
-            warn_of_averages(plan)
         convert_rest(plan, stages, process_groups)
         shards = setup.allocate(plan, process_groups)
         tie(plan.aliases)  # before buffers are looked at

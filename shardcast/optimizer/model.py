@@ -8,7 +8,7 @@ converted model, and a DDP wrapper around a sharded model.
 from __future__ import annotations
 
 import pickle
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +23,14 @@ from shardcast.memory.convert import convert_tensor_
 from shardcast.memory.pack import as_packed
 from shardcast.memory.packed_param import PackedParam, note_of
 from shardcast.memory.shard import Shard, take_moved
-from shardcast.messages import SHOWN, page
+from shardcast.messages import SHOWN
 from shardcast.optimizer.setup import Plan
 from shardcast.plan.parallel_dims import PLAIN
-from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.refusal import Loads
 from shardcast.step.reduce.reducer import is_reduced
 from shardcast.step.sync.sync import Sync
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from torch.utils.hooks import RemovableHandle
 
 NOTE = "_shardcast_model"  # attribute of a model that is or was sharded
@@ -434,54 +431,6 @@ def restore_rest(stages: Sequence[nn.Module], dtypes: Sequence[Mapping[str, torc
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 own_name = name.rpartition(".")[2]
                 module._buffers[own_name] = buffer.to(dtype_of.get(name, buffer.dtype))
-
-
-def warn_of_averages(plan: Plan) -> None:
-    """Warn about buffers that start as copies of parameters which become low-precision. Local.
-
-    EMA classes keep averages in such buffers, and many of them cast an average to its parameter's
-    dtype.
-    """
-    buffers = {name: _compat.local_tensor(buffer) for name, buffer in plan.model.named_buffers()}
-    shapes = {buffer.shape for buffer in buffers.values()}
-    lowered: dict[Hashable, list[tuple[str, Tensor]]] = defaultdict(list)
-    for name, param in plan.params.items():
-        local = _compat.local_tensor(param).detach()
-        becomes_low = plan.precision.storage_dtype(param) != MASTER_DTYPE
-        if local.shape in shapes and param.requires_grad and becomes_low:
-            lowered[_sample(local)].append((name, local))
-    lowered.pop(None, None)
-    found = ((name, _equal(buffer, lowered)) for name, buffer in buffers.items() if lowered)
-    begun = [(name, its) for name, its in found if its is not None]
-    if begun:
-        (buffer, its), more = begun[0], f" and {len(begun) - 1} more" if len(begun) > 1 else ""
-        low = plan.config.param_dtype
-        warn_first(
-            f"buffer {buffer!r}{more} starts equal to parameter {its!r}, like an average of "
-            f"weights, and shardcast.shard stores the parameter in {low}: an average that is "
-            f"cast to {low} loses its small steps. Use shardcast.shard(..., averages={{'ema': "
-            f"0.999}}), or store parameters in fp32, too: keep_fp32={its!r}, or "
-            f"param_dtype='fp32' ({page('optimizers')})"
-        )
-
-
-def _sample(tensor: Tensor) -> Hashable:
-    """Return a few values of a tensor, with its shape; ``None`` if all may be equal."""
-    if tensor.layout is not torch.strided or not tensor.is_floating_point() or tensor.numel() < 2:
-        return None
-    flat = tensor.reshape(-1)
-    places = torch.arange(8, device=flat.device) * (len(flat) - 1) // 7
-    values = flat[places].tolist()
-    return (tuple(tensor.shape), *values) if len({*values}) > 1 else None
-
-
-def _equal(buffer: Tensor, lowered: Mapping[Hashable, list[tuple[str, Tensor]]]) -> str | None:
-    """Return the name of a parameter that equals a buffer in other memory."""
-    for name, param in lowered.get(_sample(buffer), ()):
-        same = buffer.dtype == param.dtype and buffer.device == param.device
-        if same and buffer.data_ptr() != param.data_ptr() and torch.equal(buffer, param):
-            return name
-    return None
 
 
 def name_unheld(outside: Mapping[str, nn.Parameter]) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from models import CASES
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
@@ -210,41 +208,3 @@ def test_what_no_optimizer_holds_keeps_its_memory_dtype_and_strides(size: int):
         assert torch.equal(view, model[0].weight[:1])
 
     ThreadedWorld(size).run(run)
-
-
-class ShadowsInBuffers(nn.Module):
-    """As LitEma of latent-diffusion."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        for name, param in model.named_parameters():
-            self.register_buffer(name.replace(".", ""), param.clone().detach())
-
-
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [({}, True), ({"param_dtype": "fp32"}, False), ({"keep_fp32": ("net.*",)}, False)],
-)
-def test_buffers_that_begin_as_low_precision_parameters_are_warned_of(
-    fields: dict[str, Any], told: bool, recwarn: pytest.WarningsRecorder
-):
-    model = nn.Module()
-    model.net = CASES["mlp"].build()
-    model.ema = ShadowsInBuffers(model.net)
-    inner = torch.optim.SGD(model.net.parameters(), lr=0.1)
-    shardcast.shard(model, inner, **fields)
-    messages = [str(each.message) for each in recwarn.list if "average of weights" in str(each)]
-    assert len(messages) == told
-    for message in messages:
-        assert "buffer 'ema.aweight' and 5 more" in message and "'net.a.weight'" in message
-        for remedy in ("averages=", "keep_fp32=", "param_dtype='fp32'"):
-            assert remedy in message
-
-
-def test_buffers_of_norms_and_views_of_parameters_are_not_warned_of():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    model.register_buffer("table", torch.randn(8, 8))
-    model[0].register_buffer("view", model[0].weight.detach())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        shardcast.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
