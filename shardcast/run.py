@@ -14,11 +14,10 @@ import os
 import runpy
 import sys
 from argparse import ArgumentParser
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -71,16 +70,7 @@ def install() -> None:
 
     import accelerate  # isort: skip
 
-    class RunAccelerator(ShardcastAccelerator):
-        """An accelerator that :func:`shardcast.accelerate.enable` may still configure."""
-
-        provisional = True
-
-    RunAccelerator.__name__ = ShardcastAccelerator.__name__
-    # So that pickle finds the class.
-    RunAccelerator.__module__, RunAccelerator.__qualname__ = "accelerate.accelerator", "Accelerator"
-    accelerate.Accelerator = RunAccelerator
-    accelerate.accelerator.Accelerator = RunAccelerator
+    accelerate.Accelerator = accelerate.accelerator.Accelerator = ShardcastAccelerator
     if (trainer := sys.modules.get(TRAINER)) is not None:
         trainer.Trainer.__new__ = new_trainer
     else:  # importing it here would cost every script seconds
@@ -101,33 +91,20 @@ class TrainerFinder(MetaPathFinder):
     """Import hook that makes Trainer shard when the script imports it."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        """Return the spec of the other finders with a wrapped loader."""
+        """Return the spec of the other finders, whose loader also replaces the constructor."""
         if name != TRAINER:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = TrainerLoader(spec.loader)
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                module.Trainer.__new__ = new_trainer
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-class TrainerLoader(Loader):
-    """Loader of Trainer's module that replaces its constructor."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create the module with the original loader."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, then replace the constructor."""
-        self._loader.exec_module(module)
-        module.Trainer.__new__ = new_trainer
 
 
 if __name__ == "__main__":

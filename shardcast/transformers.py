@@ -18,10 +18,11 @@ each from its own learning rate. Or pass a list of schedulers:
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ import torch
 from torch import nn
 
 from shardcast import checkpoint
-from shardcast.accelerate import ShardcastAccelerator, enable
+from shardcast.accelerate import ShardcastAccelerator
 from shardcast.accelerate.mesh import is_cut
 from shardcast.checkpoint.directory import steps
 from shardcast.comm import warn_first
@@ -140,9 +141,20 @@ class ShardcastTrainerMixin(_Trainer):
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create Trainer's accelerator and let it shard."""
-        super().create_accelerator_and_postprocess()
-        enable(self.accelerator, self._shardcast_config)
+        """Create Trainer's accelerator as one that shards."""
+        module: Any = sys.modules[Trainer.__module__]  # by whose name Trainer calls the class
+        stock = module.Accelerator
+        module.Accelerator = partial(ShardcastAccelerator, shardcast_config=self._shardcast_config)
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            module.Accelerator = stock
+        if not isinstance(self.accelerator, ShardcastAccelerator):
+            raise TypeError(
+                "ShardcastTrainer: expected a Trainer that makes its accelerator by the name "
+                f"{Trainer.__module__}.Accelerator, got a {type(self.accelerator).__name__}; let "
+                "the overridden method make a shardcast.accelerate.ShardcastAccelerator"
+            )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the metrics that ``log_metrics`` names to ``logs``, and log them."""

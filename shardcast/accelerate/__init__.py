@@ -8,8 +8,8 @@ except ImportError as error:
         "pip install 'shardcast-optim[accelerate]'"
     ) from error
 
-from shardcast.accelerate.accelerator import ShardcastAccelerator, enable
+from shardcast.accelerate.accelerator import ShardcastAccelerator
 from shardcast.accelerate.optimizer import ShardcastOptimizer
 from shardcast.config import ConfigSource
 
-__all__ = ["ConfigSource", "ShardcastAccelerator", "ShardcastOptimizer", "enable"]
+__all__ = ["ConfigSource", "ShardcastAccelerator", "ShardcastOptimizer"]

@@ -1,9 +1,8 @@
 """Accelerate: Hugging Face's Accelerator with a sharded optimizer instead of DDP and autocast.
 
-There are three ways to use it::
+There are two ways to use it::
 
     accelerator = ShardcastAccelerator(shardcast_config="bf16.yaml")   # instead of Accelerator
-    accelerator = enable(Accelerator(), max_grad_norm=1.0)             # an existing one
     python -m shardcast.run script.py                                  # an unchanged script
 
 ``prepare`` places the model without wrapping it and shards its optimizer. Unsupported settings
@@ -72,11 +71,8 @@ class ShardcastAccelerator(Accelerator):
     ) -> None:
         guards.refuse_options(kwargs)
         super().__init__(*args, **kwargs)
-        self._take_over(shardcast_config, {})
-
-    def _take_over(self, source: ConfigSource, fields: Mapping[str, object]) -> None:
         guards.refuse_unsupported(self)
-        config = guards.resolve_config(self.mixed_precision, source, **fields)
+        config = guards.resolve_config(self.mixed_precision, shardcast_config)
         broadcasts = getattr(self.ddp_handler, "broadcast_buffers", True)
         self.shardcast_config = with_buffers(config, broadcasts)
         self.native_amp = self.native_amp and self.shardcast_config.autocast
@@ -92,8 +88,6 @@ class ShardcastAccelerator(Accelerator):
     """Trained weights of a loss module; Trainer leaves them out when it clips."""
     save_masters = True
     """``get_state_dict`` and ``save_model`` give fp32, as under DDP with autocast."""
-    provisional = False
-    """Made by ``shardcast.run``: :func:`enable` may still change its configuration."""
 
     @property
     def sharded(self) -> tuple[ShardcastOptimizer, ...]:
@@ -493,44 +487,3 @@ def _is_plain(item: object) -> bool:
 def _is_list(item: object) -> bool:
     """Whether ``item`` is a list of optimizers to be sharded together."""
     return isinstance(item, (list, tuple)) and len(item) > 0 and all(map(_is_plain, item))
-
-
-def enable(accelerator: Any, config: ConfigSource = None, **fields: object) -> ShardcastAccelerator:
-    """Turn an existing accelerator into a :class:`ShardcastAccelerator`, in place. Local.
-
-    Args:
-        accelerator: an ``accelerate.Accelerator`` that has not prepared anything yet.
-        config: ``shardcast_config`` of :class:`ShardcastAccelerator`.
-        fields: single options; they take precedence over ``config``.
-
-    Returns:
-        The same object.
-
-    Raises:
-        TypeError: ``accelerator`` is not an ``accelerate.Accelerator``.
-        RuntimeError: it shards already, or has prepared a model or an optimizer.
-    """
-    if not isinstance(accelerator, Accelerator):
-        raise TypeError(
-            f"enable: expected an accelerate.Accelerator, got {type(accelerator).__name__}"
-        )
-    kind, shards = type(accelerator), isinstance(accelerator, ShardcastAccelerator)
-    if shards and not accelerator.provisional:
-        raise RuntimeError("enable: this accelerator shards already; call enable() once")
-    if accelerator._models or accelerator._optimizers:
-        raise RuntimeError(
-            "enable: the accelerator has prepared a model or an optimizer already; call enable() "
-            "right after Accelerator(...)"
-        )
-    if kind is Accelerator:
-        accelerator.__class__ = ShardcastAccelerator
-    elif not shards:
-        bases = (ShardcastAccelerator, kind)
-        accelerator.__class__ = type(f"Shardcast{kind.__name__}", bases, {})
-    try:
-        accelerator._take_over(config, fields)
-    except Exception:
-        accelerator.__class__ = kind
-        raise
-    accelerator.provisional = False
-    return accelerator  # type: ignore[no-any-return]

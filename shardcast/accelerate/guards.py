@@ -22,13 +22,13 @@ PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 HEADS = ("lm_head", "classifier", "score", "qa_outputs", "proj_out")  # in transformers
 
 
-def resolve_config(mixed_precision: str, source: ConfigSource, **fields: object) -> ShardcastConfig:
+def resolve_config(mixed_precision: str, source: ConfigSource) -> ShardcastConfig:
     """Return the configuration; ``mixed_precision`` sets ``param_dtype`` unless it is given.
 
     Raises:
         ValueError: both are given and differ.
     """
-    config, dtype = ShardcastConfig.load(source, **fields), PRECISIONS[mixed_precision]
+    config, dtype = ShardcastConfig.load(source), PRECISIONS[mixed_precision]
     mixed = True if dtype != torch.float32 else None
     return following(config, "accelerate: mixed_precision", mixed_precision, dtype, mixed=mixed)
 

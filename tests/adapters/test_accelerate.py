@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import shardcast
 import shardcast.run
 from shardcast import ShardedOptimizer
-from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, enable, guards
+from shardcast.accelerate import ShardcastAccelerator, ShardcastOptimizer, guards
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -111,33 +111,6 @@ def test_a_loss_that_a_model_of_transformers_computes_is_as_exact_as_its_logits(
     exact = nn.functional.cross_entropy(found.logits, labels)
     assert found.loss.dtype == found.logits.dtype == FP32
     assert torch.equal(found.loss, exact) == (not named)
-
-
-def test_enable_takes_over_an_existing_accelerator_and_subclasses() -> None:
-    class Mine(Accelerator):
-        """A user's own class."""
-
-    accelerator = Mine(cpu=True, mixed_precision="bf16")
-    assert enable(accelerator, max_grad_norm=0.25) is accelerator
-    assert isinstance(accelerator, Mine) and isinstance(accelerator, ShardcastAccelerator)
-    assert accelerator.shardcast_config.max_grad_norm == 0.25
-    model, optimizer = prepared(accelerator)
-    one_step(accelerator, model, optimizer)
-    assert next(model.parameters()).dtype == BF16
-
-
-def test_enable_refuses_what_it_cannot_take_over() -> None:
-    with pytest.raises(TypeError, match=r"expected an accelerate\.Accelerator, got str"):
-        enable("accelerator")
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(ValueError, match="did you mean 'max_grad_norm'"):
-        enable(accelerator, max_grad_nrm=1.0)
-    assert type(accelerator) is Accelerator, "unchanged after an error"
-    accelerator.prepare(MLP())
-    with pytest.raises(RuntimeError, match=r"right after Accelerator\(\.\.\.\)"):
-        enable(accelerator)
-    with pytest.raises(RuntimeError, match="call enable\\(\\) once"):
-        enable(accelerator_of())
 
 
 @pytest.fixture

@@ -529,6 +529,24 @@ def test_callbacks_that_read_gradients_see_those_of_ddp(tmp_path: Path, gloo: Sp
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-5)
 
 
+class MakesItsOwn(transformers.Trainer):
+    """A Trainer whose accelerator is not made by the name in Trainer's module."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator = None
+
+
+def test_a_trainer_that_makes_an_accelerator_of_another_class_is_refused(tmp_path: Path):
+    class Mixed(ShardcastTrainerMixin, MakesItsOwn):
+        pass
+
+    fresh()
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(TypeError, match=r"transformers\.trainer\.Accelerator, got a NoneType"):
+        Mixed(model=model_of(), args=arguments)
+
+
 STOCK_SCRIPT = """
 import sys
 from transformers import Trainer, TrainerCallback

@@ -313,11 +313,10 @@ def test_the_launch_files_in_configs_are_valid() -> None:
         ShardcastConfig.load(ours)
 
 
-ENABLES = """
+BY_ITSELF = """
 import sys, torch
-from accelerate import Accelerator
-from shardcast.accelerate import enable
-a = enable(Accelerator(), {'param_dtype': 'fp16'})
+from shardcast.accelerate import ShardcastAccelerator
+a = ShardcastAccelerator(shardcast_config={'param_dtype': 'fp16'})
 m = torch.nn.Linear(3, 3)
 m, o = a.prepare(m, torch.optim.SGD(m.parameters(), 0.1))
 print(m.weight.dtype, sys.argv[1:])
@@ -328,10 +327,10 @@ SHARDS_NOTHING = "import accelerate; a = accelerate.Accelerator(); print('end')"
 @pytest.mark.parametrize(
     ("text", "words", "printed", "error"),
     [
-        (ENABLES, "-m script --steps 3", "torch.float16 ['--steps', '3']\n", ""),
+        (BY_ITSELF, "-m script --steps 3", "torch.float16 ['--steps', '3']\n", ""),
         (SHARDS_NOTHING, "{}/script.py", "end\n", "NOTHING WAS SHARDED"),
     ],
-    ids=["a module that enables by itself", "a script that shards nothing"],
+    ids=["a module that shards by itself", "a script that shards nothing"],
 )
 def test_scripts_of_one_process_are_launched_too(
     tmp_path: Path,
