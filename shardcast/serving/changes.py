@@ -21,9 +21,7 @@ from shardcast.optimizer.setup import Plan
 from shardcast.option_values import Option
 from shardcast.plan.layout import Fragment
 from shardcast.plan.parallel_dims import ParallelDims
-from shardcast.serving.forms import FORMS
 from shardcast.serving.patches import Changes, WeightPatch, in_32_bits
-from shardcast.serving.published import SCALE, as_exported
 from shardcast.serving.shards import FollowedShard, Serving
 from shardcast.step.step_hook import StepHook
 
@@ -46,7 +44,7 @@ class ChangesOfRank(StepHook):
         self._last = ""  # version of the last answer
 
     @torch.no_grad()
-    def changes(self, since: str | None = None, weights: str | None = None) -> Changes:
+    def changes(self, since: str | None = None) -> Changes:
         """Return this rank's published values that have changed since a version.
 
         Every rank must call it, at the same point of the script and with the same ``since``. It
@@ -59,9 +57,6 @@ class ChangesOfRank(StepHook):
 
         Args:
             since: ``version`` of the last result; ``None`` asks for all elements.
-            weights: ``"published"`` returns, for parameters with a published form, codes and scales
-                (``..._scale_inv``) of the changed blocks instead of bf16 values, as
-                ``checkpoint.export`` writes them.
 
         Returns:
             Patches with indices into whole parameters. Values and indices are copies on the device;
@@ -71,18 +66,12 @@ class ChangesOfRank(StepHook):
             RuntimeError: without the option ``changes``, inside ``averaged()``, or after
                 ``close()``.
             TypeError: ``since`` is not a version.
-            ValueError: ``weights`` has another value, or there are no published forms.
         """
         optimizer = self._optimizer
         if since is not None and not isinstance(since, str):
             raise TypeError(
                 "changes: since: expected the version of an earlier result, or None, got "
                 f"{since!r} ({type(since).__name__})"
-            )
-        if weights is not None and (weights != "published" or not optimizer.config.published):
-            raise ValueError(
-                f"changes: weights: expected None, or 'published' with published={{...}} of "
-                f"shard(), got {weights!r}"
             )
         if optimizer.is_closed:
             raise RuntimeError("changes: the optimizer is closed; call it before optimizer.close()")
@@ -98,78 +87,37 @@ class ChangesOfRank(StepHook):
             shard.look()
             if shard.pack.layout.pack_groups.is_primary:  # others may have copies
                 for _, fragment, param in shard.owned():
-                    patches += _patches(shard, fragment, param, base is None, bool(weights))
+                    patches += _patches(shard, fragment, param, base is None)
             shard.note_told()
         comm = optimizer.process_groups.everyone
-        aliases = self._aliases(bool(weights))
-        return Changes(tuple(patches), self._last, base, comm.rank, comm.size, aliases)
+        return Changes(tuple(patches), self._last, base, comm.rank, comm.size, self._aliases())
 
-    def _aliases(self, as_codes: bool) -> dict[str, str]:
-        first: dict[nn.Parameter, tuple[str, tuple[str, ...]]] = {}  # names, and their suffixes
+    def _aliases(self) -> dict[str, str]:
+        first: dict[nn.Parameter, str] = {}
         for shard in self._optimizer.shards:
-            layout, params = shard.pack.layout, shard.pack.in_model
-            suffixes = ("", SCALE) if as_codes and layout.cast else ("",)
-            for slot, param in zip(layout.slots, params, strict=True):
-                first[param] = slot.name, suffixes
+            for slot, param in zip(shard.pack.layout.slots, shard.pack.in_model, strict=True):
+                first[param] = slot.name
         named = self._optimizer.model.named_parameters(remove_duplicate=False)
         return {
-            _compat.state_key(name) + suffix: _compat.state_key(first[param][0]) + suffix
+            _compat.state_key(name): _compat.state_key(first[param])
             for name, param in named
-            if param in first and first[param][0] != name
-            for suffix in first[param][1]
+            if param in first and first[param] != name
         }
 
 
 def _patches(
-    shard: FollowedShard, fragment: Fragment, param: nn.Parameter, full: bool, as_codes: bool
+    shard: FollowedShard, fragment: Fragment, param: nn.Parameter, full: bool
 ) -> Iterator[WeightPatch]:
     part = shard.local(fragment.start, fragment.stop)
     values, start = shard.published[part], fragment.param_range[0]
     places = torch.arange(len(values), device=values.device) if full else shard.changed(part)
     if not places.numel():
         return
-    name, form = _compat.state_key(fragment.slot.name), shard.pack.layout.cast
-    if as_codes and form:
-        yield from _coded(name, values, param, start, places, form)
-        return
     whole: Tensor = param  # of a DTensor the shape of all ranks' parts
     indices = in_32_bits(global_index(param, places + start), whole)
     told = values.clone() if places.numel() == values.numel() else values[places]
+    name = _compat.state_key(fragment.slot.name)
     yield WeightPatch(name, tuple(whole.shape), values.dtype, told, indices)
-
-
-def _coded(
-    name: str, values: Tensor, param: nn.Parameter, start: int, places: Tensor, form_name: str
-) -> Iterator[WeightPatch]:
-    """Return codes and scales of the blocks with changes.
-
-    A block is returned whole, because a new scale changes all of its codes. Names, dtypes and
-    shapes are as in ``checkpoint.export(..., weights="published")``.
-
-    Args:
-        values: published values of a part of the parameter, 1-d, whole blocks.
-        start: first element of that part in the flat local tensor.
-        places: changed elements of that part.
-    """
-    form = FORMS[form_name]
-    whole: Tensor = param  # of a DTensor the shape of all ranks' parts
-    rows, columns, width = form.block_rows, form.block_columns, whole.shape[-1]
-    local_width = _compat.local_tensor(param).shape[-1]
-    row, column = places // local_width // rows * rows, places % local_width // columns * columns
-    first = (row * local_width + column).unique()  # elements of the blocks, within the part
-    down = torch.arange(rows, device=places.device)[:, None] * local_width
-    elements = first[:, None, None] + down + torch.arange(columns, device=places.device)
-    codes, scales = form.quantize(values[elements].view(-1, columns))
-    codes, scales = as_exported(form, codes.view(-1), scales.view(-1))
-    in_whole = global_index(param, elements.view(-1) + start)
-    per_code = elements.numel() // max(1, codes.numel()) or 1  # two neighbors share a byte
-    shape = (*whole.shape[:-1], width // per_code)
-    at = in_whole[::per_code] // per_code
-    yield WeightPatch(name, shape, codes.dtype, codes, in_32_bits(at, whole))
-    corner = in_whole.view(elements.shape)[:, 0, 0]
-    at = corner // width // rows * (width // columns) + corner % width // columns
-    shape = form.scale_shape(tuple(whole.shape))
-    yield WeightPatch(name + SCALE, shape, scales.dtype, scales, in_32_bits(at, whole))
 
 
 def _fits(plan: Plan, dims: ParallelDims) -> None:

@@ -52,7 +52,7 @@ FULL_EVERY = 100  # versions
 class Follows(Protocol):
     """An optimizer that records changes, from ``shard(..., changes=True)``."""
 
-    def changes(self, since: str | None = None, weights: str | None = None) -> Changes:
+    def changes(self, since: str | None = None) -> Changes:
         """See :meth:`shardcast.ShardedOptimizer.changes`."""
 
 
@@ -76,7 +76,6 @@ class FolderSender:
         full_every: number of versions from one full version to the next. New readers, and readers
             that are too far behind, start from a full version. Files older than the last two full
             versions are removed.
-        weights: ``weights`` of :meth:`shardcast.ShardedOptimizer.changes`.
 
     Attributes:
         values: number of this rank's values in the last ``send()``.
@@ -90,11 +89,10 @@ class FolderSender:
         directory: str | os.PathLike[str],
         optimizer: Follows,
         full_every: int = FULL_EVERY,
-        weights: str | None = None,
     ) -> None:
         if full_every < 1:
             raise ValueError(f"full_every: expected a number of versions >= 1, got {full_every!r}")
-        self._directory, self._optimizer, self._weights = Path(directory), optimizer, weights
+        self._directory, self._optimizer = Path(directory), optimizer
         self._full_every, self._sent = full_every, 0
         self._version: str | None = None
         self._fulls: list[int] = []  # numbers of the last two that were due
@@ -121,10 +119,10 @@ class FolderSender:
                 this rank's elements, and readers continue from that version.
         """
         # Results number the versions, so all ranks call it alike, even after an error on a disk.
-        changes = told = self._optimizer.changes(self._version, self._weights)
+        changes = told = self._optimizer.changes(self._version)
         is_due, is_first = self._sent % self._full_every == 0, self._sent == 0
         if is_due and not is_first:
-            told = self._optimizer.changes(None, self._weights)
+            told = self._optimizer.changes()
         self._sent += 1
         if is_due:
             self._fulls = [*self._fulls[-1:], _run_of(told.version)[1]]

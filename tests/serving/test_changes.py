@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,18 +11,15 @@ import pytest
 import torch
 from models import assert_same_bits, run_world
 from pairwise import thinned
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardcast
-from shardcast import checkpoint, publish
+from shardcast import publish
 from shardcast.estimate import estimate
 from shardcast.optimizer.sharded import packed_of
 from shardcast.publish import Changes
-from shardcast.serving.forms import FORMS
-from shardcast.serving.published import as_exported
 from shardcast.testing import ThreadedWorld
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -404,62 +400,8 @@ def test_of_runs_of_ranks_with_equal_masters_one_tells():
         assert sorted(changes.numel > 0 for changes, _ in parts) == [False, False, True, True]
 
 
-@pytest.mark.parametrize("form", ["mxfp8", "mxfp4", "fp8_block128"])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_reader_of_codes_has_the_codes_and_scales_of_an_export(
-    form: str, ranks: int, tmp_path: Path
-):
-    """Blocks of which a value has changed come whole, with their scale."""
-
-    def run(group: Any) -> Told:
-        model = nn.ModuleDict({"a": nn.Linear(256, 384), "b": nn.Linear(128, 256, bias=False)})
-        model["tied"] = nn.Linear(128, 256, bias=False)
-        model["tied"].weight = model["b"].weight
-        fill(model)
-        sharded: Any = shardcast.shard(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=1e-5),
-            process_group=group,
-            published={form: ["a", "b"]},
-            changes=True,
-            **BF16,
-        )
-        told, version = [], None
-        for step in range(4):
-            if step == 3:
-                with torch.no_grad():
-                    model["b"].weight[7, 9] = 3.0
-            generator = torch.Generator().manual_seed(step)
-            for param in model.parameters():
-                param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-            sharded.step()
-            sharded.zero_grad()
-            changes = sharded.changes(since=version, weights="published")
-            version = changes.version
-            state: Values = {"a.bias": model["a"].bias.detach().clone()}
-            for name in ("a.weight", "b.weight"):
-                there = sharded.published(name)
-                as_file = as_exported(FORMS[form], there.codes, there.scales.view(torch.uint8))
-                state[name], state[name + "_scale_inv"] = as_file
-            state["tied.weight"], state["tied.weight_scale_inv"] = as_file
-            told.append((changes, state))
-        checkpoint.save(tmp_path / "saved", model, sharded, step=1)
-        return told
-
-    results, _ = run_world(ranks, run)
-    reader = follow(results)
-    first, second = (sum(part[at][0].numel for part in results) for at in (0, 1))
-    assert 0 < second < first or form == "fp8_block128"  # a block has 16,384 elements
-    checkpoint.export(tmp_path / "saved", tmp_path / "out", optimizer=False, weights="published")
-    exported = load_file(tmp_path / "out" / "model.safetensors")
-    assert exported.keys() == reader.keys()
-    del exported["a.bias"], reader["a.bias"]
-    assert_same_bits(reader, exported)
-
-
 @pytest.mark.parametrize("ranks", [3, 6])
-@pytest.mark.parametrize("told", [None, "published"])
-def test_a_rank_that_owns_no_block_tells_nothing(ranks: int, told: str | None):
+def test_a_rank_that_owns_no_block_tells_nothing(ranks: int):
     """Two blocks have two owners, and lie within one pack of all ranks."""
 
     def run(group: Any) -> list[Changes]:
@@ -472,11 +414,11 @@ def test_a_rank_that_owns_no_block_tells_nothing(ranks: int, told: str | None):
             changes=True,
             **BF16,
         )
-        answers = [sharded.changes(weights=told)]
+        answers = [sharded.changes()]
         for _ in range(2):
             model.weight.grad = torch.ones_like(model.weight)
             sharded.step()
-            answers.append(sharded.changes(answers[-1].version, told))
+            answers.append(sharded.changes(answers[-1].version))
         return answers
 
     results, _ = run_world(ranks, run)
@@ -485,33 +427,3 @@ def test_a_rank_that_owns_no_block_tells_nothing(ranks: int, told: str | None):
     for parts in zip(*results, strict=True):
         version = publish.apply(reader, parts, version)
         assert sum(part.numel > 0 for part in parts) == 2
-
-
-def test_codes_of_tensor_parallel_parts_are_those_of_the_whole():
-    def run(mesh: Any) -> tuple[Changes, Values]:
-        model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
-        fill(model)
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        sharded: Any = shardcast.shard(
-            model,
-            torch.optim.AdamW(model.parameters()),
-            mesh=mesh,
-            changes=True,
-            published={"mxfp4": "*"},
-            **BF16,
-        )
-        return sharded.changes(weights="published"), weights(model)
-
-    results = ThreadedWorld({"dp": 2, "tp": 2}).run(run)
-    reader: Values = {}
-    publish.apply(reader, [changes for changes, _ in results])
-    for name, values in results[0][1].items():
-        codes, scales = reader[name].view(torch.uint8), reader[name + "_scale_inv"]
-        assert_same_bits({name: FORMS["mxfp4"].dequantize(codes, scales)}, {name: values})
-
-
-def test_codes_are_refused_where_nothing_has_a_form():
-    model, optimizer = build("AdamW")
-    sharded: Any = shardcast.shard(model, optimizer, changes=True, **BF16)
-    with pytest.raises(ValueError, match="weights"):
-        sharded.changes(weights="published")
