@@ -57,5 +57,4 @@ def measured(fields: dict[str, Any], bench: Bench) -> dict[str, Any]:
     figures["held"] = held
     figures["estimate"] = promised.total - promised.host
     figures["held / estimate"] = held / figures["estimate"]
-    figures["estimated peak of setting up"] = promised.setup_peak
     return figures

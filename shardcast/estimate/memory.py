@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from shardcast.comm import Comm
 from shardcast.comm.process_groups import ranks_of_shards
 from shardcast.config import ConfigSource, ShardcastConfig
-from shardcast.memory.codecs import master_codec
-from shardcast.memory.shard import FILL
 from shardcast.optimizer.setup import Plan, plan_for
 from shardcast.plan.algorithms import GROUPED, Topology
 from shardcast.plan.layout import Layout, PackLayout
@@ -42,9 +40,6 @@ class Estimate:
         outside: bytes of parameters that the optimizer does not hold, and of buffers; not in
             ``total``.
         frozen: part of ``outside`` in fp32 parameters, which ``convert_rest`` halves.
-        setup_peak: bytes at the peak of ``shard()``, on the rank that needs most: all parameters
-            and buffers of the model as built, the pack in progress, and the masters so far. It
-            includes host memory of ``offload``.
         host: part of ``total`` in host memory (``offload``).
         encoded: bytes of all ranks' codes and scales during a sync (``published``); not in
             ``total``.
@@ -68,7 +63,6 @@ class Estimate:
     frozen: int
     host: int
     encoded: int
-    setup_peak: int
     sent: int
     sender: int
     collectives: int
@@ -82,7 +76,7 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Sum of all kinds, without the peak of set-up."""
+        """Sum of all kinds."""
         owned = self.masters + self.state + self.averages + self.offload
         return self.parameters + self.gradients + owned + self.outside
 
@@ -130,7 +124,6 @@ def estimate(
     updates_of(originals, config, Comm(None))  # raises for the same inputs as shard()
     size = ranks_of_shards(config, world_size)
     plan = plan_for(model, originals, config, size)
-    peak, live = _convert_outside(plan)
     topology = Topology(backend, min(size, ranks_per_node))
     layout = with_algorithms(plan.layout, config, topology)
     plan = dataclasses.replace(plan, layout=layout)
@@ -141,7 +134,7 @@ def estimate(
     sums = exact_sums(micro_batches, config) if world_size == 1 else micro_batches > 1
     sums = sums and not accumulates
     publishing, costs = publishing_of(config), dict[str, float]()
-    masters, local, encoded = [0] * size, 0, 0
+    local = encoded = 0
     shares: list[list[_Share]] = [[] for _ in range(size)]
     for pack in layout.packs:
         trained = [0] * size
@@ -159,11 +152,7 @@ def estimate(
         for owner, start, stop in pack.spans:
             plain = (stop - start) * pack.dtype.itemsize
             values = plain if encoding is None else encoding.nbytes[owner]
-            share = share_of(stop - start, trained[owner], values)
-            shares[owner].append(share)
-            peak = max(peak, live + masters[owner] + share.setup)
-            masters[owner] += share.masters + (share.offload and share.published)
-        live += pack.nbytes - sum(plan.params[slot.name].nbytes for slot in pack.slots)
+            shares[owner].append(share_of(stop - start, trained[owner], values))
     ranks = [_Share(*map(sum, zip(*packs, strict=True))) for packs in shares]
     owned = [_owned(rank) + rank.gradients for rank in ranks]
     most = owned.index(max(owned))
@@ -179,11 +168,10 @@ def estimate(
         state=fullest.state,
         averages=fullest.averages,
         offload=fullest.offload,
-        outside=live - parameters,
+        outside=_outside(plan),
         frozen=plan.precision.frozen_bytes(plan.outside.values()),
         host=_owned(fullest) if config.offload else 0,
         encoded=encoded,
-        setup_peak=peak,
         sent=max(sent),
         sender=sent.index(max(sent)),
         collectives=_collectives(layout.trained, topology.backend, config, size, copies),
@@ -197,18 +185,14 @@ class _Share(NamedTuple):
 
     Attributes:
         offload: host copies of mean and published span.
-        published: the host copy of the published span alone.
-        setup: at the peak of making the pack, on top of everything else.
     """
 
     masters: int
     state: int
     averages: int
     offload: int
-    published: int
     gradients: int
     sent: int
-    setup: int
 
 
 def _share(
@@ -229,9 +213,8 @@ def _share(
     config, size = plan.config, plan.layout.world_size
     share = allocated(pack.dtype, pack.groups[0], pack.cast, numel, trained)
     published = numel * pack.dtype.itemsize if config.offload else 0
-    setup = _staged(plan, pack, numel, share.masters, published)
     if not pack.requires_grad:
-        return _Share(*share, published, published, 0, 0, setup)
+        return _Share(*share, published, 0, 0)
     wire = wire_dtype(pack.dtype, config).itemsize
     if pack.algorithms.reduce == "two_level":  # sums are twice as long as their pieces
         near, nodes = pack.algorithms.node, size // pack.algorithms.node
@@ -243,37 +226,12 @@ def _share(
         sent += (size - 1) * values
     mean = numel * grad.itemsize
     offload = published + mean if config.offload else 0
-    return _Share(*share, offload, published, mean, sent, setup)
+    return _Share(*share, offload, mean, sent)
 
 
 def _owned(share: _Share) -> int:
     """Return the bytes that the update needs, except the mean itself."""
     return share.masters + share.state + share.averages + share.offload
-
-
-def _staged(plan: Plan, pack: PackLayout, numel: int, masters: int, published: int) -> int:
-    """Return the bytes at the peak of making a pack, see :func:`.build_shard`.
-
-    Either the originals and the fp32 staging of the whole pack exist; or, after the originals are
-    freed, the staging, the cast pack and the future masters of the own span.
-
-    Args:
-        published: bytes of the host's copy of that span (``offload``).
-    """
-    config, codec = plan.config, master_codec(plan.config, pack.dtype)
-    params = [plan.params[slot.name] for slot in pack.slots]
-    alone = plan.layout.world_size == len(params) == 1 and pack.padding == 0
-    in_place = pack.dtype == MASTER_DTYPE
-    if in_place and alone and params[0].is_contiguous() and params[0].dtype == pack.dtype:
-        return published  # its storage becomes the pack's, see Pack.fill
-    staged = pack.numel * MASTER_DTYPE.itemsize
-    freed = sum(param.nbytes for param in params)
-    if in_place:  # the staging becomes the pack
-        return staged + max(0, published - freed)
-    copied = published  # the staging becomes the masters
-    if numel < pack.numel or config.offload or not codec.plain:
-        copied += masters + min(numel, FILL) * codec.encoding_bytes
-    return staged + max(0, pack.nbytes + copied - freed)
 
 
 def _sync_launches(
@@ -318,25 +276,19 @@ def _over_mean(values: Sequence[float]) -> float:
     return max(values) * len(values) / sum(values) if any(values) else 1.0
 
 
-def _convert_outside(plan: Plan) -> tuple[int, int]:
-    """Return bytes of all parameters and buffers: the peak while those outside are cast, and after.
-
-    The order is that of ``shard()``: parameters outside the optimizer, then buffers.
-    """
-    model, precision = plan.model, plan.precision
-    peak = live = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    casts: list[tuple[Tensor, torch.dtype]] = [
-        (param, precision.rest_dtype(param)) for param in plan.outside.values()
-    ]
-    for module in model.modules():
+def _outside(plan: Plan) -> int:
+    """Return bytes of parameters outside the optimizer, and of buffers, once they are cast."""
+    precision = plan.precision
+    dtypes: dict[Tensor, torch.dtype] = {
+        param: precision.rest_dtype(param) for param in plan.outside.values()
+    }
+    for module in plan.model.modules():
         for buffer in module.buffers(recurse=False):
-            casts.append((buffer, precision.buffer_dtype(module, buffer)))
-    for tensor, dtype in casts:
-        if tensor.dtype != dtype:
-            cast = tensor.numel() * dtype.itemsize
-            peak = max(peak, live + cast)
-            live += cast - tensor.nbytes
-    return peak, live
+            dtypes[buffer] = precision.buffer_dtype(module, buffer)
+    return sum(
+        tensor.nbytes if tensor.dtype == dtype else tensor.numel() * dtype.itemsize
+        for tensor, dtype in dtypes.items()
+    )
 
 
 def by_owner(layout: Layout, values: Mapping[str, float]) -> list[float]:

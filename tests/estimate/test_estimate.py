@@ -411,4 +411,3 @@ def test_seventy_billion_parameters_on_a_thousand_ranks_take_a_minute_and_four_g
     assert row["parameters"] == pytest.approx(2 * numel, rel=0.001)
     assert row["masters"] + row["state"] == pytest.approx(12 * numel / 1024, rel=0.01)
     assert row["total"] == pytest.approx((2 + 14 / 1024) * numel, rel=0.001)
-    assert 4 * numel < row["setup_peak"] < 4.1 * numel

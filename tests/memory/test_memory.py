@@ -13,7 +13,6 @@ from torch import nn
 
 import shardcast
 from shardcast.estimate import estimate
-from shardcast.memory.hashing import hasher_of
 from shardcast.optimizer.sharded import packed_of
 from shardcast.step.sync.sync import EncodedWork
 from shardcast.testing import fake_world
@@ -151,58 +150,3 @@ def allowed(size: int, dtype: torch.dtype) -> int:
 def test_set_up_needs_one_pack_and_the_shard_beside_the_fp32_model(size: int, dtype: torch.dtype):
     with fake_world(size, 0) as group:
         assert peak_of(lambda: shard_wide(group, dtype)) <= allowed(size, dtype)
-
-
-class Mixed(nn.Module):
-    """Parameters that the optimizer does not hold, frozen ones that it does, buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm = wide(), nn.LayerNorm(300_000)
-        self.frozen, self.outside = nn.Linear(500, 600), nn.Linear(700, 900)
-        self.frozen.requires_grad_(False)
-        self.register_buffer("table", torch.empty(400, 500))
-
-
-def wide_bf16() -> nn.Module:
-    """In low precision from the start: to stage it takes more than it held."""
-    return nn.Sequential(*[nn.Linear(320, 323, dtype=BF16) for _ in range(6)])
-
-
-def but_outside(model: nn.Module) -> torch.optim.Optimizer:
-    named = model.named_parameters()
-    return torch.optim.AdamW([param for name, param in named if "outside" not in name])
-
-
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("make", [wide, wide_bf16, Mixed])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"pack_mb": 0.5},
-        {"param_dtype": FP32, "pack_mb": 0.5},
-        {"param_dtype": FP32, "pack_params": 1},
-        {"partition": "whole", "pack_params": 3},
-        {"keep_fp32": "norms", "cast_buffers": True},
-        {"master": "split16", "pack_mb": 0.5},
-        {"offload": True, "pack_mb": 0.5},
-    ],
-    ids=["bf16", "fp32", "alone", "whole", "kept", "split", "offload"],
-)
-def test_the_estimated_peak_of_setting_up_is_the_measured_one(
-    fields: dict[str, Any], make: Any, size: int
-):
-    with torch.device("meta"):
-        model = make()
-    found = estimate(model, but_outside(model), size, fields).setup_peak
-    hasher_of(torch.device("cpu"))  # the process has its tables once
-    peaks = []
-    for rank in range(size):
-        with fake_world(size, rank) as group:
-
-            def run(group: Any = group) -> None:
-                model = make()
-                shardcast.shard(model, but_outside(model), process_group=group, **fields)
-
-            peaks.append(peak_of(run))
-    assert found <= max(peaks) <= found + 1024, "but for a few scalars"
