@@ -11,8 +11,7 @@ rank's shard in ``shardcast/`` instead of ``optimizer.pt``, and loads at any wor
 ``optimizer.pt.txt`` explains how the stock Trainer can resume from it.
 
 ``optimizers=`` also takes a list of optimizers. Trainer's schedule then drives the groups of all,
-each from its own learning rate. Or pass a list of schedulers:
-``optimizers=([muon, adamw], [muon_schedule, adamw_schedule])``.
+each from its own learning rate.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -47,7 +46,6 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:  # the mixin stands before a Trainer class, whose methods it extends
-    from torch.optim.lr_scheduler import LRScheduler
     from transformers import Trainer as _Trainer
     from transformers import TrainerState, TrainingArguments
     from transformers.trainer_callback import CallbackHandler
@@ -104,7 +102,7 @@ class ShardcastTrainerMixin(_Trainer):
             patterns. Trainer logs their ``metrics()`` with the loss. Needs the option ``metrics``.
 
     Raises:
-        ValueError: one scheduler was passed for several optimizers.
+        ValueError: a scheduler was passed for several optimizers.
     """
 
     accelerator: ShardcastAccelerator
@@ -130,14 +128,12 @@ class ShardcastTrainerMixin(_Trainer):
         self.callback_handler.callbacks.insert(0, ShowGradients(self))
         if is_cut(self.model):  # every rank takes part when it is saved; Accelerate places nothing
             self.is_distributed_loading_by_transformers = True
-        if isinstance(self.lr_scheduler, (list, tuple)):
-            self.lr_scheduler = Schedulers(self.lr_scheduler)
-        elif isinstance(self.optimizer, (list, tuple)) and self.lr_scheduler is not None:
+        if isinstance(self.optimizer, (list, tuple)) and self.lr_scheduler is not None:
             raise ValueError(
-                "optimizers: expected no scheduler, or a list of them, with several "
-                f"optimizers, got one {type(self.lr_scheduler).__name__}, which would drive the "
-                "groups of only one of them; pass optimizers=([muon, adamw], None) for the "
-                "schedule that lr_scheduler_type names, or a list with a scheduler of each"
+                f"optimizers: expected no scheduler with several optimizers, got a "
+                f"{type(self.lr_scheduler).__name__}, which would drive the groups of only one of "
+                "them; pass optimizers=([muon, adamw], None) for the schedule that "
+                "lr_scheduler_type names, each from its own learning rate"
             )
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -313,31 +309,6 @@ class ShardcastTrainerMixin(_Trainer):
 
 class ShardcastTrainer(ShardcastTrainerMixin, Trainer):
     """``transformers.Trainer`` with a sharded optimizer; see :class:`ShardcastTrainerMixin`."""
-
-
-class Schedulers:
-    """The schedulers of several optimizers, as the one scheduler that Trainer expects."""
-
-    def __init__(self, schedulers: Sequence[LRScheduler]) -> None:
-        self._schedulers = schedulers
-
-    def step(self) -> None:
-        """Step all of them."""
-        for scheduler in self._schedulers:
-            scheduler.step()
-
-    def get_last_lr(self) -> list[float | torch.Tensor]:
-        """Return the rates of all groups, in order; Trainer logs the first."""
-        return [rate for scheduler in self._schedulers for rate in scheduler.get_last_lr()]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of all schedulers."""
-        return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        for scheduler, state in zip(self._schedulers, state_dict["schedulers"], strict=True):
-            scheduler.load_state_dict(state)
 
 
 @cache
