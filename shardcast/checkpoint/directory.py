@@ -14,14 +14,13 @@ So a directory with that name is complete. Checksums tell whether it still is::
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +36,6 @@ from shardcast.checkpoint.dcp import (
     fitting,
 )
 from shardcast.comm import warn_first
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
 READERS = 8  # threads that verify the files of one checkpoint
@@ -451,30 +445,6 @@ def _exists(target: Path) -> ValueError:
         f"step: checkpoint {str(target)!r} exists already, with other contents, and is not "
         "overwritten by default; pass overwrite=True, or save under another step"
     )
-
-
-def sweep_exports(directory: Path) -> None:
-    """Delete the remains of killed exports; a running export holds a lock."""
-    for path in directory.glob(f"{EXPORTING}*"):
-        with contextlib.suppress(OSError), locked(path):
-            shutil.rmtree(path)
-
-
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold a lock that ends with the process, if the system has such locks.
-
-    Raises:
-        OSError: another process holds it, or the system has no such locks.
-    """
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        if fcntl is None:
-            raise OSError(errno.ENOTSUP, "no locks on this system")
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
 
 
 def sweep(directory: Path, *prefixes: str) -> None:

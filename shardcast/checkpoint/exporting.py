@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.dcp import Reader, fitting
-from shardcast.checkpoint.directory import EXPORTING, chosen, locked, new_name, sweep_exports
+from shardcast.checkpoint.directory import EXPORTING, chosen, new_name
 from shardcast.checkpoint.region import KeyPath
 from shardcast.messages import note_speed, safetensors
 from shardcast.optimizer.state import plain_dict
@@ -49,7 +48,8 @@ def export(
 
     Args:
         directory: directory of a run, or one checkpoint in it.
-        out: new or empty directory. It gets all files or none.
+        out: new or empty directory. It gets all files or none. If the process is killed, delete the
+            folder ``.exporting-...`` next to it.
         max_shard_mb: largest size of a file of weights, in MB.
         optimizer: ``False`` writes only the model.
         weights: name of an average (``averages``) to write as the model. Or ``"published"``:
@@ -86,8 +86,6 @@ def export(
     target = Path(os.path.abspath(out))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"out: {str(target)!r} exists; give a new or an empty directory")
-    if target.parent.is_dir():
-        sweep_exports(target.parent)
     writing = target.with_name(new_name(EXPORTING, target))
     storage.make_directory(writing)
     files = storage.Files()
@@ -99,9 +97,6 @@ def export(
         progress(done, total)
         return value
 
-    lock = contextlib.ExitStack()
-    with contextlib.suppress(OSError):  # without one it is not swept, either
-        lock.enter_context(locked(writing))
     try:
         limit = int(max_shard_mb * 2**20)
         written = _export_model(files, reader, paths, writing, limit, read, convert)
@@ -119,8 +114,6 @@ def export(
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         raise
-    finally:
-        lock.close()
     exported = [target / name for name in written]
     nbytes = sum(path.stat().st_size for path in exported)
     note_speed(f"exported {str(reader.folder)!r} to {str(target)!r}", nbytes, began)

@@ -375,7 +375,6 @@ def _prepare(base: Path, target: Path, inventory: Inventory, background: bool) -
         storage.make_directory(base)
     # A save leaves the files of a running background save alone.
     folders.sweep(base, WRITING, LEAVING, *([BACKGROUND] if background else []))
-    folders.sweep_exports(base)
     masters = sum(math.prod(inventory.shapes[name]) for name in inventory.trained)
     free, needed = shutil.disk_usage(base).free, masters * MASTER_DTYPE.itemsize + RESERVE
     if free < needed:

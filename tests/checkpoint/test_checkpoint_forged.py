@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import python
 from models import job
 from pairwise import WHOLE
 from small_runs import METADATA, seal
@@ -100,31 +99,6 @@ def test_forged_contents_with_right_checksums_end_in_an_error_that_names_the_che
         shutil.rmtree(tmp_path / "run")
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
     assert refused > count
-
-
-KILLED = """
-import os, sys
-from shardcast import checkpoint
-checkpoint.export(*sys.argv[1:], progress=lambda done, total: os._exit(9))
-"""
-
-
-@pytest.mark.parametrize("by", ["export", "save"])
-def test_what_a_killed_export_leaves_goes_with_the_next_export_or_save(
-    by: str, made: Path, tmp_path: Path
-):
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    done = python("-c", KILLED, str(tmp_path), str(tmp_path / "out"))
-    assert done.returncode == 9, done.stderr
-    (left,) = tmp_path.glob(f"{directory.EXPORTING}*")
-    other = tmp_path / f"{directory.EXPORTING}other"
-    other.mkdir()
-    with directory.locked(other):  # as an export that is under way
-        if by == "export":
-            checkpoint.export(tmp_path, tmp_path / "more")
-        else:
-            checkpoint.save(tmp_path, *job(steps=0), step=3)
-        assert other.is_dir() and not left.exists()
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
