@@ -34,7 +34,6 @@ def export(
     max_shard_mb: float = 5000.0,
     optimizer: bool = True,
     weights: str | None = None,
-    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[Path]:
     """Convert a checkpoint, or the newest one of a directory, to plain PyTorch files.
 
@@ -56,7 +55,6 @@ def export(
             parameters with a published form become codes and scales (``..._scale_inv``).
             transformers reads them if the model's ``config.json`` includes the contents of
             ``quantization_config.json``, which is written, too.
-        progress: called after each tensor with the bytes done and the total.
 
     Returns:
         The files written.
@@ -81,8 +79,6 @@ def export(
         paths = _model_paths(reader, None if weights == "published" else weights)
         paths |= {name: paths[first] for name, first in head["ties"].items() if first in paths}
         paths = {_compat.state_key(name): path for name, path in paths.items()}
-        reads = [*paths.values(), *(_state_paths(reader) if optimizer else ())]
-        total, done = sum(reader.stored[path].nbytes for path in reads), 0
     target = Path(os.path.abspath(out))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"out: {str(target)!r} exists; give a new or an empty directory")
@@ -90,21 +86,14 @@ def export(
     storage.make_directory(writing)
     files = storage.Files()
 
-    def read(path: KeyPath) -> Tensor:
-        nonlocal done
-        value = reader.tensor(path)
-        done += value.nbytes
-        progress(done, total)
-        return value
-
     try:
         limit = int(max_shard_mb * 2**20)
-        written = _export_model(files, reader, paths, writing, limit, read, convert)
+        written = _export_model(files, reader, paths, writing, limit, convert)
         if weights == "published":
             written.append("quantization_config.json")
             text = json.dumps(exported_forms.config(), indent=2)
             files.write(writing / written[-1], text.encode())
-        for name, state in (_optimizer_files(reader, head, read) if optimizer else {}).items():
+        for name, state in (_optimizer_files(reader, head) if optimizer else {}).items():
             written.append(name)
             with files.create_stream(writing / name, "wb") as file:
                 torch.save(state, file)
@@ -120,20 +109,14 @@ def export(
     return exported
 
 
-def _state_paths(reader: Reader) -> list[KeyPath]:
-    """Return paths of the optimizer's state without averages, for a plain optimizer."""
-    state = [path for path in reader.stored if path[:2] == ("optimizer", "state")]
-    return [path for path in state if not path[3].startswith(AVERAGE)]
-
-
-def _optimizer_files(
-    reader: Reader, head: dict[str, Any], read: Callable[[KeyPath], Tensor]
-) -> dict[str, dict[str, Any]]:
+def _optimizer_files(reader: Reader, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return plain optimizers' state dicts by name of file; groups number their parameters."""
     state: dict[str, dict[str, Any]] = {}
-    for path in _state_paths(reader):
-        state.setdefault(path[2], {})[path[3]] = read(path)
     with fitting(reader.folder, ValueError):
+        for path in reader.stored:
+            # without averages, which a plain optimizer does not have
+            if path[:2] == ("optimizer", "state") and not path[3].startswith(AVERAGE):
+                state.setdefault(path[2], {})[path[3]] = reader.tensor(path)
         for name, values in head["objects"].items():
             state.setdefault(name, {}).update(values)
         groups = _groups(reader)
@@ -183,7 +166,6 @@ def _export_model(
     paths: Paths,
     out: Path,
     limit: int,
-    read: Callable[[KeyPath], Tensor],
     convert: Convert,
 ) -> list[str]:
     """Write the model in files of at most ``limit`` bytes, and return their names.
@@ -194,7 +176,8 @@ def _export_model(
     save_file = safetensors().torch.save_file
     shards, filled = list[Paths]([{}]), 0
     for name, path in paths.items():
-        nbytes = reader.stored[path].nbytes
+        with fitting(reader.folder):
+            nbytes = reader.stored[path].nbytes
         if shards[-1] and filled + nbytes > limit:
             shards.append({})
             filled = 0
@@ -208,7 +191,7 @@ def _export_model(
     for name, shard in zip(written, shards, strict=True):
         tensors: dict[str, Tensor] = {}
         for key, path in shard.items():
-            tensors.update(convert(key, _name_of(path), read(path)))
+            tensors.update(convert(key, _name_of(path), reader.tensor(path)))
         total += sum(tensor.nbytes for tensor in tensors.values())
         weight_map.update(dict.fromkeys(tensors, name))
         try:

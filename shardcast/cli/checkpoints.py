@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from shardcast import checkpoint
@@ -109,21 +107,7 @@ def export(arguments: list[str]) -> int:
         max_shard_mb=parsed.max_shard_mb,
         optimizer=not parsed.model_only,
         weights=parsed.weights,
-        progress=_progress(),
     )
     for path in written:
         print(path)
     return 0
-
-
-def _progress() -> Callable[[int, int], None]:
-    """Return a function that prints a line per tenth on a terminal."""
-    tenth = 0
-
-    def show(done: int, total: int) -> None:
-        nonlocal tenth
-        if sys.stderr.isatty() and total and done * 10 // total > tenth:
-            tenth = done * 10 // total
-            print(f"exported {done / 1e9:.3g} of {total / 1e9:.3g} GB", file=sys.stderr)
-
-    return show

@@ -233,22 +233,6 @@ def test_inspect_and_export_find_the_checkpoint_in_the_folders_of_frameworks(
     assert "no committed checkpoint in" in command("inspect", str(tmp_path / "none"), status=2)
 
 
-@pytest.mark.parametrize("on_terminal", [True, False])
-def test_an_export_shows_how_far_it_is_on_a_terminal_alone(
-    on_terminal: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = torch.nn.Linear(300, 200)
-    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
-    checkpoint.save(tmp_path / "run", model, optimizer, step=1)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    lines = "exported 0.00024 of 0.000241 GB\nexported 0.000241 of 0.000241 GB\n"
-    assert capsys.readouterr().err == (lines if on_terminal else "")
-
-
 # -- launch -----------------------------------------------------------------------------------
 
 UNEDITED = """
