@@ -255,16 +255,6 @@ class Reader(FileSystemReader):
         metadata: Metadata = unpickled((self.folder / METADATA).read_bytes())
         return metadata
 
-    def names_in(self, file: str, beyond: int) -> list[str]:
-        """Return the keys with data in ``file`` at or beyond the byte ``beyond``."""
-        return sorted(
-            {
-                index.fqn
-                for index, place in self.storage_data.items()
-                if place.relative_path == file and place.offset + place.length > beyond
-            }
-        )
-
     def object(self, path: KeyPath) -> Any:
         """Return a stored object: tensors, containers and plain values only.
 

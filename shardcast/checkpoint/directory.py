@@ -13,7 +13,6 @@ So a directory with that name is complete. Checksums tell whether it still is::
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -239,7 +238,7 @@ def damage(
 ) -> DamagedCheckpointError | None:
     """Return the damage of a checkpoint, or ``None``; rank ``share`` of ``shares`` reads its part.
 
-    The error names the file, the damage, and parameters in the file.
+    The error names the file and the damage.
 
     Args:
         written_since: time in nanoseconds; for files last written before it, only the size is
@@ -281,23 +280,17 @@ def _verify(
     folder: Path, files: Mapping[str, Mapping[str, Any]], written_since: int | None, name: str
 ) -> None:
     path, listed = folder / name, files[name]
-    status, beyond = path.stat() if path.is_file() else None, 0
+    status = path.stat() if path.is_file() else None
     if status is None:
         wrong = "is missing"
     elif status.st_size != listed["bytes"]:
-        beyond = status.st_size
-        wrong = f"has {beyond} bytes, expected {listed['bytes']}"
+        wrong = f"has {status.st_size} bytes, expected {listed['bytes']}"
     elif written_since is not None and status.st_mtime_ns < written_since:
         return
     elif storage.digest_of(path) != listed.get("sha256"):
         wrong = "has a wrong checksum: its contents changed after they were written"
     else:
         return
-    if name != METADATA:
-        with contextlib.suppress(Exception):  # .metadata is damaged as well
-            keys = Reader(folder).names_in(name, beyond)
-            shown = ", ".join(map(repr, keys[:4])) + (" ..." if len(keys) > 4 else "")
-            wrong += f"; it holds {len(keys)} entries, among them {shown}"
     raise _damaged(folder, name, wrong)
 
 

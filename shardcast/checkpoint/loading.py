@@ -75,8 +75,7 @@ def load(
 
     Raises:
         FileNotFoundError: there is no checkpoint, or not the named one; see :func:`resume`.
-        DamagedCheckpointError: the named checkpoint, or every one, is damaged; names file and
-            parameters.
+        DamagedCheckpointError: the named checkpoint, or every one, is damaged; names the file.
         ValueError: the checkpoint is of another model or optimizer, or a pattern of ``only``
             matches nothing. Nothing has changed.
 

@@ -392,8 +392,6 @@ def test_damage_is_named_and_changes_nothing_and_the_one_before_is_taken(
         checkpoint.load(newest, model, optimizer)
     message = str(caught.value)
     assert name in message or (name == directory.MARKER and directory.MANIFEST in message)
-    if name.endswith("distcp"):
-        assert ".weight'" in message or ".bias'" in message, "a parameter in the file is named"
     assert_same_bits(everything(model, optimizer), before)
     with pytest.warns(UserWarning, match="falling back"):
         assert checkpoint.latest(tmp_path).name == "step-000000001"
