@@ -60,7 +60,6 @@ class ShardcastAccelerator(Accelerator):
             :meth:`shardcast.ShardcastConfig.load`.
 
     Raises:
-        TypeError: a keyword is an option of shardcast; pass it in ``shardcast_config``.
         ValueError: ``mixed_precision`` and ``param_dtype`` contradict each other.
         RuntimeError: another plug-in shards or casts (DeepSpeed, FSDP, Megatron-LM, XLA, fp8), or
             the processes are not connected.
@@ -69,7 +68,6 @@ class ShardcastAccelerator(Accelerator):
     def __init__(
         self, *args: object, shardcast_config: ConfigSource = None, **kwargs: object
     ) -> None:
-        guards.refuse_options(kwargs)
         super().__init__(*args, **kwargs)
         guards.refuse_unsupported(self)
         config = guards.resolve_config(self.mixed_precision, shardcast_config)

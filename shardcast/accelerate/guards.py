@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,16 +45,6 @@ def with_fp32_heads(config: ShardcastConfig, models: Sequence[nn.Module]) -> Sha
         if hasattr(model, "base_model_prefix"):
             heads += [prefix + name for name, _ in model.named_children() if name in HEADS]
     return config.replace(fp32_outputs=tuple(heads)) if heads else config
-
-
-def refuse_options(keywords: Mapping[str, object]) -> None:
-    """Raise TypeError if a keyword of the Accelerator is an option of shardcast."""
-    options = [field.name for field in fields(ShardcastConfig) if field.name in keywords]
-    if options:
-        raise TypeError(
-            f"{options[0]}: it is an option of shardcast, not a keyword of Accelerate's "
-            f"Accelerator; write ShardcastAccelerator(shardcast_config={{{options[0]!r}: ...}})"
-        )
 
 
 def refuse_unsupported(accelerator: Accelerator) -> None:
