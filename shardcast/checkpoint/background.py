@@ -67,7 +67,9 @@ def save_async(
     """
     base = absolute(directory)
     snapshot = Snapshot(model, optimizer)
-    snapshot.together(lambda: None, "save_async")  # before an earlier save's calls
+    # Of any optimizer, because this save removes folders that seem to be left over; and before an
+    # earlier save's calls.
+    snapshot.together(lambda: saving.finish(base), "save_async")
     earlier = _running.get(optimizer)
     if earlier is not None:
         earlier.end("save_async")

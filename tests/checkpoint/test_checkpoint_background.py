@@ -92,6 +92,22 @@ def test_a_second_save_waits_for_the_first_which_others_leave_alone(tmp_path: Pa
     timer.join()
 
 
+def sharding_anew(group: Any, folder: str, gate: Gate) -> None:
+    model, optimizer = job(group)
+    first = save_async(folder, model, optimizer, step=1)
+    optimizer.close()
+    if group.rank() == 0:
+        threading.Timer(0.3, gate.open.set).start()
+    second = save_async(folder, *job(group, seed=7), step=2)
+    assert first.wait().exists() and second.wait().exists()
+
+
+def test_a_save_of_another_optimizer_into_the_directory_is_waited_for(tmp_path: Path, gate: Gate):
+    """It would take the folder that is being written for what a killed run has left."""
+    run_world(2, sharding_anew, str(tmp_path), gate)
+    assert sorted(checkpoints(tmp_path)) == [1, 2]
+
+
 def loading_beside(group: Any, folder: str, gate: Gate, restarts: bool) -> int:
     model, optimizer = job(group)
     checkpoint.save(folder, model, optimizer, step=1)
