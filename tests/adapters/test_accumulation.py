@@ -203,7 +203,7 @@ def test_a_step_is_the_mean_over_the_tokens_of_all_ranks_and_micro_batches(
     tmp_path: Path, gloo: SpawnedWorld, framework: str
 ) -> None:
     expected = by_hand(framework)
-    found = gloo.run(train, framework, str(tmp_path), timeout=100)[0]
+    found = gloo.run(train, framework, str(tmp_path))[0]
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], atol=2e-6, rtol=0)
 

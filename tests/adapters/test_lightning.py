@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
 from models import exact_muon
+from patience import started
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.optim.lr_scheduler import ExponentialLR
@@ -29,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardcast.lightning import EvaluateAverage, LogMetrics, ShardcastStrategy
 from shardcast.optimizer.sharded import packed_of
-from shardcast.testing import SpawnedWorld, spawn_world
+from shardcast.testing import SpawnedWorld
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -296,8 +297,8 @@ SAME: dict[str, tuple[str, dict[str, Any], float]] = {
 def test_training_is_that_of_ddp(tmp_path: Path, gloo: SpawnedWorld, case: str):
     kind, options, tolerance = SAME[case]
     stock = {**options, "strategy": UNUSED if kind == "gan" else "ddp", "precision": "32-true"}
-    ddp = gloo.run(fit, str(tmp_path / "ddp"), stock, None, kind, timeout=100)
-    ours = gloo.run(fit, str(tmp_path / "ours"), options, None, kind, timeout=100)
+    ddp = gloo.run(fit, str(tmp_path / "ddp"), stock, None, kind)
+    ours = gloo.run(fit, str(tmp_path / "ours"), options, None, kind)
     for mine, theirs in zip(ours, ddp, strict=True):
         assert len(mine[0]) == (36 if kind == "gan" else 12)
         assert mine[0] == pytest.approx(theirs[0], abs=tolerance)
@@ -334,11 +335,11 @@ def test_resume_is_exact_and_goes_on_at_another_world_size_and_under_ddp(
 ):
     """From what was saved within fit, or after it."""
     options, middle = {"precision": precision}, str(tmp_path / "a" / "epoch=0.ckpt")
-    whole = gloo.run(fit, str(tmp_path / "a"), options, None, kind, timeout=100)
+    whole = gloo.run(fit, str(tmp_path / "a"), options, None, kind)
     if after:
         middle, short = str(tmp_path / "after.ckpt"), {**options, "max_epochs": 1}
-        gloo.run(fit, str(tmp_path / "c"), short, None, kind, middle, timeout=100)
-    again = gloo.run(fit, str(tmp_path / "b"), options, middle, kind, timeout=100)
+        gloo.run(fit, str(tmp_path / "c"), short, None, kind, middle)
+    again = gloo.run(fit, str(tmp_path / "b"), options, middle, kind)
     half = len(whole[0][0]) // 2
     for mine, theirs in zip(again, whole, strict=True):
         assert mine[0] == theirs[0][half:] and mine[2:] == theirs[2:]
@@ -354,10 +355,10 @@ def test_resume_is_exact_and_goes_on_at_another_world_size_and_under_ddp(
         assert sorted(others[0]["state"][0]) == ["exp_avg", "exp_avg_sq", "step"]
     if precision == "bf16-true" and kind != "two":  # Muon rounds in other places
         stock = {"strategy": UNUSED, "max_epochs": 2}
-        ddp = gloo.run(fit, str(tmp_path / "d"), stock, middle, kind, timeout=100)
+        ddp = gloo.run(fit, str(tmp_path / "d"), stock, middle, kind)
         assert ddp[0][0] == pytest.approx(whole[0][0][half:], abs=0.1)
     if after:
-        with spawn_world(1, timeout=100, start_method="forkserver") as alone:
+        with started(1) as alone:
             (one,) = alone.run(fit, str(tmp_path / "e"), options, middle, kind)
         assert len(one[0]) == 2 * half and one[2] < 1.0
 
@@ -479,8 +480,8 @@ def test_rates_are_logged_once_under_the_names_of_their_classes(
 
 
 def test_a_hook_before_the_step_sees_the_gradients_of_ddp(tmp_path: Path, gloo: SpawnedWorld):
-    ddp = gloo.run(norms, str(tmp_path), "ddp", timeout=100)
-    for hooked, of_steps in gloo.run(norms, str(tmp_path), "shardcast", timeout=100):
+    ddp = gloo.run(norms, str(tmp_path), "ddp")
+    for hooked, of_steps in gloo.run(norms, str(tmp_path), "shardcast"):
         assert hooked == pytest.approx(ddp[0][0], abs=1e-4)  # logged with four digits
         assert hooked == pytest.approx(of_steps, abs=1e-4)
 
@@ -574,6 +575,6 @@ def under_torchrun(_group: Any, flags: list[str]) -> str:
 def test_the_example_script_trains_in_processes_that_torchrun_started(
     tmp_path: Path, gloo: SpawnedWorld
 ):
-    told = gloo.run(under_torchrun, [*SCRIPT, "--output", str(tmp_path)], timeout=100)
+    told = gloo.run(under_torchrun, [*SCRIPT, "--output", str(tmp_path)])
     assert ["validation_loss" in text for text in told] == [True, False]
     assert list(tmp_path.rglob("*.ckpt"))

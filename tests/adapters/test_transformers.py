@@ -18,6 +18,7 @@ import transformers
 import warm
 from commands import TORCHRUN, command, python
 from models import values as weights
+from patience import started
 from safetensors.torch import load_file
 from test_accelerate_processes import fresh
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from torch.utils.data import Dataset
 
 from shardcast import frameworks
 from shardcast.optimizer.sharded import packed_of
-from shardcast.testing import SpawnedWorld, spawn_world
+from shardcast.testing import SpawnedWorld
 from shardcast.transformers import ShardcastTrainer, ShardcastTrainerMixin
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -204,10 +205,10 @@ def test_ranks_are_equal_and_two_optimizers_of_a_subclass_resume_exactly(
     tmp_path: Path, gloo: SpawnedWorld, precision: str
 ):
     options = {"kind": "creating", precision: True}
-    whole = gloo.run(run, str(tmp_path / "a"), None, options, timeout=100)
+    whole = gloo.run(run, str(tmp_path / "a"), None, options)
     assert equal(whole[0]["weights"], whole[1]["weights"])
     middle = str(tmp_path / "a" / "checkpoint-3")
-    again = gloo.run(run, str(tmp_path / "b"), middle, options, timeout=100)
+    again = gloo.run(run, str(tmp_path / "b"), middle, options)
     for mine, theirs in zip(again, whole, strict=True):
         assert equal(mine["weights"], theirs["weights"])
         assert equal(mine["masters"], theirs["masters"])
@@ -226,7 +227,7 @@ def test_a_scheduler_of_one_of_several_optimizers_is_refused(tmp_path: Path):
 def test_the_stock_trainer_resumes_as_the_note_in_the_checkpoint_says(
     tmp_path: Path, gloo: SpawnedWorld
 ):
-    ours = gloo.run(run, str(tmp_path / "ours"), timeout=100)[0]["log"]
+    ours = gloo.run(run, str(tmp_path / "ours"))[0]["log"]
     folder = tmp_path / "ours" / "checkpoint-3"
     note = (folder / "optimizer.pt.txt").read_text()
     (line,) = re.findall("^    (shardcast .*)$", note, re.MULTILINE)
@@ -234,7 +235,7 @@ def test_the_stock_trainer_resumes_as_the_note_in_the_checkpoint_says(
     done = command("bash", "-c", f"cd {shlex.quote(str(folder))} && {line}")
     assert done.returncode == 0, done.stderr
     try:
-        stock = gloo.run(run, str(tmp_path / "stock"), str(folder), STOCK, timeout=100)[0]
+        stock = gloo.run(run, str(tmp_path / "stock"), str(folder), STOCK)[0]
     except RuntimeError as error:  # of transformers 5.0 with Accelerate 1.10: "cpu:0" is no place
         if "restore data location" not in str(error):
             raise
@@ -251,9 +252,9 @@ def test_the_stock_trainer_does_not_begin_with_a_fresh_optimizer_in_silence(tmp_
 
 
 def test_a_checkpoint_of_one_rank_goes_on_on_two(tmp_path: Path, gloo: SpawnedWorld):
-    with spawn_world(1, timeout=100, start_method="forkserver") as alone:
+    with started(1) as alone:
         one = alone.run(run, str(tmp_path / "one"))[0]
-    two = gloo.run(loaded, str(tmp_path / "one" / f"checkpoint-{STEPS}"), timeout=100)
+    two = gloo.run(loaded, str(tmp_path / "one" / f"checkpoint-{STEPS}"))
     for number, master in one["masters"].items():
         pieces = [rank[number] for rank in two if number in rank]
         assert torch.equal(torch.cat(pieces), master)
@@ -274,7 +275,7 @@ def twice(group: Any, folder: str) -> list[float]:
 
 
 def test_train_may_be_called_twice(tmp_path: Path, gloo: SpawnedWorld):
-    for first, last in gloo.run(twice, str(tmp_path), timeout=100):
+    for first, last in gloo.run(twice, str(tmp_path)):
         assert last < first
 
 
@@ -352,7 +353,7 @@ def saved(group: Any, folder: str) -> tuple[dict[str, Tensor], list[str]]:
 def test_models_are_saved_in_fp32_and_on_rank_0_alone_in_low_precision_with_a_warning(
     tmp_path: Path, gloo: SpawnedWorld
 ):
-    (masters, told), (_, told_on_1) = gloo.run(saved, str(tmp_path), timeout=100)
+    (masters, told), (_, told_on_1) = gloo.run(saved, str(tmp_path))
     assert (len(told), len(told_on_1)) == (1, 0), "once in a job, by the first rank"
     checkpoint = tmp_path / "run" / f"checkpoint-{STEPS}"
     weights = load_file(checkpoint / "model.safetensors")
@@ -414,12 +415,12 @@ def test_weights_of_a_loss_train_beside_the_model(tmp_path: Path, gloo: SpawnedW
     whole = with_loss(None, str(tmp_path / "one"), None, {"per_device_train_batch_size": 4})
     for bf16, tolerance in ((False, 1e-5), (True, 0.2)):  # norms in bf16 part by 8 % in six steps
         folder, options = str(tmp_path / f"{bf16}"), {"bf16": bf16}
-        both = gloo.run(with_loss, folder, None, options, timeout=100)
+        both = gloo.run(with_loss, folder, None, options)
         assert equal(both[0][1], both[1][1]), "the weights of the loss are averaged, too"
         for ours, one in zip(both[0][0], whole[0], strict=True):
             assert ours == pytest.approx(one, rel=tolerance)
         resume = f"{folder}/checkpoint-3"
-        again = gloo.run(with_loss, f"{folder}b", resume, options, timeout=100)
+        again = gloo.run(with_loss, f"{folder}b", resume, options)
         assert again[0][0] == both[0][0]  # of all steps, the first three from the checkpoint
         assert equal(again[0][1], both[0][1])
     names = load_file(tmp_path / "True" / "checkpoint-6" / "model.safetensors")
@@ -485,8 +486,8 @@ def edited(_group: Any, folder: str, kind: str, bf16: bool = False) -> Any:
 def test_a_callback_edits_masters_and_moments_as_it_edits_weights_under_ddp(
     tmp_path: Path, gloo: SpawnedWorld, bf16: bool
 ):
-    losses, expected, _ = gloo.run(edited, str(tmp_path / "stock"), "stock", timeout=100)[0]
-    first, second = gloo.run(edited, str(tmp_path / "ours"), "sharded", bf16, timeout=100)
+    losses, expected, _ = gloo.run(edited, str(tmp_path / "stock"), "stock")[0]
+    first, second = gloo.run(edited, str(tmp_path / "ours"), "sharded", bf16)
     assert equal(first[1], second[1])
     for name in Editing.ROWS:  # to more digits than bf16 has
         norms = first[2][name].norm(dim=1)
@@ -505,8 +506,8 @@ def pruned(_group: Any, folder: str, kind: str) -> tuple[list[float], dict[str, 
 
 
 def test_callbacks_that_read_gradients_see_those_of_ddp(tmp_path: Path, gloo: SpawnedWorld):
-    stock = gloo.run(pruned, str(tmp_path / "stock"), "stock", timeout=100)
-    for norms, trained in gloo.run(pruned, str(tmp_path / "ours"), "sharded", timeout=100):
+    stock = gloo.run(pruned, str(tmp_path / "stock"), "stock")
+    for norms, trained in gloo.run(pruned, str(tmp_path / "ours"), "sharded"):
         assert norms == pytest.approx(stock[0][0], rel=1e-4) and len(norms) == STEPS
         for name, value in stock[0][1].items():
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-5)

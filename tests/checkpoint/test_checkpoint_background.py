@@ -18,6 +18,7 @@ import models
 import pytest
 from faults import no_space, watch
 from models import advance, assert_same_bits, parts, run_world, values, whole
+from patience import patience
 
 from shardcast import checkpoint
 from shardcast.checkpoint import directory as folders
@@ -304,7 +305,7 @@ def test_a_process_that_ends_waits_for_its_save(tmp_path: Path):
     """A forked one ends as others do: with the interpreter's wait for threads."""
     process = multiprocessing.get_context("fork").Process(target=begin_and_end, args=(tmp_path,))
     process.start()
-    process.join(100)
+    process.join(patience(100))
     assert process.exitcode == 0
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000000001"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import warm
+from patience import patience
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = (
@@ -39,7 +40,7 @@ def command(*words: str, timeout: float = 100, **env: str) -> subprocess.Complet
         stderr=subprocess.PIPE,
     )
     with killed_at_last(process):
-        out, errors = process.communicate(timeout=timeout)
+        out, errors = process.communicate(timeout=patience(timeout))
     return subprocess.CompletedProcess(words, process.returncode, out, errors)
 
 

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing import forkserver
 from typing import Any
 
@@ -16,13 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from late import Late
-from storages import settle
+from patience import WORLDS, cores, patience, started
 
 from shardcast.extensions import offload
 from shardcast.optimizer import setup
-from shardcast.testing import SpawnedWorld, spawn_world
+from shardcast.testing import SpawnedWorld
 
-WORLDS: dict[SpawnedWorld, float] = {}  # those that are shared, and the time limits of their runs
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -96,20 +94,16 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 + cores()
 
 
-def cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 def give_time(item: pytest.Item) -> None:
     """Longer time limits where more runs than these tests: other programs are no failure."""
-    crowd = max(1.0, os.getloadavg()[0] / cores() / 3)
-    for world, timeout in WORLDS.items():
-        world.timeout = crowd * timeout
+    is_timed = item.config.pluginmanager.hasplugin("timeout")
+    usual = float(item.config.getini("timeout")) if is_timed else 0.0
     marker = item.get_closest_marker("timeout")
-    if crowd > 1 and item.config.pluginmanager.hasplugin("timeout"):
-        limit = marker.args[0] if marker else float(item.config.getini("timeout"))
-        item.add_marker(pytest.mark.timeout(crowd * limit), append=False)
+    limit = marker.args[0] if marker else usual
+    for world, timeout in WORLDS.items():
+        world.timeout = patience(max(timeout, limit))
+    if patience(1.0) > 1 and is_timed:
+        item.add_marker(pytest.mark.timeout(patience(limit)), append=False)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -140,24 +134,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@contextmanager
-def started(world_size: int, timeout: float) -> Iterator[SpawnedWorld]:
-    """Real processes that are there before a test, whose time limit does not count set-up.
-
-    To start them takes a second, and nearly a minute on a busy machine.
-    """
-    forkserver.ensure_running()  # now: it passes on the environment that it begins with
-    with spawn_world(world_size, timeout=timeout, start_method="forkserver") as world:
-        world.run(settle, timeout=300.0)
-        WORLDS[world] = timeout
-        yield world
-        del WORLDS[world]
-
-
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[SpawnedWorld]:
     """Two real processes, for all tests that ask for them."""
-    with started(2, timeout=60.0) as world:
+    with started(2) as world:
         yield world
 
 

@@ -123,3 +123,8 @@ def test_a_test_of_the_kit_has_the_limit_of_the_kit(
     bench = Bench(True, tmp_path / "part.json")
     cuda_tests.run(bench)
     assert [row["result"] for row in bench.figures] == ["passed", "passed"]
+
+
+def test_the_limit_of_a_command_grows_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e3, 0, 0))
+    assert command("sleep", "0.3", timeout=0.01).returncode == 0

@@ -18,6 +18,7 @@ import pytest
 import torch
 import warm
 from commands import ROOT, kill_tree
+from patience import patience
 from processes import Processes
 from safetensors.torch import load_file
 from train import parse_arguments, train
@@ -89,7 +90,7 @@ class Run:
     def end(self) -> int:
         """The status of the first agent; one that hangs says what it was at."""
         try:
-            return self.agents[0].wait(timeout=200)
+            return self.agents[0].wait(timeout=patience(200))
         except subprocess.TimeoutExpired as hang:
             raise AssertionError(self.log()) from hang
         finally:
@@ -159,7 +160,7 @@ def test_a_run_that_was_told_to_stop_goes_on_later_and_is_whole_again_after_a_lo
     assert "most restarts fail" not in again.log()
 
     alone = Run(tmp_path / "alone", RESTARTS)
-    gloo.run(train_in, alone.flags, timeout=100)
+    gloo.run(train_in, alone.flags)
     assert checkpoint.inspect(alone.saved).step == checkpoint.inspect(again.saved).step == 60
     assert_same_results(alone.saved, again.saved)
 

@@ -17,10 +17,10 @@ from benchmarks.counters import Casts
 from benchmarks.models import WORKLOADS, Encoder, Workload
 from benchmarks.systems import OWN, SYSTEMS
 from models import MLP
-from storages import settle
+from patience import started
 from torch import nn
 
-from shardcast.testing import SpawnedWorld, spawn_world
+from shardcast.testing import SpawnedWorld
 
 COMPILED = pytest.mark.needs_compiler
 
@@ -59,8 +59,7 @@ def _count(_group: dist.ProcessGroup) -> dict[str, step.Result]:
 @pytest.mark.timeout(120)
 def test_memory_and_collectives_of_known_systems():
     # Of its own: what earlier tests freed would be counted as what is free.
-    with spawn_world(2, timeout=100, start_method="forkserver") as world:
-        world.run(settle)  # each count begins with a collection
+    with started(2) as world:
         found = world.run(_count)[0]
     if found["shardcast"].held is None:
         pytest.skip("memory is counted in glibc's allocator, which is not here")
@@ -89,7 +88,7 @@ def test_systems_are_measured_next_to_each_other(
     gloo: SpawnedWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def shared(function: Callable[..., Any], _size: int, *args: Any, timeout: float) -> list[Any]:
-        return gloo.run(function, *args, timeout=150)
+        return gloo.run(function, *args)
 
     monkeypatch.setattr(benchmark, "spawn", shared)
     words = "peers --model tiny --rounds 1 --micros 2 --clock processor --markdown --systems"

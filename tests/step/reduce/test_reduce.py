@@ -15,6 +15,7 @@ import pytest
 import torch
 from models import CASES, assert_same_bits, packed_of, run_world, sgd, sharded, values
 from pairwise import SEED, pairwise
+from patience import started
 from sequences import (
     ALL,
     COUNT,
@@ -35,7 +36,7 @@ from sequences import (
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.testing import SpawnedWorld, ThreadedWorld, spawn_world, threaded_world
+from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -616,7 +617,7 @@ def test_a_backward_that_fails_on_each_rank_at_another_place_is_one_pass_on_all(
 
 
 def test_processes_whose_backward_fails_at_another_place_on_each_do_not_wait(gloo: SpawnedWorld):
-    with spawn_world(3, timeout=60, start_method="forkserver") as three:
+    with started(3) as three:
         for places, world in (((0, COUNT), gloo), ((COUNT, 3, 0), three)):
             for after in ("step", "cleared, again", "again and again"):
                 cell = Cell(size=len(places), pack_params=1)
