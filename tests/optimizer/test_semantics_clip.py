@@ -27,31 +27,6 @@ def clips(model: nn.Module, optimizer: Any, sharded: bool, kind: str, limit: flo
     return {"norm": clip_grad_norm_, "value": clip_grad_value_}[kind](model.parameters(), limit)
 
 
-@pytest.mark.parametrize(
-    "calls",
-    [
-        # torch: clamp(g x f); the bound must not be applied to g, with f to follow.
-        [("norm", 2.0), ("value", 0.1)],
-        [("norm", 0.5), ("norm", 3.0)],
-        [("norm", 3.0), ("norm", 0.5)],
-    ],
-    ids=str,
-)
-def test_a_second_clip_is_one_of_what_the_first_left(calls: list[tuple[str, float]]):
-    expected: dict[Any, Any] = {}
-
-    def script(model: nn.Module, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
-        for step in range(3):
-            set_grads(model, step)
-            for kind, limit in calls:
-                norm = clips(model, optimizer, sharded, kind, limit)
-                torch.testing.assert_close(norm, expected.setdefault((step, limit), norm))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    check(sgd, script, tol=NORM)
-
-
 @pytest.mark.parametrize("act", ["load_state_dict", "add_param_group"])
 def test_a_load_or_another_group_between_a_clip_and_its_step_leaves_gradients_clipped(act: str):
     def script(model: Any, optimizer: Any, _batch: Tensor, sharded: bool) -> None:

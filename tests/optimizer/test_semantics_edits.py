@@ -21,26 +21,6 @@ from shardcast.testing import ThreadedWorld
 pytestmark = pytest.mark.timeout(60)
 
 
-def outliving(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> None:
-    """Gradients of several tasks that are kept over the next backward, and combined."""
-    for _ in range(3):
-        kept = []
-        for task in range(2):
-            model(batch)[:, task].pow(2).mean().backward()
-            if is_sharded:
-                optimizer.gather_gradients()
-            kept.append([param.grad for param in model.parameters()])
-            optimizer.zero_grad()
-        for param, first, second in zip(model.parameters(), *kept, strict=True):
-            param.grad = first - 0.5 * second
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_gradients_that_a_script_sets_are_averaged():
-    check(lambda model: sgd(model, momentum=0.9), outliving, tol=1e-6)
-
-
 def edits_in_place(param: Tensor) -> None:
     assert param.grad is not None
     param.grad.mul_(0.3)

@@ -34,7 +34,10 @@ mixed = st.lists(st.tuples(st.integers(0, 50), shared), min_size=1, max_size=3)
 zeros = st.sampled_from(["none", "zeros", "model"])
 edits = st.sampled_from(["", "", *EDITS])
 clips = st.sampled_from(
-    [(), (), (("norm", 0.5),), (("value", 0.25),), (("value", 0.5), ("norm", 2.0))]
+    [
+        *((), (), (("norm", 0.5),), (("value", 0.25),)),
+        *((("value", 0.5), ("norm", 2.0)), (("norm", 2.0), ("value", 0.125))),
+    ]
 )
 # Look at everything after two steps of three: an overlapped sync goes on until then.
 looks = st.sampled_from([True, True, False])

@@ -333,6 +333,9 @@ def test_random_sequences_with_clips_equal_plain_torch(cell: Cell, accumulate: s
     fp32 = cell._replace(storage="fp32", kind="SGD", way="plain")
     for _ in range(4):
         compare(random_sequence(draw, cell.copies == 1, (0.5, 2.0)), fp32, accumulate=accumulate)
+    for bounds in ((0.5, 2.0), (2.0, 0.5)):  # the second one is of what the first left
+        clips: list[Action] = [(Side.clip, (bound,)) for bound in bounds]
+        compare([(Side.backward, (1, ALL)), *clips, (Side.step, ())], fp32, accumulate=accumulate)
 
 
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
