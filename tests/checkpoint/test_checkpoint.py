@@ -167,6 +167,8 @@ RESUMED: dict[str, Resumed] = {
     "4 ranks to 1 and 3": ("gpt", "adamw", 4, WHOLE, (1, 3), WHOLE),
     "even to whole": ("gpt", "adamw", 3, EVEN, (2,), WHOLE),
     "whole to even": ("scalars", "adamw", 3, WHOLE, (2,), EVEN),
+    "groups in one pack": ("gpt", "adamw", 2, {"unpacked_first": 0}, (3,), {"pack_params": 1}),
+    "groups in other packs": ("gpt", "adamw", 3, {"pack_params": 1}, (2,), {"unpacked_first": 0}),
     "other packs": ("gpt", "amsgrad", 3, {}, (2,), {"pack_params": 2, "alignment": 8}),
     "fewer elements than ranks": ("tiny", "adamw", 3, {}, (2,), {**WHOLE, "pack_params": 1}),
     "no step in the state": ("mlp", "sgd", 3, {}, (2,), WHOLE),

@@ -155,9 +155,6 @@ AT_SHARD = {
     "own state, bytes": Refusal(
         "moments: 'int8' .* got RMSprop", optimizer=rmsprop, fields={"moments": "int8"}
     ),
-    "a matrix, offload": Refusal(
-        "offload: .* got Normalized: ", optimizer=normalized, fields={"offload": True}
-    ),
     "fp16, split masters": Refusal(
         "master: split16 needs param_dtype .*float16",
         fields={"master": "split16", "param_dtype": torch.float16},

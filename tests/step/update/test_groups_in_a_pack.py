@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,36 +150,3 @@ def test_groups_add_no_collective():
                 optimizer.zero_grad()
             counts[name] = len(group.rank_log) - before
     assert len({*counts.values()}) == 1, counts
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-def test_a_checkpoint_loads_whatever_groups_share_packs(groups: str, tmp_path: Path):
-    """At another size of packs and on another number of ranks, where groups lie elsewhere."""
-
-    def made(group: Any, **fields: Any) -> tuple[Any, Any]:
-        model = mlp()
-        inner = torch.optim.AdamW(GROUPS[groups](model), **ADAM)
-        fields = {"param_dtype": "bf16", "unpacked_first": 0, "fuse": "eager", **fields}
-        return model, shardcast.shard(model, inner, process_group=group, **fields)
-
-    def stepped(model: nn.Module, optimizer: Any, first: int) -> list[Tensor]:
-        for step in range(first, first + 2):
-            set_grads(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [param.detach().clone() for param in model.parameters()]
-
-    def saved(group: Any) -> list[Tensor]:
-        model, optimizer = made(group)
-        stepped(model, optimizer, 0)
-        shardcast.checkpoint.save(tmp_path / "one", model, optimizer, step=2)
-        return stepped(model, optimizer, 2)
-
-    def loaded(group: Any) -> list[Tensor]:
-        model, optimizer = made(group, pack_params=1)
-        shardcast.checkpoint.load(tmp_path / "one", model, optimizer)
-        return stepped(model, optimizer, 2)
-
-    expected = ThreadedWorld(2).run(saved)[0]
-    for mine in ThreadedWorld(3).run(loaded):
-        assert all(map(torch.equal, mine, expected))
