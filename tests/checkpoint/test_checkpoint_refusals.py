@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import CASES, adamw, advance, assert_same_bits, everything, job, run_world, sharded
+from models import CASES, adamw, advance, assert_same_bits, everything, job, of, run_world, sharded
 from small_runs import DATA, METADATA, seal, truncate
 from torch import nn
 
@@ -106,8 +106,7 @@ def kept_without_manifest(run: Path) -> None:
     (run / "best" / MANIFEST).unlink()
 
 
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters())
+adafactor = of("Adafactor")
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:

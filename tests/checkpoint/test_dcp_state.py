@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bag import Bag
-from models import assert_same_bits, everything
+from models import assert_same_bits, everything, of
 from oracle import BATCH, adamw, mlp, pair, set_grads
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -98,8 +98,7 @@ def assert_goes_on_alike(*pairs: tuple[nn.Module, Any]) -> None:
     assert_same_bits(first, second)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-2)
+sgd = of("SGD", lr=1e-2)
 
 
 @pytest.mark.parametrize("build", [adamw, sgd])

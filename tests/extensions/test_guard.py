@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Tensors, assert_same_bits, everything, ranks_of, sharded, values
+from models import CASES, Tensors, assert_same_bits, everything, of, ranks_of, sharded, values
 from torch import Tensor, nn
 
 import shardcast
@@ -22,10 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:step skipped")
 STEPS, WINDOW, SIGMA = 24, 8, 3.0
 SPIKES = {1, 12, 18, 19}  # the first one before the window is half full, so that it is trained
 NORM = {"norm": SIGMA, "window": WINDOW}
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.02)
+sgd = of("SGD", lr=0.02)
 
 
 def loss_of(model: nn.Module, step: int, rank: int, spiky: int) -> tuple[Tensor, Tensor]:

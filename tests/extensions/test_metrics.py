@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bag import Bag
-from models import CASES, adamw, assert_same_bits, exact_muon, install, run_world, sharded
+from models import CASES, adamw, assert_same_bits, exact_muon, install, of, run_world, sharded
 from oracle import pair
 from pairwise import thinned
 from quantizers import gpt
@@ -25,10 +25,7 @@ from shardcast.testing import threaded_world
 BF16, FP32 = torch.bfloat16, torch.float32
 Norms = dict[str, dict[str, Tensor]]
 needs_compiler = pytest.mark.needs_compiler
-
-
-def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(model.parameters(), lr=1e-3)
+rmsprop = of("RMSprop", lr=1e-3)
 
 
 def by_hand(model: nn.Module, optimizer: Any, scale: float) -> Norms:

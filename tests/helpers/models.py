@@ -171,6 +171,16 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
 
 
+def of(kind: str, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """Return a function that makes an optimizer of torch for all parameters of a model."""
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        return getattr(torch.optim, kind)(model.parameters(), **options)
+
+    build.__name__ = kind
+    return build
+
+
 def sharded(
     model: nn.Module,
     group: Any = None,

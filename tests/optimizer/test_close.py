@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, assert_same_bits, install, run_world, values
+from models import CASES, assert_same_bits, install, of, run_world, values
 from pairwise import pairwise
 from test_weight_edits import KINDS
 from torch import Tensor, nn
@@ -22,9 +22,7 @@ import shardcast
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
 
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-3)
+sgd = of("SGD", lr=1e-3)
 
 
 def phases(model: nn.Module, begin: Callable[..., Any], end: Callable[[Any], None]) -> None:

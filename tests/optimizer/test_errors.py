@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
-from models import GPT, MLP, adamw, assert_same_bits, install, parts, sharded, values
+from models import GPT, MLP, adamw, assert_same_bits, install, of, parts, sharded, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,8 +58,7 @@ def with_another_step(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(model.parameters())
+rmsprop = of("RMSprop")
 
 
 def normalized(model: nn.Module) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import assert_same_bits, install, values
+from models import assert_same_bits, install, of, values
 from pairwise import pairwise, thinned
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -87,14 +87,8 @@ READERS: dict[str, Callable[[nn.Module, Any, Path], Any]] = {
 # -- how they are kept, and how they are shown ----------------------------------------------------
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters(), lr=3e-3)
-
-
+adamw = of("AdamW", lr=3e-3)
+adafactor = of("Adafactor", lr=3e-3)
 KINDS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {
     "bf16": (adamw, {}),
     "fp16": (adamw, {"param_dtype": torch.float16, "loss_scale": 1.0}),

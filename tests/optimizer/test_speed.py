@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, adamw, sharded
+from models import CASES, adamw, of, sharded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -79,10 +79,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0}])
 
 
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
-
-
+momentum = of("SGD", lr=0.1, momentum=0.9, dampening=0.1)
 WAYS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "bf16": (adamw, {"param_dtype": BF16}),
     "clipped": (adamw, {"param_dtype": BF16, "max_grad_norm": 1.0}),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, install, values
+from models import CASES, assert_same_bits, install, of, values
 from pairwise import seeds
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -25,12 +25,7 @@ from shardcast.testing import ThreadedWorld, threaded_world
 pytestmark = pytest.mark.timeout(120)
 
 BF16 = torch.bfloat16
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-2)
-
-
+adamw = of("AdamW", lr=3e-2)
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {"param_dtype": torch.float32},
     "bf16": {},
@@ -114,12 +109,8 @@ def some(model: nn.Module, seed: int) -> list[tuple[nn.Parameter, Tensor]]:
     return edits
 
 
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters(), lr=3e-2)
-
-
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+adafactor = of("Adafactor", lr=3e-2)
+momentum = of("SGD", lr=1e-3, momentum=0.9)
 
 
 def muon(model: nn.Module) -> list[torch.optim.Optimizer]:

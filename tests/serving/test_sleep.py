@@ -15,7 +15,17 @@ from typing import Any
 import models
 import pytest
 import torch
-from models import CASES, adamw, assert_same_bits, everything, own_state, run_world, sharded, values
+from models import (
+    CASES,
+    adamw,
+    assert_same_bits,
+    everything,
+    of,
+    own_state,
+    run_world,
+    sharded,
+    values,
+)
 from oracle import pair
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,12 +42,8 @@ pytestmark = pytest.mark.timeout(90)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters())
+sgd = of("SGD", lr=0.1, momentum=0.9)
+adafactor = of("Adafactor")
 
 
 def two(model: nn.Module) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Tensors, assert_same_bits, everything, ranks_of, sharded, values
+from models import CASES, Tensors, assert_same_bits, everything, of, ranks_of, sharded, values
 from oracle import adamw, pair
 from torch import Tensor, nn
 
@@ -31,12 +31,8 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(x).float(), y, reduction="sum") / y.shape[1]
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def adagrad(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(model.parameters(), lr=1e-2)
+sgd = of("SGD", lr=0.05, momentum=0.9)
+adagrad = of("Adagrad", lr=1e-2)
 
 
 def by_hand(size: int, make: Callable[[nn.Module], Any], clip: str, split: int = 1) -> Tensors:
@@ -110,10 +106,7 @@ def test_a_step_of_counted_tokens_is_that_of_one_process_on_all_of_them(way: str
         torch.testing.assert_close(trained, expected, rtol=1e-6, atol=1e-6)
 
 
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
-
-
+adafactor = of("Adafactor", lr=1e-2)
 LOW = {"param_dtype": "bf16"}
 FORMS: list[tuple[Any, dict[str, Any]]] = [
     (sgd, LOW),
