@@ -30,8 +30,8 @@ from shardcast import checkpoint
 from shardcast.testing import threaded_world
 
 DOCS = Path(__file__).parents[1] / "docs"
-ELSEWHERE = {"coming-from": "test_coming_from", "editing": "optimizer/test_editing"}
-SCRIPTS = "GANs, RL and several models"  # below it test_several_models runs each one
+ELSEWHERE = {"coming-from": "test_guides", "editing": "optimizer/test_editing"}
+SCRIPTS = "GANs, RL and several models"  # below it test_guides runs each one
 WRITTEN_BY_TOOLS = {"evidence", "options", "tested-scripts"}
 Key = tuple[str, str, int]  # of a block: page, heading, and how many are before it there
 

@@ -247,3 +247,19 @@ def test_processes_without_a_gpu_name_what_is_missing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="8 processes were started, but torch finds no GPU"):
         main([flag for flag in TINY_RUN if flag not in ("--device", "cpu")])
+
+
+# -- two trainers and a reader that samples -------------------------------------------------------
+
+LINE = re.compile(r"step +(\d+)  version \S+  vowels \S+  changed +(\S+)%  largest gap (\S+)")
+
+
+def test_a_reader_has_the_log_probabilities_of_the_trainers(tmp_path: Path):
+    launcher = (*TORCHRUN[:-1], "--nproc-per-node=3")
+    flags = "--steps 4 --batch-size 4 --context 8 --full-every 3 --log-interval 1".split()
+    done = python(*launcher, "launch/rl_sync.py", *flags, "--folder", str(tmp_path), timeout=140)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = LINE.findall(done.stdout)
+    assert [int(step) for step, _, _ in lines] == [0, 1, 2, 3, 4]
+    assert {gap for _, _, gap in lines} == {"0"}
+    assert float(lines[0][1]) == 100 > float(lines[-1][1]) > 0
