@@ -173,7 +173,7 @@ def narrow() -> nn.Sequential:
 # A model, its optimizers, and how far from plain torch they are.
 RESUMED: dict[str, tuple[Any, Any, float]] = {
     "state of its own shapes": (narrow, lambda m: [foreign.OwnShapes(m.parameters())], 0),
-    "state of torch's own": (mlp, lambda m: [torch.optim.AdamW(m.parameters(), lr=1e-2)], 0),
+    "AdamW of torch": (mlp, lambda m: [torch.optim.AdamW(m.parameters(), fused=False)], 0),
     "several optimizers": (mlp, pair, 1e-6),
     "a momentum in bf16": (mlp, lambda m: [foreign.LowMomentum(m.parameters())], 0),
 }
