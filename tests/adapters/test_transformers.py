@@ -18,8 +18,8 @@ import transformers
 import warm
 from commands import TORCHRUN, command, python
 from models import values as weights
-from patience import started
 from safetensors.torch import load_file
+from shared_fixtures import started
 from test_accelerate_processes import fresh
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR

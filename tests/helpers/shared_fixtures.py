@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from typing import Any
 
@@ -15,12 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from late import Late
-from patience import WORLDS, cores, patience, started
+from patience import cores, patience
+from storages import settle
 
 from shardcast.extensions import offload
 from shardcast.optimizer import setup
-from shardcast.testing import SpawnedWorld
+from shardcast.testing import SpawnedWorld, spawn_world
 
+WORLDS: dict[SpawnedWorld, float] = {}  # those that are shared, and the time limits of their runs
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -132,6 +135,20 @@ def pytest_collection_finish() -> None:
     """Have the collector pass over what was imported: a million objects, in each of its rounds."""
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def started(world_size: int, timeout: float = 100.0) -> Iterator[SpawnedWorld]:
+    """Real processes that are there before a test, whose time limit does not count set-up.
+
+    To start them takes a second, and nearly a minute on a busy machine.
+    """
+    forkserver.ensure_running()  # now: it passes on the environment that it begins with
+    with spawn_world(world_size, timeout=patience(timeout), start_method="forkserver") as world:
+        world.run(settle, timeout=300.0)
+        WORLDS[world] = timeout
+        yield world
+        del WORLDS[world]
 
 
 @pytest.fixture(scope="session")

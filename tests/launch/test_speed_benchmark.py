@@ -17,7 +17,7 @@ from benchmarks.counters import Casts
 from benchmarks.models import WORKLOADS, Encoder, Workload
 from benchmarks.systems import OWN, SYSTEMS
 from models import MLP
-from patience import started
+from shared_fixtures import started
 from torch import nn
 
 from shardcast.testing import SpawnedWorld

@@ -15,7 +15,6 @@ import pytest
 import torch
 from models import CASES, assert_same_bits, packed_of, run_world, sgd, sharded, values
 from pairwise import SEED, pairwise
-from patience import started
 from sequences import (
     ALL,
     COUNT,
@@ -33,6 +32,7 @@ from sequences import (
     plain,
     random_sequence,
 )
+from shared_fixtures import started
 from torch import Tensor, nn
 
 from shardcast import _compat
