@@ -138,6 +138,11 @@ def is_checkpoint(path: Path) -> bool:
     return named or any((path / name).exists() for name in files)
 
 
+def file_in(path: Path) -> Path | None:
+    """Return ``path`` or the folder above it that is a file; ``None`` if neither is."""
+    return next((place for place in (path, *path.parents) if place.is_file()), None)
+
+
 def new_name(prefix: str, target: Path) -> str:
     """Make a name next to ``target`` that was never used before."""
     return f"{prefix}{target.name}-{uuid.uuid4().hex[:12]}"
@@ -309,13 +314,13 @@ def choose(
     Raises:
         DamagedCheckpointError: the named checkpoint, or every one in the directory, is damaged.
         FileNotFoundError: the named checkpoint does not exist.
-        NotADirectoryError: the path is a file.
+        NotADirectoryError: the path is a file, or lies below one.
     """
     named = is_checkpoint(path)
-    if path.is_file():
+    if file := file_in(path):
         raise NotADirectoryError(
-            f"directory: expected a directory of checkpoints, or one checkpoint, got the file "
-            f"{str(path)!r}; checkpoint.load_plain(model, optimizer, weights) loads files of "
+            "directory: expected a directory of checkpoints, or one checkpoint, got the file "
+            f"{str(file)!r}; checkpoint.load_plain(model, optimizer, weights) loads files of "
             "torch.save and safetensors"
         )
     if named and not path.exists():

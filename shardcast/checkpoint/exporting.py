@@ -16,7 +16,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.checkpoint import storage
 from shardcast.checkpoint.dcp import Reader, fitting
-from shardcast.checkpoint.directory import EXPORTING, chosen, new_name
+from shardcast.checkpoint.directory import EXPORTING, chosen, file_in, new_name
 from shardcast.checkpoint.region import KeyPath
 from shardcast.messages import note_speed, safetensors
 from shardcast.optimizer.state import plain_dict
@@ -82,6 +82,10 @@ def export(
     target = Path(os.path.abspath(out))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"out: {str(target)!r} exists; give a new or an empty directory")
+    if file := file_in(target):
+        raise NotADirectoryError(
+            f"out: expected a new or an empty directory, got a path below the file {str(file)!r}"
+        )
     writing = target.with_name(new_name(EXPORTING, target))
     storage.make_directory(writing)
     files = storage.Files()

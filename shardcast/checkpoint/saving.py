@@ -292,10 +292,10 @@ def begin(
             raise ValueError(f"step: expected a whole number >= 0, got {step!r}")
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep: expected None or a whole number >= 1, got {keep!r}")
-        if base.is_file():
+        if file := folders.file_in(base):
             raise NotADirectoryError(
                 "directory: expected the folder of one run, in which each checkpoint is a folder, "
-                f"got the file {directory!r}; pass the path of a folder, which may be new"
+                f"got the file {str(file)!r}; pass the path of a folder, which may be new"
             )
         head, _ = _copied("the optimizer's param_groups", snapshot.head())
         own = {

@@ -101,6 +101,8 @@ def test_an_export_is_cut_by_size_and_comes_back_to_the_bit(tmp_path: Path, shar
     assert_same_bits(whole(r[0] for r in after), whole(r[0] for r in before))
     with pytest.raises(FileExistsError, match="give a new or an empty directory"):
         export(tmp_path / "run", out)
+    with pytest.raises(NotADirectoryError, match=r"out: .* below the file '.*optimizer.pt'"):
+        export(tmp_path / "run", out / "optimizer.pt" / "below")
 
 
 # -- FSDP2 ------------------------------------------------------------------------------------

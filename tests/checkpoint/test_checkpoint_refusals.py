@@ -142,6 +142,11 @@ REFUSED = {
         "expected the folder of one run.* got the file",
         lambda run, rank, *pair: save(run / NEWEST / MARKER, *pair, step=3),
     ),
+    "below a file": Refused(
+        NotADirectoryError,
+        f"expected the folder of one run.* got the file '.*{MARKER}'",
+        lambda run, rank, *pair: save(run / NEWEST / MARKER / "run", *pair, step=3),
+    ),
     "what weights_only does not read": VALUE("extra", saving(extra={"a": nn.Tanh()})),
     "a step that exists": VALUE("exists already, with other", saving(step=2)),
     "a step that other ranks saved": VALUE(
@@ -166,6 +171,9 @@ REFUSED = {
     ),
     "a file": Refused(
         NotADirectoryError, "got the file .*load_plain", loading(f"{NEWEST}/{MARKER}")
+    ),
+    "one below a file": Refused(
+        NotADirectoryError, f"got the file '.*{MARKER}'", loading(f"{NEWEST}/{MARKER}/run", resume)
     ),
     "a kept one without manifest": DAMAGED(
         r"shardcast\.json'", loading("best", resume), kept_without_manifest
