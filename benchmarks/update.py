@@ -16,13 +16,11 @@ from torch import Tensor
 
 import shardcast
 from shardcast.extensions.averages import Average, AverageOptions
-from shardcast.extensions.metrics import SquareSums
 from shardcast.extensions.offload import Copies
 from shardcast.memory.codecs import ROW, master_codec, moment_codec
 from shardcast.step.update import rules
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import CompiledExecutor, Executor, Fusion, UpdateNumbers
-from shardcast.step.update.state import SUM_ROW
 
 BYTES = 30  # per element: gradient 2; master, moments and parameter 14 read and 14 written
 CODED = {  # master and moments as in the configuration
@@ -35,7 +33,6 @@ CODED = {  # master and moments as in the configuration
 EPILOGUES: dict[str, Epilogue] = {
     "fp32 average": Average(AverageOptions("ema", 0.999)),
     "bf16 average": Average(AverageOptions("ema", 0.999, stored="bf16")),
-    "metrics": SquareSums(),
 }
 GROUP = {
     "lr": 1e-3,
@@ -94,24 +91,21 @@ def fused(
     epilogues: tuple[Epilogue, ...] = (),
 ) -> tuple[Fusion, list[Tensor]]:
     """AdamW; random weights and gradients in whole rows, state of zeros."""
-    row = SUM_ROW if any(epilogue.sums for epilogue in epilogues) else ROW
-    elements -= elements % row
+    elements -= elements % ROW
     rule = rules.rule_of(torch.optim.AdamW, GROUP, by_torch)
     config = shardcast.ShardcastConfig(master=master, moments=moments)
     state = tuple(moment_codec(config, name) for name in rule.state)
     state += tuple(epilogue.codec for epilogue in epilogues for name in epilogue.state)
     codec = master_codec(config, torch.bfloat16)
-    fusion = Fusion(rule, codec, state, not codec.has_published, row, epilogues)
-    weights = torch.randn(elements // row, row)
+    fusion = Fusion(rule, codec, state, not codec.has_published, ROW, epilogues)
+    weights = torch.randn(elements // ROW, ROW)
     pieces = [weights.bfloat16()] if fusion.casts else []
     for each, values in zip(
         (codec, *state), (weights, *[torch.zeros_like(weights)] * len(state)), strict=True
     ):
         pieces += [piece.clone() for piece in each.encode(values, None)]
     if fusion.by_chance:
-        pieces.append(torch.arange(elements // row, dtype=torch.int32))
-    sums = [name for epilogue in epilogues for name in epilogue.sums]
-    pieces += [torch.zeros(elements // row) for _ in sums]
+        pieces.append(torch.arange(elements // ROW, dtype=torch.int32))
     grad = torch.randn(elements).bfloat16()
     return fusion, [grad, *(piece.flatten() for piece in pieces)]
 

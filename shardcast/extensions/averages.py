@@ -31,7 +31,7 @@ from shardcast.option_values import (
 )
 from shardcast.plan.layout import Fragment
 from shardcast.step.step_hook import StepHook
-from shardcast.step.update.epilogues import AVERAGE, Epilogue, UpdateValues
+from shardcast.step.update.epilogues import AVERAGE, Epilogue
 from shardcast.step.update.state import Update
 
 if TYPE_CHECKING:
@@ -79,11 +79,8 @@ class Average(Epilogue):
             decay = warm.clamp(max=decay) if isinstance(warm, Tensor) else min(warm, decay)
         return (1 - decay,)
 
-    def apply_(
-        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: Numbers
-    ) -> tuple[Tensor, ...]:
-        state[0].lerp_(updated.master, numbers[0])
-        return ()
+    def apply_(self, master: Tensor, state: tuple[Tensor, ...], numbers: Numbers) -> None:
+        state[0].lerp_(master, numbers[0])
 
 
 class Averages(StepHook):

@@ -3,89 +3,78 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping
 from fnmatch import fnmatchcase as match
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from shardcast.memory.codecs import Codec, Encoded, in_rows
+from shardcast import _compat
 from shardcast.memory.shard import Shard
-from shardcast.memory.slices import slices
+from shardcast.memory.slices import CHUNK, PIECE, slices
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option
+from shardcast.plan.layout import Fragment
+from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.decide.signal import to_device
 from shardcast.step.step_hook import StepHook
-from shardcast.step.update.epilogues import Epilogue, UpdateValues
-from shardcast.step.update.state import RowSums
-
-if TYPE_CHECKING:
-    from shardcast.step.update.rules import Numbers
 
 NAMES = ("grad_norm", "weight_norm", "update_norm", "update_to_weight", "swallowed")
-
-
-@dataclass(frozen=True)
-class SquareSums(Epilogue):
-    """Sums of squares of gradient, weights and update, and a count of swallowed updates.
-
-    An update is swallowed if the master changed and its published value did not.
-    """
-
-    sums: ClassVar[tuple[str, ...]] = ("grad", "weight", "update", "swallowed")
-    squares: ClassVar[int] = 3
-    compares: ClassVar[bool] = True
-
-    def apply_(
-        self, updated: UpdateValues, state: tuple[Tensor, ...], numbers: Numbers
-    ) -> tuple[Tensor, ...]:
-        norms = [
-            torch.linalg.vector_norm(values, dim=-1)
-            for values in (updated.grad, updated.master, updated.decrease)
-        ]
-        if updated.published is None:  # none is swallowed, or Before counts them
-            return (*norms, torch.zeros_like(norms[0]))
-        # If the published value changed, so did the master. Results have the same dtype as the
-        # operands, because a comparison to bool is not vectorized on a CPU.
-        old, new = updated.old_published, updated.published
-        changed = torch.ne(new, old, out=torch.empty_like(new)).sum(-1, dtype=new.dtype)
-        return (*norms, updated.decrease.ne_(0).sum(-1).sub_(changed))
-
-
-ROWS = len(SquareSums.sums) + 1  # the sums, and the number of elements
+SUMS = 4  # squares of gradient, weight and update; swallowed updates
 
 
 class Before:
-    """The values of a shard before an update whose blocks are cast afterwards.
+    """The values of a shard before an update, 6 bytes per owned element, or 4 if it has no cast."""
 
-    Swallowed updates can be counted only after both. During a measured step this holds a copy of
-    masters and published values, 6 bytes per owned element.
-    """
-
-    def __init__(self, shard: Shard) -> None:
-        shard.absorb()  # values that a script wrote are not updates
-        self._shard, self._published = shard, shard.published.clone()
-        numel = self._published.numel()
-        self._masters = Encoded(Codec(), numel, shard.master.row, shard.home.zeros)
+    def __init__(self, shard: Shard, decision: Decision) -> None:
+        self._shard, numel = shard, shard.pack.own.numel
+        self._masters = torch.empty(numel, dtype=MASTER_DTYPE, device=shard.home.device)
         for part in slices(numel):
-            self._masters.write(part, shard.master.read(part))
+            self._masters[part] = shard.shown(part)  # what a script wrote is not an update
+        self._published = None if shard.in_place else shard.published.clone()
+        shard.home.arrive()
+        self._grads: list[Tensor] = []  # now, because some classes write to gradients
+        for fragment in shard.fragments:
+            mean = shard.mean
+            grad = torch.stack([_square(mean[piece]) for piece in _pieces(shard, fragment)]).sum()
+            factor = decision.factors[fragment.slot.group]
+            of_factor = 1.0 if factor is None else factor.double().square()
+            self._grads.append(grad.to(decision.norm.device) * of_factor)
 
-    def count(self, sums: RowSums) -> None:
-        """Add the number of swallowed updates to the sums of rows; none in a skipped step."""
-        if not sums.segments.numel():  # nothing was measured yet
-            return
-        swallowed = sums.values[SquareSums.sums.index("swallowed")]
-        for part in slices(self._published.numel()):
-            moved = self._shard.master.read(part) != self._masters.read(part)
-            # Compares numbers, not bits: coarse forms have many zeros, and a new sign of zero is no
-            # change.
-            stayed = self._shard.published[part] == self._published[part]
-            both = in_rows((moved & stayed).float(), sums.row).sum(-1)
-            first = part.start // sums.row
-            swallowed[first : first + len(both)] += both
+    def sums(self) -> Tensor:
+        """Return the sums of each fragment after the update, fp64 (sums, fragments).
+
+        An update is swallowed if the master changed and its published value did not, as numbers:
+        coarse forms have many zeros, and a new sign of zero is no change.
+        """
+        shard, device = self._shard, self._grads[0].device
+        columns = []
+        for fragment, grad in zip(shard.fragments, self._grads, strict=True):
+            rest = torch.zeros(3, dtype=torch.float64, device=shard.home.device)
+            for piece in _pieces(shard, fragment):
+                new = shard.master.read(piece)
+                change = new - self._masters[piece]
+                rest[0] += _square(new)
+                rest[1] += _square(change)
+                if self._published is not None:
+                    old = self._published[piece]
+                    # Not to bool, because that is not vectorized on a CPU.
+                    stays = torch.eq(shard.published[piece], old, out=torch.empty_like(old))
+                    rest[2] += change.mul_(stays).ne_(0).sum()
+            columns.append(torch.cat([grad.view(1), rest.to(device)]))
+        return torch.stack(columns, dim=1)
+
+
+def _pieces(shard: Shard, fragment: Fragment) -> Iterator[slice]:
+    part = shard.local(fragment.start, fragment.stop)
+    size = CHUNK if _compat.is_host(shard.home.device) else PIECE
+    return slices(part.stop, size, part.start)
+
+
+def _square(values: Tensor) -> Tensor:
+    doubles = values.double()
+    return torch.dot(doubles, doubles)
 
 
 class Metrics(StepHook):
@@ -109,34 +98,37 @@ class Metrics(StepHook):
         # By patterns, so that a call in each step uploads nothing.
         self._choices: dict[Hashable, tuple[list[str], Tensor, Tensor]] = {}
         self._before: dict[Shard, Before] = {}
+        # By shard, those of its last measured step that was not skipped.
+        self._sums: dict[Shard, Tensor] = {}
 
     def before_update(self, decision: Decision) -> None:
-        """Measure this step if it is due, which is equal on all ranks."""
+        """Copy masters and published values if the step is due, which is equal on all ranks."""
+        self._before.clear()
         self._is_due = self._optimizer.comm.steps % self._period == 0
-        for update in self._optimizer.updates:
-            update.measured = self._is_due
         for shard in self._optimizer.shards if self._is_due else ():
-            if shard.in_blocks and shard.grads is not None and shard.fragments:
-                self._before[shard] = Before(shard)
+            if shard.grads is not None and shard.fragments:
+                self._before[shard] = Before(shard, decision)
 
     def after_update(self, decision: Decision) -> None:
-        """Add up the sums of this step."""
+        """Sum what the update did, over the ranks."""
         if not self._is_due:
             return
         optimizer, process_groups = self._optimizer, self._optimizer.process_groups
         shards = [shard for shard in optimizer.shards if shard.grads is not None]
         if len(shards) != len(self._shards):
             self._index(shards)
-        totals = torch.zeros(ROWS, len(self._slots), dtype=torch.float64, device=optimizer.device)
-        owned = [shard for shard in shards if shard.fragments]
+        totals = torch.zeros(
+            SUMS + 1, len(self._slots), dtype=torch.float64, device=optimizer.device
+        )
         for shard, before in self._before.items():
-            before.count(optimizer.update_of(shard).sums(shard))
-        self._before.clear()
-        sums = [_of_fragments(optimizer.update_of(s).sums(s), len(s.fragments)) for s in owned]
-        if sums:
-            own = torch.cat([torch.cat(sums, dim=1).to(self._numels.device), self._numels])
-            own *= self._weights
+            new = before.sums()
+            sums = self._sums.setdefault(shard, torch.zeros_like(new))
+            sums.copy_(torch.where(decision.skip, sums, new))  # in place, for captured steps
+        if self._before:
+            own = torch.cat([self._sums[shard] for shard in self._before], dim=1)
+            own = torch.cat([own, self._numels]) * self._weights
             totals.index_copy_(1, self._places, own)
+        self._before.clear()
         for comm in (
             process_groups.dp,
             *process_groups.comms(process_groups.parallel_dims.replicating),
@@ -197,7 +189,7 @@ class Metrics(StepHook):
         if self._totals is None:
             return {}
         labels, slots, rows = self._chosen(patterns)
-        chosen = self._totals.new_zeros(ROWS, len(labels))
+        chosen = self._totals.new_zeros(SUMS + 1, len(labels))
         chosen.index_add_(1, rows, self._totals[:, slots])
         grad, weight, update = (row.sqrt() for row in chosen[:3].unbind())
         swallowed, numel = chosen[3:].unbind()
@@ -232,25 +224,9 @@ class Metrics(StepHook):
         return self._choices.setdefault(key, ([*chosen], places, rows))
 
 
-def _of_fragments(row_sums: RowSums, count: int) -> Tensor:
-    """Sum per fragment, fp64 (sums, fragments), in three launches for any number of fragments.
-
-    Padding after a fragment is zero. All sums are 0 if every step of the shard was skipped.
-    """
-    segments = row_sums.segments
-    if not segments.numel():
-        return segments.new_zeros(len(SquareSums.sums), count, dtype=torch.float64)
-    rows = row_sums.values.double()
-    rows[: SquareSums.squares].square_()
-    # Not checked, because checking would wait for the device.
-    sums = torch.segment_reduce(rows.view(-1), "sum", offsets=segments, axis=0, unsafe=True)
-    return sums.view(len(rows), -1)
-
-
 OPTION = Option(
     help="measure norms of gradient, weight and update of each parameter for optimizer.metrics(): "
     "true: in every step; n: in every n-th step",
     within=("a number of steps >= 0", lambda steps: steps >= 0),
-    epilogues=lambda _config: (SquareSums(),),
     hook=Metrics,
 )

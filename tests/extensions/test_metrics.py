@@ -147,6 +147,33 @@ def test_metrics_on_an_accelerators_path_are_those_of_one_process_by_hand(
     assert_same_everywhere(ranks, "wte.weight")
 
 
+class Signs(torch.optim.SGD):
+    """Steps by the sign of a gradient, which it writes to the gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.sign_()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_neither_a_class_that_writes_to_gradients_nor_a_script_that_writes_to_weights_is_measured(
+    dtype: torch.dtype,
+):
+    model = nn.Linear(64, 16)
+    inner = Signs(model.parameters(), lr=1e-3)
+    optimizer = shardcast.shard(model, inner, param_dtype=dtype, metrics=True, elementwise=True)
+    for step in range(3):
+        install(model, step)
+        if step:
+            model.weight.data[3:5] += 1.0
+        expected = by_hand(model, optimizer, 1.0)
+        compare(optimizer.metrics(), expected)
+        assert expected["weight"]["grad_norm"] != expected["weight"]["update_norm"] * 1e3
+
+
 SWALLOWING: list[tuple[Any, str, int, dict[str, Any]]] = [
     (adamw, "mxfp8", 3, {"averages": {"ema": 0.9}}),
     (adamw, "mxfp4", 2, {"replica_check": 1, "offload": True}),

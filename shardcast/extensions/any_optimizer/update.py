@@ -15,7 +15,6 @@ from shardcast._compat import bare_step, observer
 from shardcast.comm import Comm
 from shardcast.config import ShardcastConfig
 from shardcast.extensions.any_optimizer import muon, probe, twins
-from shardcast.memory.codecs import Codec, Encoded, row_of
 from shardcast.memory.shard import Shard
 from shardcast.plan.layout import Fragment, GroupId, with_values
 from shardcast.plan.originals import ELEMENTWISE, is_known
@@ -23,7 +22,7 @@ from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import UpdateNumbers, choose_executor
-from shardcast.step.update.rules import AssignRule, NoRule
+from shardcast.step.update.rules import NoRule
 from shardcast.step.update.state import Ready, ShardState, Update
 
 PROBATION = 10  # steps in which a third-party class is watched
@@ -132,8 +131,6 @@ class AnyOptimizerUpdate(Update):
             self._read_groups(shards)
         for shard in owned:
             shard.absorb(publishes=True)  # takes in values that a script wrote
-        measured = any(epilogue.sums for epilogue in self._active)
-        old = {shard: shard.data.clone() for shard in owned if measured}
         for shard in owned:
             self._set_gradients(shard, decision)
         with torch.enable_grad():  # some optimizers use autograd
@@ -144,10 +141,9 @@ class AnyOptimizerUpdate(Update):
                 self._step()
         for shard in owned:
             self._take_masters(shard)
-            if self._active:
-                self._run_epilogues(shard, old.get(shard), decision)
-            else:
-                shard.publish()
+            shard.publish()
+            if self.epilogues:
+                self._run_epilogues(shard)
         for shard in shards:
             self._finish(shard)
 
@@ -233,27 +229,14 @@ class AnyOptimizerUpdate(Update):
                 flat.copy_(param.detach().reshape(-1))
                 param.data = flat.view(param.shape)
 
-    def _run_epilogues(self, shard: Shard, old: Tensor | None, decision: Decision) -> None:
-        """Publish the masters in a pass that includes the epilogues.
-
-        Args:
-            old: the masters before the step, if epilogues compare them; overwritten.
-        """
-        if old is None or not shard.casts:
-            shard.publish()  # otherwise the pass would take published values for a script's edits
-        state = self._states[shard]
-        home, row = shard.home, row_of(self._config, shard.pack.layout.dtype)
-        old_masters = None
-        if old is not None:  # an fp32 pack is updated already
-            old_masters = Encoded(Codec(), old.numel(), row, home.zeros, first=old)
-            state.stored["new"] = shard.master
-        fusion = state.prepare(NoRule() if old is None else AssignRule(), self._active)
+    def _run_epilogues(self, shard: Shard) -> None:
+        """Run the epilogues in a pass of their own, over published masters."""
+        state, home = self._states[shard], shard.home
+        fusion = state.prepare(NoRule())
         execute = choose_executor(self._config, home.device, home.is_apart)
         behind = self._behind_rules(execute.on_host)
-        numbers = UpdateNumbers(decision.skip.float(), (), *behind)
-        for part, factor in with_values(shard.pack.ranges, decision.factors):
-            execute(fusion, state.operands(part, fusion, old_masters), numbers, factor, None)
-        state.stored.pop("new", None)
+        numbers = UpdateNumbers(self._epilogue_steps.new_zeros(()), (), *behind)
+        execute(fusion, state.operands(slice(0, shard.pack.own.numel), fusion), numbers, None, None)
 
     def switch(self, mode: str) -> bool:
         self._read_groups()

@@ -32,7 +32,7 @@ ALIGNED = 4  # fp32 numbers in 16 bytes; a GPU graph copies operands with anothe
 
 @dataclass
 class _Plan:
-    """A plan that holds for every step until gradients, groups, memory or epilogues change.
+    """A plan that holds for every step until gradients, groups or memory change.
 
     Attributes:
         memory: tensors that contain each shard's operands, compared by identity: the mean, the
@@ -46,7 +46,6 @@ class _Plan:
 
     present: Mapping[Pack, Sequence[bool]]
     rules: Sequence[Rule]
-    epilogues: tuple[Epilogue, ...]
     memory: dict[Shard, tuple[Tensor, Tensor, Tensor]]
     counting: list[Tensor]
     is_steady: bool
@@ -55,14 +54,9 @@ class _Plan:
     numbers: list[UpdateNumbers] = field(default_factory=list)
     tables: list[RuleTable] = field(default_factory=list)
 
-    def serves(
-        self,
-        present: Mapping[Pack, Sequence[bool]],
-        rules: Sequence[Rule],
-        epilogues: tuple[Epilogue, ...],
-    ) -> bool:
+    def serves(self, present: Mapping[Pack, Sequence[bool]], rules: Sequence[Rule]) -> bool:
         """Return whether the plan holds for this step; adopts gradients in other memory."""
-        if not self.is_steady or epilogues != self.epilogues or rules != self.rules:
+        if not self.is_steady or rules != self.rules:
             return False
         if present is not self.present and present != self.present:
             return False
@@ -153,7 +147,7 @@ class FusedUpdate(Update):
         taken = decision.taken
         self._begin_epilogues(taken)
         rules, plan = self._rules(), self._plan
-        if plan is None or not plan.serves(decision.present, rules, self._active):
+        if plan is None or not plan.serves(decision.present, rules):
             plan = self._plan = self._arranged(decision.present, rules)
         for steps in plan.counting:
             steps.add_(taken)
@@ -199,7 +193,7 @@ class FusedUpdate(Update):
         for table in plan.tables:
             table.compute(groups)
         if not self._execute.on_host:
-            if not self._active:
+            if not self.epilogues:
                 return plan.numbers
             return [UpdateNumbers(step, of_rule, *behind) for step, of_rule, *_ in plan.numbers]
         found = []
@@ -220,12 +214,12 @@ class FusedUpdate(Update):
         for shard, state in self._states.items():
             of_shard = ranges.setdefault(shard, [])
             for run, members, is_present in self._runs(state, here[shard]):
-                if not (is_present or self._active):  # epilogues see all ranges
+                if not (is_present or self.epilogues):  # epilogues see all ranges
                     continue
                 place = state.first + members[0]
                 group = self._group_of[place]
                 rule = rule_of[group] if is_present else NoRule()
-                fusion = state.prepare(rule, self._active)
+                fusion = state.prepare(rule)
                 state.use(members, rule.state)
                 key = keys.setdefault((group, self._histories[place], is_present), len(keys))
                 if key == len(known):
@@ -234,7 +228,7 @@ class FusedUpdate(Update):
         memory = {
             shard: (shard.mean, shard.published, shard.master.first) for shard in self._states
         }
-        plan = _Plan(present, rules, self._active, memory, counting, is_steady, known, ranges)
+        plan = _Plan(present, rules, memory, counting, is_steady, known, ranges)
         if not self._execute.on_host:
             steps, uniform = self._steps, len(set(self._histories)) == 1
             for rule in dict.fromkeys(key.rule for key in known):

@@ -27,7 +27,7 @@ from shardcast.memory.codecs import Codec, Pieces, shown, take_shown_
 from shardcast.memory.slices import LAUNCH
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.compiling import compiles, or_eager
-from shardcast.step.update.epilogues import Epilogue, UpdateValues
+from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.rules import Numbers, Rule
 
 CACHED = 1 << 18  # elements per thread and eager call on a CPU, so that all operands stay in cache
@@ -63,7 +63,6 @@ class NamedOperands(NamedTuple):
         stored: pieces of masters, of the rule's state and of the epilogues' state; overwritten.
         keys: keys of the rows, for a codec with stochastic rounding.
         places: for each row its row in a table of numbers, int32; ``None``: the same for all.
-        sums: sums of each row, overwritten.
     """
 
     grad: Tensor
@@ -71,7 +70,6 @@ class NamedOperands(NamedTuple):
     stored: list[Pieces]
     keys: Tensor | None
     places: Tensor | None
-    sums: Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -104,8 +102,7 @@ class Fusion:
         """Elements per row of each operand: ``row`` or 1."""
         codecs = (self.master, *self.state)
         pieces = [count for codec in codecs for _, count in codec.pieces(self.row)]
-        sums = sum(len(epilogue.sums) for epilogue in self.epilogues)
-        return [self.row] * (1 + self.casts) + pieces + [1] * (self.by_chance + self.by_row + sums)
+        return [self.row] * (1 + self.casts) + pieces + [1] * (self.by_chance + self.by_row)
 
     def parts(self, operands: Sequence[Tensor]) -> NamedOperands:
         start = 1 + self.casts
@@ -114,15 +111,13 @@ class Fusion:
             stop = start + len(codec.pieces(self.row))
             stored.append(tuple(operands[start:stop]))
             start = stop
-        # An int, because Dynamo of torch 2.11 accepts no bool as an index.
-        of_rows, keys = operands[start:], int(self.by_chance)
+        of_rows = operands[start:]
         return NamedOperands(
             operands[0],
             operands[1] if self.casts else None,
             stored,
             of_rows[0] if self.by_chance else None,
-            of_rows[keys] if self.by_row else None,
-            of_rows[keys + self.by_row :],
+            of_rows[-1] if self.by_row else None,
         )
 
 
@@ -147,7 +142,7 @@ def update_(
             script wrote stay for the next step. ``None``: the host has decided not to skip.
     """
     rule, epilogues = fusion.rule, fusion.epilogues
-    grad, published, stored, keys, places, sums = fusion.parts(operands)
+    grad, published, stored, keys, places = fusion.parts(operands)
     if places is not None and factor is not None and factor.dim():
         factor = factor[places][:, None]
     copied = rule.edits or grad.dtype != MASTER_DTYPE
@@ -163,10 +158,6 @@ def update_(
     # If the step cannot be skipped, plain values are updated in place. Otherwise the old ones are
     # needed until the end.
     news = olds if skip is None else [old.clone() for old in olds]
-    compares = any(epilogue.compares for epilogue in epilogues)
-    old_is_copy = skip is None and compares
-    old_master = news[0].clone() if old_is_copy else olds[0]
-    unscaled = exact.clone() if rule.edits and compares else exact
     master, state = news[0], tuple(news[1 : 1 + len(rule.state)])
 
     of_rule = numbers.rule
@@ -176,27 +167,11 @@ def update_(
     elif isinstance(of_rule, Tensor):
         of_rule = of_rule.unbind()
     rule.apply_(master, exact, state, of_rule)
-    encoded = fusion.master.encode(master, None)
-    if epilogues:
-        updated = UpdateValues(master, state)
-    if compares:
-        decrease = old_master.sub_(master) if old_is_copy else old_master - master
-        updated = UpdateValues(master, state, unscaled, decrease)
-        if fusion.master.has_published or published is not None:
-            old_published, new_published = stored[0][0], encoded[0]
-            if published is not None:
-                old_published, new_published = published, master.to(published.dtype)
-            published_bits = old_published.view(torch.int16), new_published.view(torch.int16)
-            updated = UpdateValues(master, state, unscaled, decrease, *published_bits)
-    if epilogues:
-        row_sums: list[Tensor] = []
-        start = 1 + len(state)
-        for epilogue, its_numbers in zip(epilogues, numbers.epilogues, strict=True):
-            stop = start + len(epilogue.state)
-            row_sums += epilogue.apply_(updated, tuple(news[start:stop]), its_numbers)
-            start = stop
-        for memory, values in zip(sums, row_sums, strict=True):
-            _write_(memory, values, skip)
+    start = 1 + len(state)
+    for epilogue, its_numbers in zip(epilogues, numbers.epilogues, strict=True):
+        stop = start + len(epilogue.state)
+        epilogue.apply_(master, tuple(news[start:stop]), its_numbers)
+        start = stop
 
     # Hazard: from here on, memory that was read above is overwritten.
     if published is not None and skip is None:
@@ -209,16 +184,14 @@ def update_(
         counts = zip(epilogues, numbers.epilogue_steps.unbind(), strict=True)
         steps[1 + len(state) :] = [count for e, count in counts for _ in e.state]
     for number, (codec, pieces) in enumerate(zip(codecs, stored, strict=True)):
-        if number:
-            bits = None
-            if codec.by_chance:
-                assert keys is not None
-                # An average has the same bits with any rule, or none.
-                of_epilogue = number - 1 - len(state)
-                chance = number - 1 if of_epilogue < 0 else RULE_STATES + of_epilogue
-                bits = codec.random_bits(keys, news[number], steps[number], chance)
-            encoded = codec.encode(news[number], bits)
-        for memory, values in zip(pieces, encoded, strict=True):
+        bits = None
+        if codec.by_chance:
+            assert keys is not None
+            # An average has the same bits with any rule, or none.
+            of_epilogue = number - 1 - len(state)
+            chance = number - 1 if of_epilogue < 0 else RULE_STATES + of_epilogue
+            bits = codec.random_bits(keys, news[number], steps[number], chance)
+        for memory, values in zip(pieces, codec.encode(news[number], bits), strict=True):
             _write_(memory, values, skip)
 
 

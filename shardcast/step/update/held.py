@@ -57,10 +57,10 @@ def held_of(
     if not trained:
         return Held(masters)
     optimizer, options = originals.owner(group), originals.group(group)
-    is_fused, epilogues = type(optimizer) in STATE_NAMES, epilogues_of(config)
-    shard_state = ShardState(shard, config, epilogues, 0)
+    is_fused = type(optimizer) in STATE_NAMES
+    shard_state = ShardState(shard, config, epilogues_of(config), 0)
     rule = rule_of(type(optimizer), options) if is_fused else NoRule()
-    shard_state.prepare(rule, epilogues)
+    shard_state.prepare(rule)
     state, averages = (shard_state.nbytes(averages=averages) for averages in (False, True))
     if not is_fused:
         state = state_tensors(optimizer, options) * trained * MASTER_DTYPE.itemsize

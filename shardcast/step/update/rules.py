@@ -135,17 +135,6 @@ class NoRule:
         """Do nothing; see :meth:`AdamRule.apply_`."""
 
 
-@dataclass(frozen=True)
-class AssignRule(NoRule):
-    """A rule that takes new masters from an optimizer class, for epilogues."""
-
-    state: ClassVar[tuple[str, ...]] = ("new",)
-
-    def apply_(self, master: Tensor, grad: Tensor, state: State, numbers: Numbers) -> None:
-        """Update like :meth:`AdamRule.apply_`."""
-        master.copy_(state[0])
-
-
 class TorchAdamRule(AdamRule):
     """The rule of Adam or AdamW by torch's fused CPU kernel, for groups with ``fused=True``."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,28 +19,11 @@ from shardcast.memory.slices import slices
 from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
-from shardcast.step.decide.signal import to_device
 from shardcast.step.update.epilogues import AVERAGE, STEPS, Epilogue
-from shardcast.step.update.fusion import Fusion, Operands, choose_executor
+from shardcast.step.update.fusion import Fusion, Operands
 from shardcast.step.update.rules import Rule, as_tensors
 
 Ready = Callable[[Sequence[Pack]], object]  # called with packs that are updated before others
-
-SUM_ROW = 512  # largest row of fp32 sums; longer rows are less exact and no faster
-
-
-class RowSums(NamedTuple):
-    """Sums of epilogues over rows of an own span, from the last measured update.
-
-    Attributes:
-        values: ``(sums, rows)``.
-        segments: where each fragment begins in each row of the flattened ``values``, and their end.
-        row: elements of a row.
-    """
-
-    values: Tensor
-    segments: Tensor
-    row: int
 
 
 class ShardState:
@@ -51,7 +33,6 @@ class ShardState:
         first: index of its first fragment among the fragments of all shards of the update.
         stored: torch's state and the epilogues' by name, parallel to the master; allocated as zeros
             at first use.
-        sums: sums of the epilogues; empty before a measured update.
     """
 
     def __init__(
@@ -65,9 +46,8 @@ class ShardState:
         # Fragments without values yet. An epilogue's start as the masters, a rule's as zeros.
         self._unbegun = {name: {*range(len(shard.fragments))} for name in self._codecs}
         self._keys: Tensor | None = None
-        row = self._longest_row() if any(e.sums for e in epilogues) else self._row
-        self.sums = RowSums(torch.empty(0), torch.empty(0), row)
-        self._prepared: dict[tuple[Rule, tuple[Epilogue, ...]], Fusion] = {}
+        self._epilogues = epilogues
+        self._prepared: dict[Rule, Fusion] = {}
 
     def encoded(self, name: str) -> Encoded:
         """Return one state tensor."""
@@ -93,27 +73,18 @@ class ShardState:
         fragment = self.shard.fragments[number]
         return self.shard.local(fragment.start, fragment.stop)
 
-    def prepare(self, rule: Rule, epilogues: tuple[Epilogue, ...]) -> Fusion:
+    def prepare(self, rule: Rule) -> Fusion:
         """Return the fusion of ``rule``; allocate what it needs."""
-        if (known := self._prepared.get((rule, epilogues))) is not None:
+        if (known := self._prepared.get(rule)) is not None:
             return known
         names = (*rule.state, *self._codecs)
         state = tuple(self.encoded(name).codec for name in names)
         master, casts = self.shard.master.codec, self.shard.casts
-        sums = sum(len(epilogue.sums) for epilogue in epilogues)
-        row = self.sums.row if sums else self._row
-        fusion = Fusion(rule, master, state, casts, row, epilogues)
+        fusion = Fusion(rule, master, state, casts, self._row, self._epilogues)
         if fusion.by_chance and self._keys is None:
             rounding = next(codec for codec in state if codec.by_chance)
             self._keys = rounding.row_keys(self.shard, self._row)
-        if sums and not self.sums.values.numel():
-            rows, device = -(-self.shard.pack.own.numel // row), self._home.device
-            values = torch.zeros(sums, rows, dtype=MASTER_DTYPE, device=device)
-            begins = [self.part(n).start // row for n in range(len(self.shard.fragments))]
-            segments = [number * rows + begin for number in range(sums) for begin in begins]
-            ends = to_device([*segments, sums * rows], torch.int64, device)
-            self.sums = RowSums(values, ends, row)
-        self._prepared[rule, epilogues] = fusion
+        self._prepared[rule] = fusion
         return fusion
 
     def use(self, numbers: Iterable[int], names: Iterable[str]) -> None:
@@ -123,38 +94,23 @@ class ShardState:
             if name in self._unbegun:
                 self._unbegun[name].difference_update(numbers)
 
-    def _longest_row(self) -> int:
-        """Return the number of elements per row over which rows are summed.
-
-        Eagerly on a CPU long rows are faster. They are possible if everything is stored plainly,
-        and fragments start at multiples of the row.
-        """
-        names = ("", *self._codecs)
-        codecs = [self._codecs.get(name) or moment_codec(self._config, name) for name in names]
-        home, plain = self._home, all(codec.plain for codec in (self.shard.master.codec, *codecs))
-        if not (plain and choose_executor(self._config, home.device, home.is_apart).on_host):
-            return self._row
-        begins = [self.part(number).start for number in range(len(self.shard.fragments))]
-        return math.gcd(SUM_ROW, *begins)
-
     def operands(
         self,
         part: slice,
         fusion: Fusion,
-        old: Encoded | None = None,
         places: Tensor | None = None,
     ) -> Operands:
         """Return the operands for the update of ``part`` of the own span; see :class:`.Fusion`.
 
         Args:
-            old: use these instead of the masters.
             places: see :class:`.NamedOperands`.
         """
         shard = self.shard
         operands = Operands([shard.mean[part]])
         if fusion.casts:
             operands.append(shard.published[part])
-        for encoded in self._all(fusion, old):
+        states = [self.stored[name] for name in (*fusion.rule.state, *self._codecs)]
+        for encoded in (shard.master, *states):
             operands += encoded.parts(part)
         rows = slice(part.start // fusion.row, -(-part.stop // fusion.row))
         if fusion.by_chance:
@@ -162,15 +118,7 @@ class ShardState:
             operands.append(self._keys[rows])
         if places is not None:
             operands.append(places)
-        if any(epilogue.sums for epilogue in fusion.epilogues):
-            operands += [sums[rows] for sums in self.sums.values]
         return operands
-
-    def _all(self, fusion: Fusion, old: Encoded | None) -> Iterator[Encoded]:
-        """Return masters and state in the order of operands."""
-        yield old or self.shard.master
-        for name in (*fusion.rule.state, *self._codecs):
-            yield self.stored[name]
 
     def read(self, number: int, names: Sequence[str], decode: bool) -> dict[str, Tensor]:
         """Return stored tensors of one fragment that have values, 1-d fp32.
@@ -217,14 +165,11 @@ class ShardState:
             yield from stored.pieces
         if self._keys is not None:
             yield self._keys
-        yield self.sums.values
 
     def nbytes(self, averages: bool) -> int:
         """Return the bytes of the averages, or of everything else."""
         names = [name for name in self.stored if (name in self._codecs) == averages]
         nbytes = sum(self.stored[name].nbytes for name in names)
-        if not averages:
-            nbytes += self.sums.values.nbytes
         if self._keys is not None and averages != moment_codec(self._config, "").by_chance:
             nbytes += self._keys.nbytes
         return nbytes
@@ -287,11 +232,9 @@ class Update(ABC):
 
     Attributes:
         elementwise: whether state tensors have one element per element of the parameter.
-        measured: whether epilogues with sums run in the next call, too.
     """
 
     elementwise = True
-    measured = False
 
     def __init__(
         self,
@@ -307,7 +250,6 @@ class Update(ABC):
         self._places = {name: n for n, e in enumerate(epilogues) for name in e.state}
         # Number of steps that each epilogue has taken part in.
         self._epilogue_steps = torch.zeros(len(epilogues), dtype=MASTER_DTYPE)
-        self._active: tuple[Epilogue, ...] = ()  # epilogues of this step
 
     @abstractmethod
     def add(self, shard: Shard) -> None:
@@ -426,13 +368,8 @@ class Update(ABC):
         values = {} if state is None else state.read(number, [AVERAGE + name], decode=True)
         return values[AVERAGE + name] if values else shard.exact(fragment)
 
-    def sums(self, shard: Shard) -> RowSums:
-        """Return a shard's sums of epilogues; empty before a measured update."""
-        return self._states[shard].sums
-
     def _begin_epilogues(self, taken: Tensor) -> None:
         """Count a step; ``taken`` is 0-dim: 1, or 0 for a skipped step."""
-        self._active = tuple(e for e in self.epilogues if self.measured or not e.sums)
         if self.epilogues:
             for state in self._states.values():
                 state.begin()
@@ -441,11 +378,11 @@ class Update(ABC):
 
     def _behind_rules(self, on_host: bool) -> tuple[tuple[tuple[Any, ...], ...], Tensor | None]:
         """Return the epilogues' numbers in this step, and the steps that each has taken part in."""
-        if not self._active:
+        if not self.epilogues:
             return (), None
-        steps = self._epilogue_steps[: len(self._active)]  # epilogues with sums are last
+        steps = self._epilogue_steps
         counts: Any = steps.tolist() if on_host else steps.double().unbind()
-        behind = [e.numbers(count) for e, count in zip(self._active, counts, strict=True)]
+        behind = [e.numbers(count) for e, count in zip(self.epilogues, counts, strict=True)]
         if not on_host:
             behind = [as_tensors(numbers, counts[0]) for numbers in behind]
         return tuple(behind), steps
