@@ -31,7 +31,6 @@ from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.rules import Numbers, Rule
 
 CACHED = 1 << 18  # elements per thread and eager call on a CPU, so that all operands stay in cache
-RULE_STATES = 4  # random streams of the rule; epilogues' streams come after them
 VECTOR = 16  # fp32 elements of a CPU's longest vector
 
 
@@ -187,10 +186,7 @@ def update_(
         bits = None
         if codec.by_chance:
             assert keys is not None
-            # An average has the same bits with any rule, or none.
-            of_epilogue = number - 1 - len(state)
-            chance = number - 1 if of_epilogue < 0 else RULE_STATES + of_epilogue
-            bits = codec.random_bits(keys, news[number], steps[number], chance)
+            bits = codec.random_bits(keys, news[number], steps[number], number - 1)
         for memory, values in zip(pieces, codec.encode(news[number], bits), strict=True):
             _write_(memory, values, skip)
 
