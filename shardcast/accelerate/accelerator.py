@@ -210,7 +210,6 @@ class ShardcastAccelerator(Accelerator):
             return optimizer
         if isinstance(optimizer, ShardcastOptimizer):  # prepared, perhaps before free_memory()
             models = models_of(optimizer.optimizer, self.bare_models)
-            guards.refuse_second(self._owners, models, optimizer.optimizer)
             super().prepare_optimizer(optimizer)
             self._owners |= dict.fromkeys(models, optimizer)
             return optimizer
@@ -223,12 +222,10 @@ class ShardcastAccelerator(Accelerator):
         for optimizer in optimizers:
             guards.check_prepared(optimizer, self.bare_models)
         models = [*dict.fromkeys(m for opt in optimizers for m in models_of(opt, self.bare_models))]
-        guards.refuse_second(self._owners, models, first)
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         if isinstance(first, ShardedOptimizer):  # by hand, with shardcast.shard
             sharded = first
         else:
-            guards.refuse_sharded(models)
             config = guards.with_fp32_heads(self.shardcast_config, models)
             check_loss_scales([config, *(sharded.optimizer.config for sharded in self.sharded)])
             sharded = shard(model, optimizers, config, **mesh.options(self, model))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,35 +107,6 @@ def _refuse(name: str, where: str) -> None:
         "ParallelismConfig of tp and dp, and mixed_precision no, bf16 or fp16. Turn the plug-in "
         "off, or use a plain Accelerator"
     )
-
-
-def refuse_sharded(models: Iterable[nn.Module]) -> None:
-    """Raise RuntimeError if another optimizer still shards a model.
-
-    Two optimizers would undo each other's updates.
-    """
-    if any(map(is_sharded, models)):
-        raise RuntimeError(
-            "prepare: an earlier accelerator or Trainer sharded this model with another "
-            "optimizer; end that training first: call its accelerator.free_memory(model) "
-            "(trainer.accelerator.free_memory(trainer.model)), or close() if the optimizer came "
-            "from shardcast.shard"
-        )
-
-
-def refuse_second(
-    owners: Mapping[nn.Module, Any],
-    models: Iterable[nn.Module],
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Raise RuntimeError for another optimizer of a model that is sharded already."""
-    if any(model in owners and owners[model].optimizer is not optimizer for model in models):
-        raise RuntimeError(
-            "prepare: expected all optimizers of a model in one call, got another one "
-            f"({type(optimizer).__name__}) for a model that already has a sharded optimizer. "
-            "Call accelerator.prepare(model, muon, adamw), or accelerator.free_memory() between "
-            "two trainings"
-        )
 
 
 def check_prepared(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:

@@ -302,6 +302,6 @@ def _check(
             "shard() was already called on this model or optimizer; call it once, with one "
             "optimizer or a list that holds all parameters: shard(model, [muon, adamw]). For a "
             "second training phase, first call close() on the optimizer that shard() returned, "
-            "on all ranks"
+            "or free_memory(model) of the accelerator (trainer.accelerator), on all ranks"
         )
     return OptimizerList(optimizers)
