@@ -214,7 +214,7 @@ def test_each_group_has_its_own_numbers(name: str, groups: str, pack_params: int
             optimizer.zero_grad()
 
     tol = 1e-6 if name == "Adafactor" else 0.0
-    fields: dict[str, Any] = {"unpacked_first": 0, "pack_params": pack_params}
+    fields: dict[str, Any] = {"pack_params": pack_params}
     check(build, script, worlds=(1, 2, 4), tol=tol, **fields)
     model = mlp()
     packs = packs_of(model, build(model), param_dtype="fp32", **fields)
@@ -226,9 +226,7 @@ def test_gradients_that_are_read_after_a_clip_show_that_of_their_own_group():
         model = mlp()
         inner = torch.optim.SGD(in_two(model), lr=0.1)
         inner.param_groups[0]["max_grad_norm"] = 0.05
-        optimizer = shardcast.shard(
-            model, inner, process_group=group, param_dtype="fp32", unpacked_first=0
-        )
+        optimizer = shardcast.shard(model, inner, process_group=group, param_dtype="fp32")
         model(BATCH).float().square().mean().mul(50).backward()
         optimizer.clip_grad_norm_(0.4)
         optimizer.gather_gradients()
@@ -257,9 +255,9 @@ def test_a_flag_that_one_group_gets_later_gives_its_state_to_that_group_alone():
             set_grads(model, step)
             optimizer.step()
 
-    check(build, script, worlds=(1, 2), unpacked_first=0, pack_params=4)
+    check(build, script, worlds=(1, 2), pack_params=4)
     model = mlp()
-    optimizer = shardcast.shard(model, build(model), param_dtype="fp32", unpacked_first=0)
+    optimizer = shardcast.shard(model, build(model), param_dtype="fp32")
     steps(4, flag)(model, optimizer, BATCH, True)
     names = [
         {*optimizer.state_dict()["state"][number]} for number in range(len([*model.parameters()]))
@@ -271,11 +269,11 @@ def test_what_chooses_code_or_state_parts_packs():
     model = mlp()
     groups = in_two(model)
     groups[0]["amsgrad"] = True
-    assert packs_of(model, torch.optim.AdamW(groups), unpacked_first=0) == 2
+    assert packs_of(model, torch.optim.AdamW(groups)) == 2
     model = mlp()
     groups = in_two(model)
     groups[0]["momentum"] = 0.9
-    assert packs_of(model, torch.optim.SGD(groups), unpacked_first=0) == 2
+    assert packs_of(model, torch.optim.SGD(groups)) == 2
 
 
 def test_groups_add_no_collective():
