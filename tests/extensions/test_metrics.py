@@ -334,7 +334,9 @@ def test_metrics_are_of_the_whole_parameter_in_pipelines_ties_and_experts(
         optimizer.step()
         return optimizer.metrics()
 
-    for found in threaded_world(grid, run):
+    ranks = threaded_world(grid, run)
+    assert {name for found in ranks for name in found} == factors.keys()
+    for found in ranks:
         expected = {}
         for name in found:
             shape = next(stage[name] for stage in stages if name in stage)
@@ -375,6 +377,7 @@ def test_metrics_and_averages_are_of_the_whole_parameter_on_a_mesh():
         return optimizer.metrics(), [t.detach() for t in inside]
 
     norms, average = run(None)
+    assert len(norms) == len(average) == 2
     for found, inside in threaded_world({"replicas": 2, "shards": 2, "tp": 2}, run):
         compare(found, {n: {k: v.double() for k, v in m.items()} for n, m in norms.items()})
         for left, right in zip(inside, average, strict=True):
