@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from models import full
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcast
@@ -60,10 +60,7 @@ def trained(_group: Any, code: str) -> tuple[float, Tensor]:
         "batches": [torch.randn(8, 16, generator=data) for _ in range(20)],
     }
     exec(compile(code, "docs/coming-from.md", "exec"), scope)
-    weights = [
-        (p.full_tensor() if isinstance(p, DTensor) else p).detach().flatten().float()
-        for p in model.parameters()
-    ]
+    weights = [full(param).flatten().float() for param in model.parameters()]
     with torch.no_grad():
         final = loss_of(scope["model"], scope["batches"][0])
     return final.item(), torch.cat(weights)

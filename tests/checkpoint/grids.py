@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from models import local
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -137,8 +138,7 @@ class Job:
                     found[f"{name}/{key}"] = index, value.detach().reshape(-1).clone()
         for stage in self.stages:
             for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
-                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                found[f"{name}/here"] = indices(tensor), local.detach().reshape(-1).clone()
+                found[f"{name}/here"] = indices(tensor), local(tensor).reshape(-1).clone()
             for number, layer in stage.layers.items():
                 found[f"layers.{number}/count"] = torch.zeros(1).long(), torch.tensor([layer.count])
         return found
@@ -152,8 +152,7 @@ def like(value: Tensor, param: Tensor) -> Tensor:
 
 
 def indices(tensor: Tensor) -> Tensor:
-    mine: Any = like(torch.arange(tensor.numel()).view(tensor.shape), tensor)
-    return (mine.to_local() if hasattr(mine, "to_local") else mine).flatten()
+    return local(like(torch.arange(tensor.numel()).view(tensor.shape), tensor)).flatten()
 
 
 def joined(ranks: Iterable[Mapping[str, tuple[Tensor, Tensor]]], tie: bool) -> dict[str, Tensor]:

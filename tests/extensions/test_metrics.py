@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from bag import Bag
-from models import CASES, adamw, assert_same_bits, exact_muon, install, of, run_world, sharded
+from models import CASES, adamw, assert_same_bits, exact_muon, full, install, of, run_world, sharded
 from oracle import pair
 from pairwise import thinned
 from quantizers import gpt
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardcast
 from shardcast.extensions.any_optimizer import update as any_update
@@ -373,8 +373,8 @@ def test_metrics_and_averages_are_of_the_whole_parameter_on_a_mesh():
             model[0].grad, model[1].grad = part(grad.to(BF16)), grad[0].to(BF16)
             optimizer.step()
         with optimizer.averaged("ema"):
-            inside = [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in model]
-        return optimizer.metrics(), [t.detach() for t in inside]
+            inside = [full(param) for param in model]
+        return optimizer.metrics(), inside
 
     norms, average = run(None)
     assert len(norms) == len(average) == 2

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardcast
@@ -231,6 +232,18 @@ def job(group: Any = None, steps: int = 1, case: str = "mlp", seed: int = 0, **f
 def values(model: nn.Module) -> Tensors:
     """Copies of all parameters and buffers."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, of a DTensor too, without its graph."""
+    data = tensor.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return a copy of all of a tensor, of a DTensor too. Collective."""
+    data = tensor.detach()
+    return data.full_tensor() if isinstance(data, DTensor) else data.clone()
 
 
 def own_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from models import assert_same_bits, parts, values
+from models import assert_same_bits, local, parts, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
@@ -323,10 +323,6 @@ class Side:
         masters = {key[:3]: part for key, part in parts(optimizer).items() if key[3] == "master"}
         shown = {name: local(tensor) for name, tensor in values(model).items()}
         return {**masters, **shown}
-
-
-def local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 CLIPS = Side.clip, Side.norm

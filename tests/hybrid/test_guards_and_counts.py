@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from bag import Bag
+from models import local
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 import shardcast
 from shardcast import checkpoint
@@ -60,9 +61,8 @@ def build(mesh: Any, **options: Any) -> tuple[Any, Bag, Any]:
     return part, model, shardcast.shard(part, sgd, **{"param_dtype": "fp32", **options})
 
 
-def local(model: Bag) -> dict[str, Tensor]:
-    params = ((n, p.detach()) for n, p in model.named_parameters())
-    return {n: (p.to_local() if isinstance(p, DTensor) else p).clone() for n, p in params}
+def here(model: Bag) -> dict[str, Tensor]:
+    return {name: local(param).clone() for name, param in model.named_parameters()}
 
 
 # -- a guard --------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def guarded(mesh: Any, steps: range, path: Path | None = None, resumes: bool = F
     last = mesh is None or comm.rank == comm.size - 1
     skipped, norms, moved = set(), [], []
     for step in steps:
-        before = local(model)
+        before = here(model)
         spiky = last and (mesh is None or hasattr(model, "late"))  # in one stage of a pipeline
         grads = {
             name: gradient(name, mesh) * size_of(step, spiky and name == "late") for name in before
@@ -96,7 +96,7 @@ def guarded(mesh: Any, steps: range, path: Path | None = None, resumes: bool = F
         optimizer.zero_grad()
         norms.append(float(optimizer.grad_norm))
         skipped |= {step} if optimizer.last_step_skipped else set()
-        moved.append({name: value - before[name] for name, value in local(model).items()})
+        moved.append({name: value - before[name] for name, value in here(model).items()})
         if path is not None and step == SAVED and not resumes:
             checkpoint.save(path, part, optimizer, step=step)
     return skipped, optimizer.guarded_steps, norms, moved
@@ -166,13 +166,13 @@ def counted(mesh: Any, accumulate: str) -> list[tuple[dict[str, Tensor], float, 
         for number in range(2):  # micro-batches
             optimizer.count(tokens(rank, step, number))
             size = 2.0**rank * (math.inf if step in OVERFLOWS and rank == 1 else 1)
-            loss = model({name: gradient(name, mesh) * size for name in local(model)})
+            loss = model({name: gradient(name, mesh) * size for name in here(model)})
             (optimizer.scale_loss(loss) if scales else loss * optimizer.loss_scale).backward()
         optimizer.step()
         optimizer.zero_grad()
         scale = float(optimizer.loss_scale)
         assert scale == FIRST_SCALE / (2 if step >= min(OVERFLOWS) else 1)
-        seen.append((local(model), float(optimizer.grad_norm), bool(optimizer.last_step_skipped)))
+        seen.append((here(model), float(optimizer.grad_norm), bool(optimizer.last_step_skipped)))
     return seen
 
 
@@ -225,7 +225,7 @@ def test_a_guard_sees_the_mean_loss_of_all_stages():
 
     def run(mesh: Any) -> None:
         _, model, optimizer = build(mesh, guard=rule)
-        model({name: gradient(name, mesh) for name in local(model)}).backward()
+        model({name: gradient(name, mesh) for name in here(model)}).backward()
         optimizer.step(loss=2.0 ** (2 * mesh.get_local_rank("pp") + mesh.get_local_rank("dp")))
 
     threaded_world(GRIDS["a pipeline"], run)

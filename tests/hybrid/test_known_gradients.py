@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bag import Bag
+from models import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -27,11 +28,6 @@ Sums = dict[str, Tensor]
 
 def numbered(*shape: int) -> Tensor:
     return 1.0 + torch.arange(float(torch.Size(shape).numel())).view(shape)
-
-
-def whole(param: Tensor) -> Tensor:
-    data = param.detach()
-    return data.full_tensor() if isinstance(data, DTensor) else data.clone()
 
 
 def mine() -> float:
@@ -80,7 +76,7 @@ def stepped(mesh: DeviceMesh, build: Callable[[DeviceMesh], Step]) -> tuple[Sums
         if loss.requires_grad:  # else all of a stage is frozen
             loss.backward()
     optimizer.step()
-    moved = {name: -whole(param) for name, param in step.model.named_parameters()}
+    moved = {name: -full(param) for name, param in step.model.named_parameters()}
     return moved, float(optimizer.grad_norm)
 
 
@@ -329,7 +325,7 @@ def assigned(mesh: DeviceMesh) -> Sums:
     ):
         param.grad = DTensor.from_local(local, tp, [placement], run_check=False)
     optimizer.step()
-    return {name: -whole(param) for name, param in model.named_parameters()}
+    return {name: -full(param) for name, param in model.named_parameters()}
 
 
 def test_gradients_that_lie_in_another_way_are_moved_and_parts_of_a_mean_not_added_up():
@@ -371,7 +367,7 @@ def grown(mesh: DeviceMesh) -> Sums:
     optimizer.divisor = torch.tensor(4.0)
     (model(rows) + more(others, ["partial"])).backward()
     optimizer.step()
-    return {name: -whole(param) for name, param in model.named_parameters()}
+    return {name: -full(param) for name, param in model.named_parameters()}
 
 
 def test_parameters_that_are_added_later_are_summed_as_the_first_ones():

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from language import PARTS, Language, batches, loss_of, parallel
-from models import assert_same_bits
+from models import assert_same_bits, full
 from oracle import adamw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import shardcast
 from shardcast import ShardedOptimizer
@@ -148,12 +147,7 @@ def train_one(mesh: DeviceMesh, dp: Any, case: Case) -> Seen:
         norms.append(torch.nan_to_num(optimizer.grad_norm).item())
     assert optimizer.skipped_steps == (case.backward is overflows)
     optimizer.wait_sync()
-    return norms, {name: whole(param) for name, param in model.named_parameters()}
-
-
-def whole(param: Tensor) -> Tensor:
-    data = param.detach()
-    return data.full_tensor() if isinstance(data, DTensor) else data.clone()
+    return norms, {name: full(param) for name, param in model.named_parameters()}
 
 
 @pytest.mark.parametrize(

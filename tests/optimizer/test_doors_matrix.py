@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bag import Bag
-from models import assert_same_bits, exact_muon, values
+from models import assert_same_bits, exact_muon, local, parts, values
 from pairwise import pairwise
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
@@ -147,10 +147,6 @@ class Flat:
         self._master.copy_(values)
 
 
-def local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 class Edited:
     """The local tensors of what ``whole()`` gives; assigned ones are assigned to that."""
 
@@ -202,8 +198,7 @@ class Run:
         if "tp" in shape:
             model.place(mesh["tp"], **placements)
         self.params = {
-            name: nn.Parameter(local(param).detach().clone())
-            for name, param in model.named_parameters()
+            name: nn.Parameter(local(param).clone()) for name, param in model.named_parameters()
         }
         cut = [name for name, placement in placements.items() if placement.is_shard()]
         self.seed = {name: mesh.get_local_rank("tp") if name in cut else 0 for name in SHAPES}
@@ -267,16 +262,7 @@ class Run:
 
     def parts(self) -> dict[tuple[str, int, int, str], Tensor]:
         """Masters, state and averages of this rank."""
-        found = {}
-        for shard in self.packed.shards:
-            for number, fragment, _ in shard.owned():
-                key = (fragment.slot.name, *fragment.param_range)
-                found[(*key, "master")] = shard.exact(fragment).detach().clone()
-                state = self.packed.update_of(shard).fragment_state(shard, number)
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and value.numel() == fragment.numel:
-                        found[(*key, name)] = value.detach().clone().reshape(-1)
-        return found
+        return {key: value.reshape(-1) for key, value in parts(self.optimizer).items()}
 
     def expected(self, parts: Mapping[tuple[str, int, int, str], Tensor]) -> dict[Any, Tensor]:
         """The same of the oracle."""
@@ -360,7 +346,7 @@ def train(mesh: Any, case: Mapping[str, str]) -> dict[str, Tensor]:
                 with torch.no_grad():  # by a script: not to be touched, and trained on
                     run.model.kept.mul_(1.25)
                     run.params["kept"].copy_(run.model.kept)
-            before, shown, digest = run.parts(), values(run.model), run.optimizer.digest()
+            before, shown, digest = run.parts(), local_values(run), run.optimizer.digest()
             versions = [param._version for param in run.model.parameters()]
             with getattr(run.optimizer, case["door"])(*["*"] * (case["door"] == "whole")) as seen:
                 for one in seen if case["door"] == "owned" else seen.values():
@@ -368,7 +354,7 @@ def train(mesh: Any, case: Mapping[str, str]) -> dict[str, Tensor]:
                     assert one.grad is None
             assert run.optimizer.digest() == digest
             assert [param._version for param in run.model.parameters()] == versions, "for autograd"
-            assert_same_bits({**run.parts(), **local_values(run)}, {**before, **shown_of(shown)})
+            assert_same_bits({**run.parts(), **local_values(run)}, {**before, **shown})
             run.edit()
             assert run.model.kept._version == versions[[*SHAPES].index("kept")]
             run.check_edit(before, run.parts())
@@ -379,11 +365,7 @@ def train(mesh: Any, case: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def local_values(run: Run) -> dict[str, Tensor]:
-    return shown_of(values(run.model))
-
-
-def shown_of(found: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: local(value) for name, value in found.items()}
+    return {name: local(value) for name, value in values(run.model).items()}
 
 
 CASES = [dict(zip(AXES, case, strict=True)) for case in pairwise(*AXES.values(), fits=fits)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_same_bits, job, run_world
+from models import assert_same_bits, job, local, run_world
 from models import values as values_of
 from oracle import pair
 from pairwise import thinned
@@ -503,10 +503,6 @@ def tensor_parallel(mesh: Any) -> nn.Module:
     model = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 256))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     return parallelize_module(model, mesh["tp"], plan)
-
-
-def local(param: Tensor) -> Tensor:
-    return (param.to_local() if isinstance(param, DTensor) else param).detach()
 
 
 def with_experts(mesh: Any) -> nn.Module:
