@@ -17,7 +17,7 @@ from typing import Any
 import models
 import pytest
 from faults import no_space, watch
-from models import advance, assert_same_bits, parts, run_world, values, whole
+from models import advance, assert_same_bits, on_each_rank, parts, run_world, values, whole
 from patience import patience
 
 from shardcast import checkpoint
@@ -259,16 +259,14 @@ def test_a_save_beside_a_save_async_is_named_on_all_ranks(tmp_path: Path):
     assert list(checkpoints(tmp_path)) == [3, 2]
 
 
-def test_a_wait_beside_another_call_is_named_on_all_ranks(tmp_path: Path):
-    def attempt(group: Any) -> None:
-        model, optimizer = job(group)
-        save = save_async(tmp_path, model, optimizer, step=1)
-        with pytest.raises(RuntimeError, match="rank 0: wait of save_async; rank 1: full_state"):
-            save.wait() if group.rank() == 0 else optimizer.full_state_dict()
-        optimizer.close()
-        assert save.wait().exists(), "of an optimizer that is closed"
-
-    run_world(2, attempt)
+@on_each_rank(2)
+def test_a_wait_beside_another_call_is_named_on_all_ranks(group: Any, tmp_path: Path):
+    model, optimizer = job(group)
+    save = save_async(tmp_path, model, optimizer, step=1)
+    with pytest.raises(RuntimeError, match="rank 0: wait of save_async; rank 1: full_state"):
+        save.wait() if group.rank() == 0 else optimizer.full_state_dict()
+    optimizer.close()
+    assert save.wait().exists(), "of an optimizer that is closed"
 
 
 def test_rank_0_gives_up_on_a_rank_that_says_nothing(

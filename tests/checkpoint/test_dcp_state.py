@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bag import Bag
-from models import assert_same_bits, everything, of
+from models import assert_same_bits, everything, of, on_each_rank
 from oracle import BATCH, adamw, mlp, pair, set_grads
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardcast
 from shardcast.optimizer.sharded import packed_of
 from shardcast.optimizer.state import MASTER
-from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
+from shardcast.testing import SpawnedWorld, ThreadedWorld
 
 FLAT, FULL = "flatten_optimizer_state_dict", "full_state_dict"
 
@@ -65,29 +65,27 @@ def train(model: nn.Module, optimizer: Any, count: int = 3) -> None:
     ],
     ids=str,
 )
+@on_each_rank(3)
 def test_a_state_that_dcp_gets_and_sets_goes_on_with_the_same_masters(
-    dtype: str, options: Any, began: bool
+    group: Any, dtype: str, options: Any, began: bool
 ):
-    def run(group: Any) -> None:
-        model, optimizer = shard(group, param_dtype=dtype)
-        other, resumed = shard(group, param_dtype=dtype)
-        train(model, optimizer)
-        if began:
-            train(other, resumed, 1)
-        with optimizer.as_plain():
-            states = get_state_dict(model, optimizer, options=StateDictOptions(**options))
-        weights, state = copy.deepcopy(states)  # which are the optimizer's own tensors
-        with resumed.as_plain():
-            set_state_dict(
-                other,
-                resumed,
-                model_state_dict=weights,
-                optim_state_dict=state,
-                options=StateDictOptions(**options),
-            )
-        assert_goes_on_alike((model, optimizer), (other, resumed))
-
-    ThreadedWorld(3).run(run)
+    model, optimizer = shard(group, param_dtype=dtype)
+    other, resumed = shard(group, param_dtype=dtype)
+    train(model, optimizer)
+    if began:
+        train(other, resumed, 1)
+    with optimizer.as_plain():
+        states = get_state_dict(model, optimizer, options=StateDictOptions(**options))
+    weights, state = copy.deepcopy(states)  # which are the optimizer's own tensors
+    with resumed.as_plain():
+        set_state_dict(
+            other,
+            resumed,
+            model_state_dict=weights,
+            optim_state_dict=state,
+            options=StateDictOptions(**options),
+        )
+    assert_goes_on_alike((model, optimizer), (other, resumed))
 
 
 def assert_goes_on_alike(*pairs: tuple[nn.Module, Any]) -> None:
@@ -104,45 +102,40 @@ sgd = of("SGD", lr=1e-2)
 @pytest.mark.parametrize("build", [adamw, sgd])
 @pytest.mark.parametrize("options", [{}, {FLAT: True}], ids=str)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_parameters_without_a_state_go_round_too(dtype: str, options: Any, build: Any):
+@on_each_rank(2)
+def test_parameters_without_a_state_go_round_too(group: Any, dtype: str, options: Any, build: Any):
     """Of a class that keeps none, and of a layer that got no gradient; with their masters."""
-
-    def run(group: Any) -> None:
-        model, optimizer = shard(group, build, param_dtype=dtype)
-        model[0](BATCH).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        dcp_options = StateDictOptions(**options)
-        state = plain_state(model, optimizer, dcp_options)
-        other, resumed = shard(group, build, param_dtype=dtype)
-        other.load_state_dict(model.state_dict())
-        if not options:  # torch demands a state of each parameter that is trained
-            dcp_options.strict = False
-        with resumed.as_plain():
-            set_optimizer_state_dict(other, resumed, state, options=dcp_options)
-        assert_goes_on_alike((model, optimizer), (other, resumed))
-
-    ThreadedWorld(2).run(run)
+    model, optimizer = shard(group, build, param_dtype=dtype)
+    model[0](BATCH).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    dcp_options = StateDictOptions(**options)
+    state = plain_state(model, optimizer, dcp_options)
+    other, resumed = shard(group, build, param_dtype=dtype)
+    other.load_state_dict(model.state_dict())
+    if not options:  # torch demands a state of each parameter that is trained
+        dcp_options.strict = False
+    with resumed.as_plain():
+        set_optimizer_state_dict(other, resumed, state, options=dcp_options)
+    assert_goes_on_alike((model, optimizer), (other, resumed))
 
 
-def test_a_parameter_without_a_master_in_the_state_keeps_its_own():
-    def run(group: Any) -> None:
-        model, optimizer = shard(group, param_dtype="bf16")
-        train(model, optimizer)
-        state = plain_state(model, optimizer, StateDictOptions(**{FLAT: True}))
-        wanted = optimizer.full_parameters()
-        other, resumed = shard(group, param_dtype="bf16")
-        kept, name = resumed.full_parameters(), "0.weight"
-        del state[f"state.{name}.{MASTER}"]
-        with resumed.as_plain():
-            options = StateDictOptions(**{FLAT: True})
-            set_optimizer_state_dict(other, resumed, state, options=options)
-        loaded = resumed.full_parameters()
-        if loaded:  # on rank 0
-            assert_same_bits(loaded, {**wanted, name: kept[name]})
-            assert not torch.equal(kept[name], wanted[name])
-
-    ThreadedWorld(2).run(run)
+@on_each_rank(2)
+def test_a_parameter_without_a_master_in_the_state_keeps_its_own(group: Any):
+    model, optimizer = shard(group, param_dtype="bf16")
+    train(model, optimizer)
+    state = plain_state(model, optimizer, StateDictOptions(**{FLAT: True}))
+    wanted = optimizer.full_parameters()
+    other, resumed = shard(group, param_dtype="bf16")
+    kept, name = resumed.full_parameters(), "0.weight"
+    del state[f"state.{name}.{MASTER}"]
+    with resumed.as_plain():
+        options = StateDictOptions(**{FLAT: True})
+        set_optimizer_state_dict(other, resumed, state, options=options)
+    loaded = resumed.full_parameters()
+    if loaded:  # on rank 0
+        assert_same_bits(loaded, {**wanted, name: kept[name]})
+        assert not torch.equal(kept[name], wanted[name])
 
 
 @pytest.mark.parametrize("build", [adamw, pair])
@@ -295,34 +288,32 @@ def test_a_step_is_refused_while_the_optimizer_looks_like_a_plain_one():
     ["full_state_dict", "full_parameters", plain_state],
     ids=["full_state_dict", "full_parameters", "dcp"],
 )
-def test_a_gathering_call_beside_tensor_parallelism_is_refused_with_its_dimension(call: Any):
-    def run(mesh: DeviceMesh) -> None:
-        model = Bag(one=(4, 4), two=(4,))
-        model.place(mesh["tp"])
-        optimizer = shardcast.shard(model, adamw(model), mesh=mesh)
-        with pytest.raises(RuntimeError, match=r"'tp'.* shardcast\.checkpoint\.save"):
-            getattr(optimizer, call)() if isinstance(call, str) else call(model, optimizer)
-        assert all(param.grad is None for param in model.parameters())
-
-    threaded_world({"dp": 2, "tp": 2}, run)
+@on_each_rank({"dp": 2, "tp": 2})
+def test_a_gathering_call_beside_tensor_parallelism_is_refused_with_its_dimension(
+    mesh: DeviceMesh, call: Any
+):
+    model = Bag(one=(4, 4), two=(4,))
+    model.place(mesh["tp"])
+    optimizer = shardcast.shard(model, adamw(model), mesh=mesh)
+    with pytest.raises(RuntimeError, match=r"'tp'.* shardcast\.checkpoint\.save"):
+        getattr(optimizer, call)() if isinstance(call, str) else call(model, optimizer)
+    assert all(param.grad is None for param in model.parameters())
 
 
 @pytest.mark.parametrize(
     ("rank", "call"), [(0, lambda _m, o: o.full_state_dict()), (1, plain_state)]
 )
-def test_a_state_that_one_rank_cannot_give_is_an_error_of_all(rank: int, call: Any):
-    def run(group: Any) -> None:
-        model, optimizer = shard(group, lambda m: torch.optim.RMSprop(m.parameters()))
-        train(model, optimizer)
-        if group.rank() == rank:
-            (update,) = packed_of(optimizer).updates
-            stock = update.fragment_state
-            update.fragment_state = lambda *args: {**stock(*args), "extra": lambda: None}
-        with pytest.raises(Exception, match=r"lambda|pickle") as raised:
-            call(model, optimizer)
-        assert group.rank() == rank or f"rank {rank}" in str(raised.value)
-
-    ThreadedWorld(2).run(run)
+@on_each_rank(2)
+def test_a_state_that_one_rank_cannot_give_is_an_error_of_all(group: Any, rank: int, call: Any):
+    model, optimizer = shard(group, lambda m: torch.optim.RMSprop(m.parameters()))
+    train(model, optimizer)
+    if group.rank() == rank:
+        (update,) = packed_of(optimizer).updates
+        stock = update.fragment_state
+        update.fragment_state = lambda *args: {**stock(*args), "extra": lambda: None}
+    with pytest.raises(Exception, match=r"lambda|pickle") as raised:
+        call(model, optimizer)
+    assert group.rank() == rank or f"rank {rank}" in str(raised.value)
 
 
 # -- state_dict(), which is one rank's part -----------------------------------------------------

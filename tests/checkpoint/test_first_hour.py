@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_same_bits, everything, job, parts, run_world, whole
+from models import assert_same_bits, everything, job, on_each_rank, parts, run_world, whole
 from small_runs import saved_by
 from torch import nn
 
@@ -67,24 +67,21 @@ def test_what_was_edited_since_it_was_loaded_is_saved_if_it_may_overwrite(
 
 @pytest.mark.parametrize("name", SAVES)
 @pytest.mark.parametrize("what", ["0.weight", "1.weight", "1.running_mean"])
+@on_each_rank(2)
 def test_what_was_edited_since_it_was_loaded_is_no_checkpoint_of_before(
-    tmp_path: Path, name: str, what: str
+    group: Any, tmp_path: Path, name: str, what: str
 ):
     """Be it trained, frozen or a buffer, and on one rank alone."""
-
-    def run(group: Any) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-        optimizer = shard(model, optimizer, process_group=group)
-        checkpoint.save(tmp_path, model, optimizer, step=1)
-        checkpoint.load(tmp_path, model, optimizer)
-        saved_by(name, tmp_path, model, optimizer, step=1, extra="another")
-        if group.rank() == 0:
-            model.state_dict()[what].fill_(7.0)
-        with pytest.raises((ValueError, RuntimeError), match="exists already, with other contents"):
-            saved_by(name, tmp_path, model, optimizer, step=1)
-
-    run_world(2, run)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer = shard(model, optimizer, process_group=group)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    checkpoint.load(tmp_path, model, optimizer)
+    saved_by(name, tmp_path, model, optimizer, step=1, extra="another")
+    if group.rank() == 0:
+        model.state_dict()[what].fill_(7.0)
+    with pytest.raises((ValueError, RuntimeError), match="exists already, with other contents"):
+        saved_by(name, tmp_path, model, optimizer, step=1)
 
 
 def test_a_checkpoint_that_was_removed_since_it_was_loaded_is_saved_again(tmp_path: Path):
@@ -235,17 +232,15 @@ def test_weights_without_state_load_into_another_optimizer(base: Any):
         ([3], TypeError, "only: expected glob patterns of names, got int 3"),
     ],
 )
+@on_each_rank(2)
 def test_a_part_that_does_not_fit_is_named_and_changes_nothing(
-    base: Any, only: Any, error: Any, message: str
+    group: Any, base: Any, only: Any, error: Any, message: str
 ):
-    def loading(group: Any) -> None:
-        pair = made(group, classes=7, adapter=True)
-        before = everything(*pair)
-        with pytest.raises(error, match=message):
-            checkpoint.load(base[0], *pair, only=only)
-        assert_same_bits(everything(*pair), before)
-
-    run_world(2, loading)
+    pair = made(group, classes=7, adapter=True)
+    before = everything(*pair)
+    with pytest.raises(error, match=message):
+        checkpoint.load(base[0], *pair, only=only)
+    assert_same_bits(everything(*pair), before)
 
 
 def test_a_plain_state_that_has_names_in_another_order_is_refused(tmp_path: Path):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, MLP, adamw, assert_same_bits, run_world, sharded, values
+from models import CASES, MLP, adamw, assert_same_bits, on_each_rank, run_world, sharded, values
 from sequences import Fail
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -215,15 +215,13 @@ REFUSED = [{"accumulate": "sharded"}, {"on_error": "drop", "guard": {"loss": 3.0
 
 
 @pytest.mark.parametrize("fields", REFUSED, ids=str)
-def test_what_cannot_leave_a_rank_out_is_refused_by_name(fields: dict[str, Any]):
-    def run(group: Any) -> None:
-        model = CASE.build()
-        before = values(model)
-        with pytest.raises(ValueError, match="on_error: expected"):
-            sharded(model, group, **{"on_error": "skip", **fields})
-        assert_same_bits(values(model), before)
-
-    run_world(2, run)
+@on_each_rank(2)
+def test_what_cannot_leave_a_rank_out_is_refused_by_name(group: Any, fields: dict[str, Any]):
+    model = CASE.build()
+    before = values(model)
+    with pytest.raises(ValueError, match="on_error: expected"):
+        sharded(model, group, **{"on_error": "skip", **fields})
+    assert_same_bits(values(model), before)
 
 
 def test_model_parallel_meshes_pipelines_and_synchronized_norms_are_refused():
@@ -305,19 +303,17 @@ def test_an_attempt_keeps_no_tensor_of_a_rank_that_failed():
     optimizer.step()
 
 
-def test_packs_that_wake_while_a_rank_fails_are_woken_on_all():
-    def run(group: Any) -> None:
-        model = CASE.build()
-        model.a.requires_grad_(False)
-        optimizer = sharded(model, group, on_error="drop")
-        for step in range(3):
-            model.a.requires_grad_(step == 2)
-            with optimizer.attempt():
-                if step and group.rank() == 1:
-                    raise BadSample("data")
-                CASE.loss(model, CASE.batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert packed_of(optimizer).comm.steps == 3
-
-    run_world(2, run)
+@on_each_rank(2)
+def test_packs_that_wake_while_a_rank_fails_are_woken_on_all(group: Any):
+    model = CASE.build()
+    model.a.requires_grad_(False)
+    optimizer = sharded(model, group, on_error="drop")
+    for step in range(3):
+        model.a.requires_grad_(step == 2)
+        with optimizer.attempt():
+            if step and group.rank() == 1:
+                raise BadSample("data")
+            CASE.loss(model, CASE.batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert packed_of(optimizer).comm.steps == 3

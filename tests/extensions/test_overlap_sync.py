@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from models import CASES, Case, assert_same_bits, parts, run_world, sharded, values
+from models import CASES, Case, assert_same_bits, on_each_rank, parts, run_world, sharded, values
 from pairwise import thinned
 from torch import Tensor, nn
 
@@ -436,44 +436,41 @@ def test_a_module_begins_while_the_packs_of_later_ones_are_on_their_way():
 
 @pytest.mark.parametrize("by", [{0, 1}, {1}], ids=["all ranks", "one rank"])
 @pytest.mark.parametrize("call", ["step", "clip_grad_norm_", "gather_gradients"])
+@on_each_rank(2)
 def test_a_forward_that_reads_past_a_call_it_always_made_is_an_error_on_all_ranks(
-    call: str, by: set[int]
+    group: Any, call: str, by: set[int]
 ):
     """Not inside its backward, which would leave the other ranks waiting."""
-
-    def run(group: Any) -> None:
-        model, optimizer = started(group)
-        reads_past = group.rank() in by
-        out = F.linear(model.layers(X), model.last.weight) if reads_past else model(X)
-        before = {name: p.detach().clone() for name, p in model.layers.named_parameters()}
-        out.sum().backward()
-        with pytest.raises(RuntimeError, match=r"last\.weight.*wait_sync"):
-            getattr(optimizer, call)(*[1.0] * (call == "clip_grad_norm_"))
-        optimizer.wait_sync()
-        for name, param in model.layers.named_parameters():
-            assert torch.equal(param, before[name]), name
-        optimizer.zero_grad()
-        model(X).sum().backward()
-        optimizer.step()  # goes on
-        optimizer.wait_sync()
-        assert not all(map(torch.equal, model.layers.parameters(), before.values()))
-
-    run_world(2, run)
+    model, optimizer = started(group)
+    reads_past = group.rank() in by
+    out = F.linear(model.layers(X), model.last.weight) if reads_past else model(X)
+    before = {name: p.detach().clone() for name, p in model.layers.named_parameters()}
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match=r"last\.weight.*wait_sync"):
+        getattr(optimizer, call)(*[1.0] * (call == "clip_grad_norm_"))
+    optimizer.wait_sync()
+    for name, param in model.layers.named_parameters():
+        assert torch.equal(param, before[name]), name
+    optimizer.zero_grad()
+    model(X).sum().backward()
+    optimizer.step()  # goes on
+    optimizer.wait_sync()
+    assert not all(map(torch.equal, model.layers.parameters(), before.values()))
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_nothing_is_hooked_after_close_or_without_a_second_rank_or_the_option(size: int):
-    def run(group: Any) -> None:
-        for overlap in (True, False):
-            model, optimizer = started(group, overlap_sync=overlap)
-            if size > 1 and overlap:
-                optimizer.close()
-            assert not pending(optimizer)
-            for layer in (model.layers, model.last):
-                assert not layer._forward_pre_hooks and not layer._state_dict_pre_hooks
-            optimizer.wait_sync()
-
-    run_world(size, run)
+@on_each_rank("size")
+def test_nothing_is_hooked_after_close_or_without_a_second_rank_or_the_option(
+    group: Any, size: int
+):
+    for overlap in (True, False):
+        model, optimizer = started(group, overlap_sync=overlap)
+        if size > 1 and overlap:
+            optimizer.close()
+        assert not pending(optimizer)
+        for layer in (model.layers, model.last):
+            assert not layer._forward_pre_hooks and not layer._state_dict_pre_hooks
+        optimizer.wait_sync()
 
 
 def test_a_lost_rank_is_an_error_where_its_values_are_waited_for():

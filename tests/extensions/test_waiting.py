@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, sharded, train
+from models import CASES, on_each_rank, sharded, train
 from torch import nn
 
 from shardcast import checkpoint
@@ -104,23 +104,20 @@ def test_every_collective_names_itself_and_whose_it_is(named: str):
     assert isinstance(raised.value.__cause__, error)
 
 
-def test_a_rank_with_several_optimizers_tells_one_number_of_steps(caplog: Any):
+@on_each_rank(1)
+def test_a_rank_with_several_optimizers_tells_one_number_of_steps(group: Any, caplog: Any):
     """The error too: that of the one that made most, as in the places of all ranks."""
-
-    def run(group: Any) -> None:
-        comm, ahead = Comm(GivesUp(1, 2)), Comm(FakeGroup(1, 2))
-        comm.steps, ahead.steps = 3, 5
-        with caplog.at_level("WARNING", "shardcast"):
-            comm.watch.waits = Work(comm, "an all-reduce", "")
-            silence = waiting.Silence(comm.watch)
-            silence.since -= 2 * waiting.PATIENCE
-            silence.look()
-        with pytest.raises(RuntimeError) as raised:
-            comm.all_reduce(FULL)
-        for text in (caplog.text, str(raised.value)):
-            assert set(re.findall(r"after (\d+) steps", text)) == {"5"}
-
-    ThreadedWorld(1).run(run)
+    comm, ahead = Comm(GivesUp(1, 2)), Comm(FakeGroup(1, 2))
+    comm.steps, ahead.steps = 3, 5
+    with caplog.at_level("WARNING", "shardcast"):
+        comm.watch.waits = Work(comm, "an all-reduce", "")
+        silence = waiting.Silence(comm.watch)
+        silence.since -= 2 * waiting.PATIENCE
+        silence.look()
+    with pytest.raises(RuntimeError) as raised:
+        comm.all_reduce(FULL)
+    for text in (caplog.text, str(raised.value)):
+        assert set(re.findall(r"after (\d+) steps", text)) == {"5"}
 
 
 def test_errors_that_say_themselves_what_is_the_matter_are_left_as_they_are():

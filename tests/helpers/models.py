@@ -7,6 +7,7 @@ ties, scalars, empty parameters, fewer elements than ranks, activation checkpoin
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -317,6 +318,31 @@ def run_world(
     results = world.run(fn, *args)
     assert_same_sequence(world.logs)
     return results, world
+
+
+def on_each_rank(world: int | str | dict[str, int]) -> Callable[[Callable[..., None]], Any]:
+    """Run the test on each rank of a strict world, with the rank's group before its arguments.
+
+    Args:
+        world: a number of ranks, or the argument of the test that says it; or the sizes of a mesh,
+            which the test gets then. Ranks of a number must make the same calls unless they raise.
+    """
+
+    def decorated(test: Callable[..., None]) -> Any:
+        @functools.wraps(test)
+        def on_ranks(**given: Any) -> None:
+            size = given[world] if isinstance(world, str) else world
+            threads = ThreadedWorld(size, timeout=120.0)
+            threads.run(lambda group: test(group, **given))
+            if isinstance(size, int):
+                assert_same_sequence(threads.logs)
+
+        signature = inspect.signature(test)
+        rest = [*signature.parameters.values()][1:]
+        on_ranks.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+        return on_ranks
+
+    return decorated
 
 
 def ranks_of(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bag import Bag
+from models import on_each_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -51,18 +52,16 @@ def like(param: nn.Parameter, values: Tensor) -> Tensor:
     return distribute_tensor(values, param.device_mesh, param.placements, src_data_rank=None)
 
 
-def test_a_copy_that_another_rank_sends_stays_as_the_script_keeps_it():
-    def run(mesh: DeviceMesh) -> None:
-        model = Bag(copies=SHAPE)
-        model.place(mesh["tp"], copies=Replicate())
-        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = shardcast.shard(model, sgd, mesh=mesh, dp="dp", param_dtype="fp32")
-        kept = model.copies.grad = like(model.copies, numbers(0)).clone()
-        optimizer.step()
-        assert torch.equal(kept.to_local(), numbers(0))
-        assert torch.equal(model.copies.to_local(), -numbers(0))
-
-    threaded_world({"dp": 1, "tp": 2}, run)
+@on_each_rank({"dp": 1, "tp": 2})
+def test_a_copy_that_another_rank_sends_stays_as_the_script_keeps_it(mesh: DeviceMesh):
+    model = Bag(copies=SHAPE)
+    model.place(mesh["tp"], copies=Replicate())
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = shardcast.shard(model, sgd, mesh=mesh, dp="dp", param_dtype="fp32")
+    kept = model.copies.grad = like(model.copies, numbers(0)).clone()
+    optimizer.step()
+    assert torch.equal(kept.to_local(), numbers(0))
+    assert torch.equal(model.copies.to_local(), -numbers(0))
 
 
 def assigned_in_place(param: Any) -> None:
@@ -137,88 +136,78 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
-def test_a_norm_of_a_dtensor_is_that_of_all_of_it(p: float) -> None:
-    def script(mesh: DeviceMesh) -> None:
-        model, optimizer = backward(mesh)
-        for name in PLACES:
-            grad: Any = model.get_parameter(name).grad
-            torch.testing.assert_close(grad.norm(p), mean().norm(p))
-            here = distribute_tensor(mean(), mesh["tp"], grad.placements, src_data_rank=None)
-            torch.testing.assert_close(grad.to_local().norm(p), here.to_local().norm(p))
-        total = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=p)
-        every = torch.cat([*[mean().flatten()] * len(PLACES), torch.ones(3)])
-        torch.testing.assert_close(total, every.norm(p))
-        optimizer.gather_gradients()
-        for name in PLACES:
-            clipped: Any = model.get_parameter(name).grad
-            torch.testing.assert_close(clipped.full_tensor(), mean() * (0.5 / total))
-
-    threaded_world(GRID, script)
+@on_each_rank(GRID)
+def test_a_norm_of_a_dtensor_is_that_of_all_of_it(mesh: DeviceMesh, p: float) -> None:
+    model, optimizer = backward(mesh)
+    for name in PLACES:
+        grad: Any = model.get_parameter(name).grad
+        torch.testing.assert_close(grad.norm(p), mean().norm(p))
+        here = distribute_tensor(mean(), mesh["tp"], grad.placements, src_data_rank=None)
+        torch.testing.assert_close(grad.to_local().norm(p), here.to_local().norm(p))
+    total = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=p)
+    every = torch.cat([*[mean().flatten()] * len(PLACES), torch.ones(3)])
+    torch.testing.assert_close(total, every.norm(p))
+    optimizer.gather_gradients()
+    for name in PLACES:
+        clipped: Any = model.get_parameter(name).grad
+        torch.testing.assert_close(clipped.full_tensor(), mean() * (0.5 / total))
 
 
 @pytest.mark.parametrize("how", READS)
-def test_what_reads_a_dtensor_is_refused_on_every_rank(how: str) -> None:
-    def script(mesh: DeviceMesh) -> None:
-        model, _ = backward(mesh)
-        for name in PLACES:
-            with pytest.raises(RuntimeError, match=rf"\.grad of '{name}'"):
-                READS[how](model.get_parameter(name))
-
-    threaded_world(GRID, script)
+@on_each_rank(GRID)
+def test_what_reads_a_dtensor_is_refused_on_every_rank(mesh: DeviceMesh, how: str) -> None:
+    model, _ = backward(mesh)
+    for name in PLACES:
+        with pytest.raises(RuntimeError, match=rf"\.grad of '{name}'"):
+            READS[how](model.get_parameter(name))
 
 
-def test_its_metadata_are_those_of_the_dtensor() -> None:
-    def script(mesh: DeviceMesh) -> None:
-        model, _ = backward(mesh)
-        for name, place in PLACES.items():
-            param = model.get_parameter(name)
+@on_each_rank(GRID)
+def test_its_metadata_are_those_of_the_dtensor(mesh: DeviceMesh) -> None:
+    model, _ = backward(mesh)
+    for name, place in PLACES.items():
+        param = model.get_parameter(name)
+        grad: Any = param.grad
+        assert isinstance(grad, DTensor)
+        assert grad.shape == SHAPE
+        assert grad.dtype == torch.float32
+        assert grad.placements == (place,)
+        assert grad.device_mesh == param.device_mesh
+        assert torch.zeros_like(grad).full_tensor().tolist() == torch.zeros(SHAPE).tolist()
+        assert f"<.grad of '{name}'" in repr(grad) == str(grad) == f"{grad}"
+        assert grad.double().dtype == torch.float64
+
+
+@on_each_rank(GRID)
+def test_a_gradient_that_came_as_a_part_of_the_sum_is_edited_as_all_of_it(mesh: DeviceMesh) -> None:
+    model = Bag(copies=SHAPE)
+    model.place(mesh["tp"], copies=Replicate())
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = shardcast.shard(model, sgd, mesh=mesh, dp="dp", param_dtype="fp32")
+    rank = 2 * mesh.get_local_rank("dp") + mesh.get_local_rank("tp")
+    model({"copies": numbers(rank)}, partial=["copies"]).backward()
+    param: Any = model.copies
+    assert param.grad.placements == (Partial(),)
+    param.grad.clamp_(-0.5, 0.5).add_(like(param, numbers(7)))
+    optimizer.gather_gradients()
+    mean = (numbers(0) + numbers(1) + numbers(2) + numbers(3)) / 2
+    expected = mean.clamp(-0.5, 0.5) + numbers(7)
+    torch.testing.assert_close(param.grad.full_tensor(), expected)
+
+
+@on_each_rank(GRID)
+def test_code_that_asks_nobody_sees_nan_also_after_gradients_were_zeroed(mesh: DeviceMesh) -> None:
+    model, optimizer = backward(mesh)
+    for zero in (model.zero_grad, optimizer.zero_grad):
+        zero(set_to_none=False)
+        (model.get_parameter("rows").to_local().sum() + model.plain.sum()).backward()
+        for param in (model.get_parameter("rows"), model.plain):
             grad: Any = param.grad
-            assert isinstance(grad, DTensor)
-            assert grad.shape == SHAPE
-            assert grad.dtype == torch.float32
-            assert grad.placements == (place,)
-            assert grad.device_mesh == param.device_mesh
-            assert torch.zeros_like(grad).full_tensor().tolist() == torch.zeros(SHAPE).tolist()
-            assert f"<.grad of '{name}'" in repr(grad) == str(grad) == f"{grad}"
-            assert grad.double().dtype == torch.float64
-
-    threaded_world(GRID, script)
-
-
-def test_a_gradient_that_came_as_a_part_of_the_sum_is_edited_as_all_of_it() -> None:
-    def script(mesh: DeviceMesh) -> None:
-        model = Bag(copies=SHAPE)
-        model.place(mesh["tp"], copies=Replicate())
-        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = shardcast.shard(model, sgd, mesh=mesh, dp="dp", param_dtype="fp32")
-        rank = 2 * mesh.get_local_rank("dp") + mesh.get_local_rank("tp")
-        model({"copies": numbers(rank)}, partial=["copies"]).backward()
-        param: Any = model.copies
-        assert param.grad.placements == (Partial(),)
-        param.grad.clamp_(-0.5, 0.5).add_(like(param, numbers(7)))
-        optimizer.gather_gradients()
-        mean = (numbers(0) + numbers(1) + numbers(2) + numbers(3)) / 2
-        expected = mean.clamp(-0.5, 0.5) + numbers(7)
-        torch.testing.assert_close(param.grad.full_tensor(), expected)
-
-    threaded_world(GRID, script)
-
-
-def test_code_that_asks_nobody_sees_nan_also_after_gradients_were_zeroed() -> None:
-    def script(mesh: DeviceMesh) -> None:
-        model, optimizer = backward(mesh)
-        for zero in (model.zero_grad, optimizer.zero_grad):
-            zero(set_to_none=False)
-            (model.get_parameter("rows").to_local().sum() + model.plain.sum()).backward()
-            for param in (model.get_parameter("rows"), model.plain):
-                grad: Any = param.grad
-                with torch._C.DisableTorchFunctionSubclass():
-                    assert getattr(grad, "_local_tensor", grad).isnan().all()
-        optimizer.gather_gradients()
-        assert model.plain.grad.tolist() == [1, 1, 1]
-        assert model.get_parameter("rows").grad.full_tensor().eq(1).all()
-
-    threaded_world(GRID, script)
+            with torch._C.DisableTorchFunctionSubclass():
+                assert getattr(grad, "_local_tensor", grad).isnan().all()
+    optimizer.gather_gradients()
+    assert model.plain.grad.tolist() == [1, 1, 1]
+    assert model.get_parameter("rows").grad.full_tensor().eq(1).all()
 
 
 @pytest.mark.filterwarnings("ignore:step skipped")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_same_bits, values
+from models import assert_same_bits, on_each_rank, values
 from torch import Tensor, nn
 
 import shardcast
@@ -131,19 +131,17 @@ def strided(model: Views) -> None:
         (strided, "'kept'", "'layer.weight'"),
     ],
 )
+@on_each_rank(2)
 def test_what_is_no_view_of_one_parameter_is_refused_by_name_on_all_ranks(
-    share: Any, name: str, param: str
+    group: Any, share: Any, name: str, param: str
 ):
-    def run(group: Any) -> None:
-        model = Views()
-        model.graph = model.data = model.turned = model.rows = model.seen = None  # type: ignore
-        share(model)
-        inner = torch.optim.SGD(model.layer.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=f"{name} shares memory with parameter {param}"):
-            shardcast.shard(model, inner, process_group=group)
-        assert model.layer.weight.dtype == torch.float32
-
-    ThreadedWorld(2).run(run)
+    model = Views()
+    model.graph = model.data = model.turned = model.rows = model.seen = None  # type: ignore
+    share(model)
+    inner = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=f"{name} shares memory with parameter {param}"):
+        shardcast.shard(model, inner, process_group=group)
+    assert model.layer.weight.dtype == torch.float32
 
 
 def test_layers_that_hold_their_own_parameters_twice_are_not_refused():

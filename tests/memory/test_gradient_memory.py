@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import adamw, run_world, sgd, sharded
+from models import adamw, on_each_rank, run_world, sgd, sharded
 from sequences import BoomError, Fail
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -136,23 +136,21 @@ def test_a_host_uses_the_same_buffers_in_each_step():
     assert not buffers.nbytes
 
 
-def test_no_gradient_is_kept_by_what_was_sent_or_is_shown():
-    def run(group: Any) -> None:
-        model = Stack("plain")
-        kept = sharded(model, group, adamw, param_dtype=torch.bfloat16, pack_params=4)
-        came: list[weakref.ref[Tensor]] = []
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(lambda p: came.append(weakref.ref(p.grad)))
-        x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
-        model(x).float().sum().backward()
-        gc.collect()
-        assert len(came) == LAYERS and not any(grad() is not None for grad in came)
-        stand_ins = [param.grad for param in model.parameters()]
-        for grad in stand_ins:
-            assert grad.untyped_storage().nbytes() == grad.element_size()
-        kept.step()
-
-    ThreadedWorld(2).run(run)
+@on_each_rank(2)
+def test_no_gradient_is_kept_by_what_was_sent_or_is_shown(group: Any):
+    model = Stack("plain")
+    kept = sharded(model, group, adamw, param_dtype=torch.bfloat16, pack_params=4)
+    came: list[weakref.ref[Tensor]] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: came.append(weakref.ref(p.grad)))
+    x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+    model(x).float().sum().backward()
+    gc.collect()
+    assert len(came) == LAYERS and not any(grad() is not None for grad in came)
+    stand_ins = [param.grad for param in model.parameters()]
+    for grad in stand_ins:
+        assert grad.untyped_storage().nbytes() == grad.element_size()
+    kept.step()
 
 
 class Static(torch.autograd.Function):
@@ -240,24 +238,21 @@ def test_what_a_failed_backward_left_and_nobody_could_keep_is_an_error_on_all(
     ThreadedWorld(2).run(run)
 
 
-def test_the_fp32_sum_of_a_step_is_not_kept_beside_the_gradients_of_the_next():
+@on_each_rank(2)
+def test_the_fp32_sum_of_a_step_is_not_kept_beside_the_gradients_of_the_next(group: Any):
     """The operands of an update are kept between steps where gradients are; these are not."""
-
-    def run(group: Any) -> None:
-        model = Stack("plain")
-        optimizer = sharded(model, group, adamw, param_dtype=torch.bfloat16, fuse="auto")
-        x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
-        for _ in range(2):
-            model(x).float().square().mean().backward()
-        (shard,) = packed_of(optimizer).shards
-        assert shard.grads is not None and shard.grads.own.dtype == torch.float32
-        summed = weakref.ref(shard.grads.own)
-        optimizer.step()
-        optimizer.zero_grad()
+    model = Stack("plain")
+    optimizer = sharded(model, group, adamw, param_dtype=torch.bfloat16, fuse="auto")
+    x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+    for _ in range(2):
         model(x).float().square().mean().backward()
-        assert shard.grads.own.dtype == torch.bfloat16 and summed() is None
-
-    ThreadedWorld(2).run(run)
+    (shard,) = packed_of(optimizer).shards
+    assert shard.grads is not None and shard.grads.own.dtype == torch.float32
+    summed = weakref.ref(shard.grads.own)
+    optimizer.step()
+    optimizer.zero_grad()
+    model(x).float().square().mean().backward()
+    assert shard.grads.own.dtype == torch.bfloat16 and summed() is None
 
 
 def test_compiled_autograd_is_refused_by_name():

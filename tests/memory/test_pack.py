@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, GPT, assert_same_bits, install, sharded, values
+from models import CASES, GPT, assert_same_bits, install, on_each_rank, sharded, values
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -133,18 +133,16 @@ def test_assigned_values_in_other_memory_are_copied_once():
     assert_same_bits(values(model), expected)
 
 
-def test_a_parameter_that_one_rank_resized_after_the_clip_is_refused_on_all():
-    def train(group: Any) -> None:
-        model = CASES["mlp"].build()
-        optimizer = sharded(model, group)
-        install(model, 0)
-        optimizer.clip_grad_norm_(1.0)
-        if group.rank() == 0:
-            model.a.weight.data = torch.zeros(3)
-        with pytest.raises(RuntimeError, match=r"'a.weight' was resized|rank 0 raised"):
-            optimizer.step()
-
-    ThreadedWorld(2).run(train)
+@on_each_rank(2)
+def test_a_parameter_that_one_rank_resized_after_the_clip_is_refused_on_all(group: Any):
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, group)
+    install(model, 0)
+    optimizer.clip_grad_norm_(1.0)
+    if group.rank() == 0:
+        model.a.weight.data = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"'a.weight' was resized|rank 0 raised"):
+        optimizer.step()
 
 
 READS: dict[str, Callable[[Any], object]] = {
@@ -157,36 +155,33 @@ READS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize(
     ("read", "ranks"), [(None, [0, 1]), *((read, [0, 1]) for read in READS), ("state_dict", [0])]
 )
+@on_each_rank(2)
 def test_memory_that_was_kept_may_come_back_unless_its_values_were_overwritten(
-    read: str | None, ranks: list[int]
+    group: Any, read: str | None, ranks: list[int]
 ):
     """``backup = param.data; param.data = shadow; ...; param.data = backup``, as for an EMA."""
-
-    def train(group: Any) -> None:
-        model = CASES["mlp"].build()
-        optimizer = sharded(model, group)
-        install(model, 0)
-        optimizer.step()
-        optimizer.zero_grad()
-        before = values(model)
-        shadow = {name: value * 0.5 for name, value in before.items()}
-        backup = {}
-        if group.rank() in ranks:
-            for name, param in model.named_parameters():
-                backup[name], param.data = param.data, shadow[name]
-        if read is not None:
-            READS[read](optimizer)
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, group)
+    install(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = values(model)
+    shadow = {name: value * 0.5 for name, value in before.items()}
+    backup = {}
+    if group.rank() in ranks:
         for name, param in model.named_parameters():
-            param.data = backup.get(name, param.data)
-        if read is None:
-            assert_same_bits(values(model), before)
-            optimizer.step()
-            return
-        install(model, 1)
-        with pytest.raises(RuntimeError, match=r"'a.weight' was given back its old memory"):
-            optimizer.step()
-
-    ThreadedWorld(2).run(train)
+            backup[name], param.data = param.data, shadow[name]
+    if read is not None:
+        READS[read](optimizer)
+    for name, param in model.named_parameters():
+        param.data = backup.get(name, param.data)
+    if read is None:
+        assert_same_bits(values(model), before)
+        optimizer.step()
+        return
+    install(model, 1)
+    with pytest.raises(RuntimeError, match=r"'a.weight' was given back its old memory"):
+        optimizer.step()
 
 
 def packed_model(dtype: str) -> nn.Module:

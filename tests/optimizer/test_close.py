@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, assert_same_bits, install, of, run_world, values
+from models import CASES, assert_same_bits, install, of, on_each_rank, run_world, values
 from pairwise import pairwise
 from test_weight_edits import KINDS
 from torch import Tensor, nn
@@ -173,17 +173,15 @@ def test_a_phase_takes_what_the_script_did_to_the_model_between():
     assert_same_bits(second.full_parameters(), masters)
 
 
-def test_ranks_of_which_some_have_masters_of_an_earlier_phase_are_refused():
-    def run(group: Any) -> None:
+@on_each_rank(2)
+def test_ranks_of_which_some_have_masters_of_an_earlier_phase_are_refused(group: Any):
+    model = CASES["mlp"].build()
+    first = shardcast.shard(model, sgd(model), process_group=group)
+    first.close(restore=False)
+    if group.rank():
         model = CASES["mlp"].build()
-        first = shardcast.shard(model, sgd(model), process_group=group)
-        first.close(restore=False)
-        if group.rank():
-            model = CASES["mlp"].build()
-        with pytest.raises(RuntimeError, match="closed without restore"):
-            shardcast.shard(model, sgd(model), process_group=group)
-
-    ThreadedWorld(2).run(run)
+    with pytest.raises(RuntimeError, match="closed without restore"):
+        shardcast.shard(model, sgd(model), process_group=group)
 
 
 def test_copies_of_a_closed_model_hold_no_masters():
@@ -238,21 +236,19 @@ def test_a_closed_optimizer_that_a_script_keeps_holds_no_state_nor_operands():
 
 
 @pytest.mark.parametrize("converted", [False, True])
-def test_close_gives_a_group_that_was_added_later_its_fp32_masters(converted: bool):
-    def run(group: Any) -> None:
-        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
-        inner = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
-        optimizer = shardcast.shard(model, inner, process_group=group, convert_rest=converted)
-        model.append(nn.Linear(3, 5))  # which shard() has not seen
-        for layer in model[1:]:
-            optimizer.add_param_group({"params": [*layer.parameters()]})
-        assert {param.dtype for param in copy.deepcopy(model).parameters()} == {torch.float32}
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 0.3)
-        optimizer.step()
-        masters = packed_of(optimizer).comm.share(optimizer.full_parameters(), torch.device("cpu"))
-        optimizer.close()
-        for name, param in model.named_parameters():
-            assert torch.equal(param, masters[name]), name
-
-    ThreadedWorld(2).run(run)
+@on_each_rank(2)
+def test_close_gives_a_group_that_was_added_later_its_fp32_masters(group: Any, converted: bool):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    inner = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+    optimizer = shardcast.shard(model, inner, process_group=group, convert_rest=converted)
+    model.append(nn.Linear(3, 5))  # which shard() has not seen
+    for layer in model[1:]:
+        optimizer.add_param_group({"params": [*layer.parameters()]})
+    assert {param.dtype for param in copy.deepcopy(model).parameters()} == {torch.float32}
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.3)
+    optimizer.step()
+    masters = packed_of(optimizer).comm.share(optimizer.full_parameters(), torch.device("cpu"))
+    optimizer.close()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, masters[name]), name

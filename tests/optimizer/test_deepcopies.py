@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, install, values
+from models import CASES, assert_same_bits, install, on_each_rank, values
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import shardcast
-from shardcast.testing import ThreadedWorld, threaded_world
+from shardcast.testing import threaded_world
 
 FIELDS: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -34,40 +34,38 @@ def mlp(**fields: Any) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.parametrize("fields", FIELDS)
-def test_a_copy_of_a_model_or_of_a_part_is_an_ordinary_one_in_fp32(fields: str):
-    def run(group: Any) -> None:
-        model, optimizer = mlp(process_group=group, **FIELDS[fields])
-        install(model, 0)
-        optimizer.step()
-        copied = copy.deepcopy(model)
-        part, one = copy.deepcopy(model.a), copy.deepcopy(model.a.weight)
-        listed = copy.deepcopy([*model.parameters()])
-        optimizer.wait_sync()
-        shown = {name: param.detach().float() for name, param in model.named_parameters()}
-        assert_same_bits({n: p.detach() for n, p in copied.named_parameters()}, shown)
-        assert_same_bits(dict(zip(shown, (p.detach() for p in listed), strict=True)), shown)
-        assert torch.equal(part.weight, shown["a.weight"]) and torch.equal(one, shown["a.weight"])
-        for param in (*copied.parameters(), *part.parameters(), one, *listed):
-            assert type(param) is nn.Parameter and param.is_leaf and not vars(param)
-            assert param.grad is None and param.requires_grad
-        plain = CASES["mlp"].build()
-        plain.load_state_dict(shown)
-        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
-        assert torch.equal(copied(x), plain(x)), "a copy computes in fp32"
-        if fields != "kept":  # what is kept in fp32 computes in fp32
-            with torch.autocast("cpu", torch.bfloat16):
-                assert torch.equal(copied(x), plain(x)), "or under an autocast of the script"
-        if fields != "fp32":
-            features = torch.ones(2, 7, dtype=torch.bfloat16)
-            assert torch.equal(part(features), plain.a(features.float())), "and takes activations"
-        copied(x).sum().backward()
-        assert copied.a.weight.grad.dtype == torch.float32
-        before = values(model)
-        with torch.no_grad():
-            copied.a.weight.zero_()
-        assert_same_bits(values(model), before)
-
-    ThreadedWorld(2).run(run)
+@on_each_rank(2)
+def test_a_copy_of_a_model_or_of_a_part_is_an_ordinary_one_in_fp32(group: Any, fields: str):
+    model, optimizer = mlp(process_group=group, **FIELDS[fields])
+    install(model, 0)
+    optimizer.step()
+    copied = copy.deepcopy(model)
+    part, one = copy.deepcopy(model.a), copy.deepcopy(model.a.weight)
+    listed = copy.deepcopy([*model.parameters()])
+    optimizer.wait_sync()
+    shown = {name: param.detach().float() for name, param in model.named_parameters()}
+    assert_same_bits({n: p.detach() for n, p in copied.named_parameters()}, shown)
+    assert_same_bits(dict(zip(shown, (p.detach() for p in listed), strict=True)), shown)
+    assert torch.equal(part.weight, shown["a.weight"]) and torch.equal(one, shown["a.weight"])
+    for param in (*copied.parameters(), *part.parameters(), one, *listed):
+        assert type(param) is nn.Parameter and param.is_leaf and not vars(param)
+        assert param.grad is None and param.requires_grad
+    plain = CASES["mlp"].build()
+    plain.load_state_dict(shown)
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(copied(x), plain(x)), "a copy computes in fp32"
+    if fields != "kept":  # what is kept in fp32 computes in fp32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(copied(x), plain(x)), "or under an autocast of the script"
+    if fields != "fp32":
+        features = torch.ones(2, 7, dtype=torch.bfloat16)
+        assert torch.equal(part(features), plain.a(features.float())), "and takes activations"
+    copied(x).sum().backward()
+    assert copied.a.weight.grad.dtype == torch.float32
+    before = values(model)
+    with torch.no_grad():
+        copied.a.weight.zero_()
+    assert_same_bits(values(model), before)
 
 
 def test_ties_within_a_copy_stay_tied():

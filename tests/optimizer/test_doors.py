@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bag import Bag
-from models import assert_same_bits, everything, parts, values
+from models import assert_same_bits, everything, on_each_rank, parts, values
 from oracle import BATCH, adamw, check, mlp, on_ranks, set_grads, sgd
 from torch import Tensor, nn
 
@@ -137,49 +137,45 @@ def test_replicas_and_copies_take_the_edits_of_the_first_holder():
 # -- whole parameters --------------------------------------------------------------------------
 
 
-def test_a_tied_parameter_is_found_by_each_of_its_names():
-    def run(group: Any) -> None:
-        torch.manual_seed(0)
-        model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
-        model["head"].weight = model["embed"].weight
-        optimizer = shardcast.shard(model, adamw(model), process_group=group)
-        for name in ("embed.weight", "head.*"):
-            before = model["head"].weight.detach().clone()
-            with optimizer.whole(name) as params:
-                assert list(params) == ["embed.weight"]
-                params["embed.weight"].master.mul_(2)
-            assert torch.equal(model["embed"].weight, 2 * before)
-
-    ThreadedWorld(2).run(run)
+@on_each_rank(2)
+def test_a_tied_parameter_is_found_by_each_of_its_names(group: Any):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    model["head"].weight = model["embed"].weight
+    optimizer = shardcast.shard(model, adamw(model), process_group=group)
+    for name in ("embed.weight", "head.*"):
+        before = model["head"].weight.detach().clone()
+        with optimizer.whole(name) as params:
+            assert list(params) == ["embed.weight"]
+            params["embed.weight"].master.mul_(2)
+        assert torch.equal(model["embed"].weight, 2 * before)
 
 
 @pytest.mark.parametrize("door", ["owned", "whole"])
-def test_a_weight_that_two_stages_hold_is_edited_on_both(door: str):
-    def run(mesh: Any) -> None:
-        stage = mesh.get_local_rank("pp")
-        name, own = ("embed", "early") if stage == 0 else ("head", "late")
-        model = Bag(**{name: (5, 8), own: (7, 3)})
-        for param in model.parameters():
-            nn.init.normal_(param)
-        optimizer = shardcast.shard(
-            [model], adamw(model), mesh=mesh, tied=[("embed", "head")], param_dtype="bf16"
-        )
-        before = values(model)
-        if door == "owned":
-            with optimizer.owned() as owned:
-                for part in owned:
-                    part.master.fill_(1 + stage if part.name == name else 3)
-        else:
-            with optimizer.whole("embed", "late") as params:
-                assert list(params) == ([name] if stage == 0 else [name, own])
-                for one in params.values():
-                    one.master.fill_(1 if one.name == name else 3)
-        assert (getattr(model, name) == 1).all(), "the first holder's"
-        edited = door == "owned" or own == "late"
-        assert torch.equal(getattr(model, own), torch.full((7, 3), 3.0) if edited else before[own])
-        optimizer.check_copies()
-
-    threaded_world({"pp": 2, "dp": 2}, run)
+@on_each_rank({"pp": 2, "dp": 2})
+def test_a_weight_that_two_stages_hold_is_edited_on_both(mesh: Any, door: str):
+    stage = mesh.get_local_rank("pp")
+    name, own = ("embed", "early") if stage == 0 else ("head", "late")
+    model = Bag(**{name: (5, 8), own: (7, 3)})
+    for param in model.parameters():
+        nn.init.normal_(param)
+    optimizer = shardcast.shard(
+        [model], adamw(model), mesh=mesh, tied=[("embed", "head")], param_dtype="bf16"
+    )
+    before = values(model)
+    if door == "owned":
+        with optimizer.owned() as owned:
+            for part in owned:
+                part.master.fill_(1 + stage if part.name == name else 3)
+    else:
+        with optimizer.whole("embed", "late") as params:
+            assert list(params) == ([name] if stage == 0 else [name, own])
+            for one in params.values():
+                one.master.fill_(1 if one.name == name else 3)
+    assert (getattr(model, name) == 1).all(), "the first holder's"
+    edited = door == "owned" or own == "late"
+    assert torch.equal(getattr(model, own), torch.full((7, 3), 3.0) if edited else before[own])
+    optimizer.check_copies()
 
 
 @pytest.mark.parametrize("how", ["master", "state", "grad", "more"])
@@ -241,18 +237,16 @@ def test_parameters_that_are_not_there_are_named_on_all_ranks(case: str):
     ThreadedWorld(2).run(run)
 
 
-def test_state_of_another_shape_is_left_out():
-    def run(group: Any) -> None:
-        model = mlp()
-        build = torch.optim.Adafactor(model.parameters())
-        optimizer = shardcast.shard(model, build, process_group=group)
-        set_grads(model, 0)
-        optimizer.step()
-        with optimizer.whole("*") as params:
-            assert [*params["0.weight"].state] == []  # it has a row and a column
-            assert [*params["0.bias"].state] == ["variance"]
-
-    ThreadedWorld(2).run(run)
+@on_each_rank(2)
+def test_state_of_another_shape_is_left_out(group: Any):
+    model = mlp()
+    build = torch.optim.Adafactor(model.parameters())
+    optimizer = shardcast.shard(model, build, process_group=group)
+    set_grads(model, 0)
+    optimizer.step()
+    with optimizer.whole("*") as params:
+        assert [*params["0.weight"].state] == []  # it has a row and a column
+        assert [*params["0.bias"].state] == ["variance"]
 
 
 # -- what may go wrong ------------------------------------------------------------------------
@@ -316,40 +310,37 @@ def apart(group: Any, other: str) -> str:
     return ""
 
 
-def test_experts_are_edited_where_they_are():
+@on_each_rank({"ep": 2, "edp": 2})
+def test_experts_are_edited_where_they_are(mesh: Any):
     """Ranks along ``ep`` have other experts under one name."""
-
-    def run(mesh: Any) -> None:
-        place = mesh.get_local_rank("ep")
-        generator = torch.Generator().manual_seed(place)
-        model = nn.ParameterDict(
-            {
-                "expert": nn.Parameter(torch.randn(8, 8, generator=generator)),
-                "shared": nn.Parameter(torch.ones(5)),
-            }
-        )
-        optimizer = shardcast.shard(
-            model,
-            sgd(model, momentum=0.9),
-            mesh=mesh,
-            dp=("ep", "edp"),
-            experts={"edp": ["expert"]},
-            param_dtype="fp32",
-        )
-        before = values(model)
-        with optimizer.owned() as owned:
-            for part in owned:
-                part.master.mul_(2)
-        assert_same_bits(values(model), {name: 2 * value for name, value in before.items()})
-        with optimizer.whole("*") as params:
-            params["expert"].master[place] = 0  # another row of another expert
-            params["shared"].master[0] = 7
-        assert not model["expert"][place].any() and model["shared"].tolist() == [7, 2, 2, 2, 2]
-        kept = [row for row in range(8) if row != place]
-        assert torch.equal(model["expert"][kept], 2 * before["expert"][kept])
-        optimizer.check_copies()
-
-    threaded_world({"ep": 2, "edp": 2}, run)
+    place = mesh.get_local_rank("ep")
+    generator = torch.Generator().manual_seed(place)
+    model = nn.ParameterDict(
+        {
+            "expert": nn.Parameter(torch.randn(8, 8, generator=generator)),
+            "shared": nn.Parameter(torch.ones(5)),
+        }
+    )
+    optimizer = shardcast.shard(
+        model,
+        sgd(model, momentum=0.9),
+        mesh=mesh,
+        dp=("ep", "edp"),
+        experts={"edp": ["expert"]},
+        param_dtype="fp32",
+    )
+    before = values(model)
+    with optimizer.owned() as owned:
+        for part in owned:
+            part.master.mul_(2)
+    assert_same_bits(values(model), {name: 2 * value for name, value in before.items()})
+    with optimizer.whole("*") as params:
+        params["expert"].master[place] = 0  # another row of another expert
+        params["shared"].master[0] = 7
+    assert not model["expert"][place].any() and model["shared"].tolist() == [7, 2, 2, 2, 2]
+    kept = [row for row in range(8) if row != place]
+    assert torch.equal(model["expert"][kept], 2 * before["expert"][kept])
+    optimizer.check_copies()
 
 
 INSIDE: dict[str, Callable[[nn.Module, Any], Any]] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import on_each_rank
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import swa_utils
@@ -189,26 +190,22 @@ def test_a_base_that_is_merged_and_unmerged_does_not_drift(held: bool, came: tor
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_no_optimizer_holds_keeps_its_memory_dtype_and_strides(size: int):
-    def run(group: Any) -> None:
-        model = nn.Sequential(
-            nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.Linear(4, 2)
-        )
-        model[:3].requires_grad_(False)
-        model[0].to(memory_format=torch.channels_last)
-        model[1].to(torch.bfloat16)
-        model[2].half()
-        view = model[0].weight.data[:1]  # as an alias that a module keeps
-        rest = [*model[:3].parameters(), *model[1].buffers()]
-        dtypes, strides = [t.dtype for t in rest], [t.stride() for t in rest]
-        addresses = [t.data_ptr() for t in model[:3].parameters()]
-        shardcast.shard(model, sgd(model[3].parameters()), process_group=group, param_dtype="bf16")
-        rest = [*model[:3].parameters(), *model[1].buffers()]
-        assert [t.dtype for t in rest] == dtypes and [t.stride() for t in rest] == strides
-        assert [t.data_ptr() for t in model[:3].parameters()] == addresses
-        assert torch.equal(view, model[0].weight[:1])
-
-    ThreadedWorld(size).run(run)
+@on_each_rank("size")
+def test_what_no_optimizer_holds_keeps_its_memory_dtype_and_strides(group: Any, size: int):
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[:3].requires_grad_(False)
+    model[0].to(memory_format=torch.channels_last)
+    model[1].to(torch.bfloat16)
+    model[2].half()
+    view = model[0].weight.data[:1]  # as an alias that a module keeps
+    rest = [*model[:3].parameters(), *model[1].buffers()]
+    dtypes, strides = [t.dtype for t in rest], [t.stride() for t in rest]
+    addresses = [t.data_ptr() for t in model[:3].parameters()]
+    shardcast.shard(model, sgd(model[3].parameters()), process_group=group, param_dtype="bf16")
+    rest = [*model[:3].parameters(), *model[1].buffers()]
+    assert [t.dtype for t in rest] == dtypes and [t.stride() for t in rest] == strides
+    assert [t.data_ptr() for t in model[:3].parameters()] == addresses
+    assert torch.equal(view, model[0].weight[:1])
 
 
 # -- layers that are replaced after shard() -------------------------------------------------------

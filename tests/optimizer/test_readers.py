@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import assert_same_bits, install, of, values
+from models import assert_same_bits, install, of, on_each_rank, values
 from pairwise import pairwise, thinned
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -246,19 +246,17 @@ def test_a_reader_sees_the_weights_that_the_model_shows(read: str, kind: str, tm
         assert_same_bits(before, after)
 
 
-def test_a_plain_state_has_the_weights_that_a_script_assigned():
-    def run(group: Any) -> None:
-        model = Net()
-        optimizer: Any = shardcast.shard(
-            model, adamw(model), process_group=group, param_dtype="bf16", fuse="eager"
-        )
-        install(model, 0)
-        optimizer.step()
-        with optimizer.as_plain():
-            for param in model.parameters():
-                param.data = param.data * 2
-            states = optimizer.state_dict()["state"].values()
-            for param, state in zip(model.parameters(), states, strict=True):
-                assert torch.equal(state["shardcast_master"], param.float())
-
-    ThreadedWorld(2).run(run)
+@on_each_rank(2)
+def test_a_plain_state_has_the_weights_that_a_script_assigned(group: Any):
+    model = Net()
+    optimizer: Any = shardcast.shard(
+        model, adamw(model), process_group=group, param_dtype="bf16", fuse="eager"
+    )
+    install(model, 0)
+    optimizer.step()
+    with optimizer.as_plain():
+        for param in model.parameters():
+            param.data = param.data * 2
+        states = optimizer.state_dict()["state"].values()
+        for param, state in zip(model.parameters(), states, strict=True):
+            assert torch.equal(state["shardcast_master"], param.float())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, sharded
+from models import CASES, on_each_rank, sharded
 from oracle import BATCH, check, mlp, on_ranks, sgd, steps, values
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -173,21 +173,18 @@ def test_a_hook_may_step_gather_or_clip_before_its_backward_ends(call: str):
     check(sgd, script, tol=1e-6)
 
 
-def test_an_empty_no_sync_of_one_rank_before_all_clear_is_no_difference():
+@on_each_rank(2)
+def test_an_empty_no_sync_of_one_rank_before_all_clear_is_no_difference(group: Any):
     """Otherwise each later step, too, would raise that ranks differ in clears of gradients."""
-
-    def run(group: Any) -> None:
-        model = CASES["mlp"].build()
-        optimizer = sharded(model, group)
-        CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
-        if group.rank() == 1:
-            with optimizer.no_sync():
-                pass
-        optimizer.zero_grad()
-        CASES["mlp"].loss(model, CASES["mlp"].batch(1)).backward()
-        optimizer.step()
-
-    ThreadedWorld(2).run(run)
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, group)
+    CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+    if group.rank() == 1:
+        with optimizer.no_sync():
+            pass
+    optimizer.zero_grad()
+    CASES["mlp"].loss(model, CASES["mlp"].batch(1)).backward()
+    optimizer.step()
 
 
 def test_sgd_takes_a_plain_state_of_a_buffer_not_begun():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_same_bits, job, local, run_world
+from models import assert_same_bits, job, local, on_each_rank, run_world
 from models import values as values_of
 from oracle import pair
 from pairwise import thinned
@@ -267,34 +267,32 @@ def test_a_weight_is_quantized_once_per_step_whatever_the_micro_batches(
 
 
 @pytest.mark.parametrize(("form", "ranks"), thinned(2, FORM_NAMES, (1, 3)))
+@on_each_rank("ranks")
 def test_everything_that_writes_weights_leaves_them_on_the_grid(
-    form: str, ranks: int, tmp_path: Path
+    group: Any, form: str, ranks: int, tmp_path: Path
 ):
-    def run(group: Any) -> None:
-        rank = group.rank()
-        model, optimizer = sharded(group, form, averages={"ema": 0.5})
-        assert_on_grid(model, optimizer, form)
-        train(model, optimizer, rank)
-        assert_on_grid(model, optimizer, form)
-        trained = matrices(model)
-        with optimizer.averaged("ema"):
-            assert_on_grid(model, optimizer, form, "ema")
-            assert not all(map(same, matrices(model).values(), trained.values()))
-        assert_same_bits(matrices(model), trained)
-        before = optimizer.digest()
-        checkpoint.save(tmp_path, model, optimizer, step=1)
-        local = optimizer.state_dict()
-        train(model, optimizer, rank, first=2)
-        checkpoint.load(tmp_path, model, optimizer)
-        assert_on_grid(model, optimizer, form)
-        assert_same_bits(matrices(model), trained)
-        assert optimizer.digest() == before
-        train(model, optimizer, rank, first=2)
-        optimizer.load_state_dict(local)
-        assert_on_grid(model, optimizer, form)
-        assert optimizer.digest() == before
-
-    run_world(ranks, run)
+    rank = group.rank()
+    model, optimizer = sharded(group, form, averages={"ema": 0.5})
+    assert_on_grid(model, optimizer, form)
+    train(model, optimizer, rank)
+    assert_on_grid(model, optimizer, form)
+    trained = matrices(model)
+    with optimizer.averaged("ema"):
+        assert_on_grid(model, optimizer, form, "ema")
+        assert not all(map(same, matrices(model).values(), trained.values()))
+    assert_same_bits(matrices(model), trained)
+    before = optimizer.digest()
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    local = optimizer.state_dict()
+    train(model, optimizer, rank, first=2)
+    checkpoint.load(tmp_path, model, optimizer)
+    assert_on_grid(model, optimizer, form)
+    assert_same_bits(matrices(model), trained)
+    assert optimizer.digest() == before
+    train(model, optimizer, rank, first=2)
+    optimizer.load_state_dict(local)
+    assert_on_grid(model, optimizer, form)
+    assert optimizer.digest() == before
 
 
 @of_each_form
@@ -330,23 +328,23 @@ def test_what_a_script_writes_is_trained_and_all_else_keeps_its_master(form: str
 
 
 @of_each_form
-def test_a_loaded_state_dict_of_the_model_is_on_the_grid_before_the_next_forward(form: str):
-    def run(group: Any) -> None:
-        model, optimizer = sharded(group, form)
-        exact = {name: values * 1.7 for name, values in gpt().state_dict().items()}
-        model.load_state_dict(exact)
-        assert_on_grid(model, optimizer, form)
-        gathered = optimizer.full_parameters()
-        assert all(torch.equal(gathered[name], exact[name]) for name in gathered)
-        train(model, optimizer, group.rank())
-        masters, own = optimizer.digest(), model.state_dict()
-        model.load_state_dict(own)  # in bf16: masters whose published values these are stay
-        assert optimizer.digest() == masters
-        low = {name: values.bfloat16() for name, values in exact.items()}
-        model.load_state_dict(low)
-        assert_on_grid(model, optimizer, form)
-
-    run_world(2, run)
+@on_each_rank(2)
+def test_a_loaded_state_dict_of_the_model_is_on_the_grid_before_the_next_forward(
+    group: Any, form: str
+):
+    model, optimizer = sharded(group, form)
+    exact = {name: values * 1.7 for name, values in gpt().state_dict().items()}
+    model.load_state_dict(exact)
+    assert_on_grid(model, optimizer, form)
+    gathered = optimizer.full_parameters()
+    assert all(torch.equal(gathered[name], exact[name]) for name in gathered)
+    train(model, optimizer, group.rank())
+    masters, own = optimizer.digest(), model.state_dict()
+    model.load_state_dict(own)  # in bf16: masters whose published values these are stay
+    assert optimizer.digest() == masters
+    low = {name: values.bfloat16() for name, values in exact.items()}
+    model.load_state_dict(low)
+    assert_on_grid(model, optimizer, form)
 
 
 @of_each_form
@@ -370,28 +368,26 @@ def test_close_gives_the_fp32_masters_back(form: str):
 
 
 @of_each_form
-def test_an_added_group_is_on_the_grid_and_a_skipped_step_changes_nothing(form: str):
-    def run(group: Any) -> None:
-        model = gpt()
-        first = [*model.get_submodule("blocks.0").parameters()]
-        optimizer = shardcast.shard(
-            model,
-            torch.optim.AdamW(first, lr=1e-2),
-            process_group=group,
-            autocast=False,
-            published={form: MATRICES.replace("*", "[01]*")},
-        )
-        optimizer.add_param_group({"params": [*model.get_submodule("blocks.1").parameters()]})
-        assert all(same(v, by_table(v.float(), form)) for v in matrices(model).values())
-        train(model, optimizer, group.rank())
-        before = matrices(model)
-        for param in model.parameters():
-            param.grad = torch.full_like(param, torch.inf)
-        optimizer.step()
-        assert optimizer.skipped_steps == 1
-        assert_same_bits(matrices(model), before)
-
-    run_world(2, run)
+@on_each_rank(2)
+def test_an_added_group_is_on_the_grid_and_a_skipped_step_changes_nothing(group: Any, form: str):
+    model = gpt()
+    first = [*model.get_submodule("blocks.0").parameters()]
+    optimizer = shardcast.shard(
+        model,
+        torch.optim.AdamW(first, lr=1e-2),
+        process_group=group,
+        autocast=False,
+        published={form: MATRICES.replace("*", "[01]*")},
+    )
+    optimizer.add_param_group({"params": [*model.get_submodule("blocks.1").parameters()]})
+    assert all(same(v, by_table(v.float(), form)) for v in matrices(model).values())
+    train(model, optimizer, group.rank())
+    before = matrices(model)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, torch.inf)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert_same_bits(matrices(model), before)
 
 
 CLASSES = [{"make": kind} for kind in (torch.optim.SGD, torch.optim.Muon, torch.optim.NAdam)]
@@ -585,13 +581,11 @@ def test_codes_on_the_wire_of_a_mesh_give_the_bits_of_bf16_on_it(form: str, wher
     assert not any(map(same, first.values(), last.values()))
 
 
-def test_ranks_that_differ_in_what_they_send_are_refused():
-    def run(group: Any) -> None:
-        wire = "codes" if group.rank() else "bf16"
-        with pytest.raises(RuntimeError, match="wire"):
-            sharded(group, "mxfp8", published={"mxfp8": MATRICES, "wire": wire})
-
-    run_world(2, run)
+@on_each_rank(2)
+def test_ranks_that_differ_in_what_they_send_are_refused(group: Any):
+    wire = "codes" if group.rank() else "bf16"
+    with pytest.raises(RuntimeError, match="wire"):
+        sharded(group, "mxfp8", published={"mxfp8": MATRICES, "wire": wire})
 
 
 @of_each_form

@@ -21,6 +21,7 @@ from models import (
     assert_same_bits,
     everything,
     of,
+    on_each_rank,
     own_state,
     run_world,
     sharded,
@@ -36,7 +37,6 @@ import shardcast
 from shardcast import checkpoint
 from shardcast.optimizer.sharded import packed_of
 from shardcast.serving import sleep
-from shardcast.testing import threaded_world
 
 pytestmark = pytest.mark.timeout(90)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -202,32 +202,30 @@ OF_PARAMETERS = {"forward", "forward of a part", "model.state_dict"}
 
 @pytest.mark.parametrize("keep", [(), ("parameters",)])
 @pytest.mark.parametrize("fields", [{}, {"param_dtype": BF16, "overlap_sync": True}], ids=str)
+@on_each_rank(2)
 def test_what_needs_the_memory_says_wake_on_every_rank_and_changes_nothing(
-    keep: tuple[str, ...], fields: dict[str, Any], tmp_path: Path
+    group: Any, keep: tuple[str, ...], fields: dict[str, Any], tmp_path: Path
 ):
-    def run(group: Any) -> None:
-        both = []
-        for sleeps in (False, True):
-            model, optimizer = made(group, averages={"ema": 0.5}, **fields)
-            if sleeps:
-                checkpoint.save(tmp_path, model, optimizer, step=1)
-                optimizer.sleep(keep)
-                calls = doors(model, optimizer, tmp_path)
-                for name in [*calls]:
-                    if "parameters" in keep and name in OF_PARAMETERS:
-                        calls.pop(name)()
-                for name, call in calls.items():
-                    with pytest.raises(RuntimeError, match=r"wake\(\)"):
-                        call()
-                        print(name)  # of the one that did not raise
-                optimizer.zero_grad()
-                optimizer.wake()
-            go_on(model, optimizer, 1, 3)
-            both.append(everything(model, optimizer))
-        assert_same_bits(*both)
-        assert checkpoint.latest(tmp_path).name.endswith("1")
-
-    run_world(2, run)
+    both = []
+    for sleeps in (False, True):
+        model, optimizer = made(group, averages={"ema": 0.5}, **fields)
+        if sleeps:
+            checkpoint.save(tmp_path, model, optimizer, step=1)
+            optimizer.sleep(keep)
+            calls = doors(model, optimizer, tmp_path)
+            for name in [*calls]:
+                if "parameters" in keep and name in OF_PARAMETERS:
+                    calls.pop(name)()
+            for name, call in calls.items():
+                with pytest.raises(RuntimeError, match=r"wake\(\)"):
+                    call()
+                    print(name)  # of the one that did not raise
+            optimizer.zero_grad()
+            optimizer.wake()
+        go_on(model, optimizer, 1, 3)
+        both.append(everything(model, optimizer))
+    assert_same_bits(*both)
+    assert checkpoint.latest(tmp_path).name.endswith("1")
 
 
 def test_parameters_stay_the_same_objects_and_are_nan_meanwhile():
@@ -283,30 +281,28 @@ HOLDERS: dict[str, Callable[[nn.Module, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_memory_that_somebody_else_holds_is_named_on_every_rank_and_stays(name: str):
-    def run(group: Any) -> None:
-        model, optimizer = made(group)
-        before = everything(model, optimizer)
-        other = HOLDERS[name](model, optimizer) if group.rank() == 1 else None
-        with pytest.raises(RuntimeError, match=f"sleep: memory of .*{name}"):
-            optimizer.sleep()
-        assert_same_bits(everything(model, optimizer), before)
-        if isinstance(other, list):  # it is a view still, not of old memory
-            found = averages_of(model, optimizer)
-            assert [t.data_ptr() for t in other] == [t.data_ptr() for t in found]
-            del found
-        elif other is not None and name.endswith("'b.weight'"):
-            assert other.data_ptr() == model.b.weight.data_ptr()
-        go_on(model, optimizer, 1, 2)
-        other = None
+@on_each_rank(2)
+def test_memory_that_somebody_else_holds_is_named_on_every_rank_and_stays(group: Any, name: str):
+    model, optimizer = made(group)
+    before = everything(model, optimizer)
+    other = HOLDERS[name](model, optimizer) if group.rank() == 1 else None
+    with pytest.raises(RuntimeError, match=f"sleep: memory of .*{name}"):
         optimizer.sleep()
-        optimizer.wake()
-        go_on(model, optimizer, 2, 3)
-        expected = made(group)
-        go_on(*expected, 1, 3)
-        assert_same_bits(everything(model, optimizer), everything(*expected))
-
-    run_world(2, run)
+    assert_same_bits(everything(model, optimizer), before)
+    if isinstance(other, list):  # it is a view still, not of old memory
+        found = averages_of(model, optimizer)
+        assert [t.data_ptr() for t in other] == [t.data_ptr() for t in found]
+        del found
+    elif other is not None and name.endswith("'b.weight'"):
+        assert other.data_ptr() == model.b.weight.data_ptr()
+    go_on(model, optimizer, 1, 2)
+    other = None
+    optimizer.sleep()
+    optimizer.wake()
+    go_on(model, optimizer, 2, 3)
+    expected = made(group)
+    go_on(*expected, 1, 3)
+    assert_same_bits(everything(model, optimizer), everything(*expected))
 
 
 def test_an_array_of_a_state_of_any_class_has_its_memory_left():
@@ -343,24 +339,22 @@ def test_tensors_inside_of_others_sleep_too():
     assert torch.equal(*kept) and kept[0].any()
 
 
-def test_rollouts_with_parameters_that_stay():
-    def run(group: Any) -> None:
-        both = []
-        for sleeps in (False, True):
-            model, optimizer = made(group, param_dtype=BF16, overlap_sync=True)
-            x, _ = CASES["mlp"].batch(5)
-            seen = model.eval()(x)
-            if sleeps:
-                with optimizer.asleep(keep={"parameters"}):
-                    assert torch.equal(model(x), seen)
-                    with pytest.raises(RuntimeError, match=r"backward: .*wake\(\)"):
-                        model(x).sum().backward()
-                    assert all(param.grad is None for param in model.parameters())
-            go_on(model.train(), optimizer, 1, 3)
-            both.append(everything(model, optimizer))
-        assert_same_bits(*both)
-
-    run_world(2, run)
+@on_each_rank(2)
+def test_rollouts_with_parameters_that_stay(group: Any):
+    both = []
+    for sleeps in (False, True):
+        model, optimizer = made(group, param_dtype=BF16, overlap_sync=True)
+        x, _ = CASES["mlp"].batch(5)
+        seen = model.eval()(x)
+        if sleeps:
+            with optimizer.asleep(keep={"parameters"}):
+                assert torch.equal(model(x), seen)
+                with pytest.raises(RuntimeError, match=r"backward: .*wake\(\)"):
+                    model(x).sum().backward()
+                assert all(param.grad is None for param in model.parameters())
+        go_on(model.train(), optimizer, 1, 3)
+        both.append(everything(model, optimizer))
+    assert_same_bits(*both)
 
 
 def test_a_backward_of_a_graph_from_before_says_wake_and_brings_nothing():
@@ -417,25 +411,24 @@ def test_resident_memory_falls_by_what_was_moved_and_comes_back(tmp_path: Path):
     assert not [*tmp_path.iterdir()]
 
 
+@on_each_rank(2)
 def test_a_file_that_cannot_be_made_on_one_rank_is_an_error_on_all_and_nothing_sleeps(
+    group: Any,
     tmp_path: Path,
 ):
-    def run(group: Any) -> None:
-        model, optimizer = made(group)
-        before = everything(model, optimizer)
-        folder = tmp_path / "missing" if group.rank() == 1 else tmp_path
-        with pytest.raises((OSError, RuntimeError), match="missing"):
-            optimizer.sleep(to=folder)
-        assert "asleep" not in optimizer.memory_report()
-        assert_same_bits(everything(model, optimizer), before)
-        with pytest.raises(ValueError, match="keep: expected names among"):
-            optimizer.sleep(keep={"moments"} if group.rank() == 0 else ())
-        with pytest.raises(TypeError, match="iterable"):
-            optimizer.sleep(keep=1 if group.rank() == 0 else ())  # type: ignore[arg-type]
-        optimizer.sleep()
-        optimizer.wake()
-
-    run_world(2, run)
+    model, optimizer = made(group)
+    before = everything(model, optimizer)
+    folder = tmp_path / "missing" if group.rank() == 1 else tmp_path
+    with pytest.raises((OSError, RuntimeError), match="missing"):
+        optimizer.sleep(to=folder)
+    assert "asleep" not in optimizer.memory_report()
+    assert_same_bits(everything(model, optimizer), before)
+    with pytest.raises(ValueError, match="keep: expected names among"):
+        optimizer.sleep(keep={"moments"} if group.rank() == 0 else ())
+    with pytest.raises(TypeError, match="iterable"):
+        optimizer.sleep(keep=1 if group.rank() == 0 else ())  # type: ignore[arg-type]
+    optimizer.sleep()
+    optimizer.wake()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk, as Linux has one")
@@ -489,79 +482,71 @@ def test_where_one_rank_has_no_memory_all_sleep_on(monkeypatch: pytest.MonkeyPat
     run_world(2, run)
 
 
-def test_a_save_in_the_background_has_what_was_there_before(tmp_path: Path):
-    def run(group: Any) -> None:
-        model, optimizer = made(group, param_dtype=BF16)
-        before = everything(model, optimizer)
-        saving = checkpoint.save_async(tmp_path, model, optimizer, step=1)
-        with optimizer.asleep():
-            saving.wait()
-        go_on(model, optimizer, 1, 2)
-        checkpoint.load(tmp_path, model, optimizer)
-        assert_same_bits(everything(model, optimizer), before)
-
-    run_world(2, run)
+@on_each_rank(2)
+def test_a_save_in_the_background_has_what_was_there_before(group: Any, tmp_path: Path):
+    model, optimizer = made(group, param_dtype=BF16)
+    before = everything(model, optimizer)
+    saving = checkpoint.save_async(tmp_path, model, optimizer, step=1)
+    with optimizer.asleep():
+        saving.wait()
+    go_on(model, optimizer, 1, 2)
+    checkpoint.load(tmp_path, model, optimizer)
+    assert_same_bits(everything(model, optimizer), before)
 
 
-def test_it_does_not_sleep_beside_an_average_in_the_model_or_twice():
-    def run(group: Any) -> None:
-        model, optimizer = made(group, averages={"ema": 0.5})
-        before = everything(model, optimizer)
-        with optimizer.averaged("ema"), pytest.raises(RuntimeError, match="'ema' is in the model"):
-            optimizer.sleep()
-        with optimizer.as_plain(), pytest.raises(RuntimeError, match="as_plain"):
-            optimizer.sleep()
-        assert_same_bits(everything(model, optimizer), before)
-
-    run_world(2, run)
+@on_each_rank(2)
+def test_it_does_not_sleep_beside_an_average_in_the_model_or_twice(group: Any):
+    model, optimizer = made(group, averages={"ema": 0.5})
+    before = everything(model, optimizer)
+    with optimizer.averaged("ema"), pytest.raises(RuntimeError, match="'ema' is in the model"):
+        optimizer.sleep()
+    with optimizer.as_plain(), pytest.raises(RuntimeError, match="as_plain"):
+        optimizer.sleep()
+    assert_same_bits(everything(model, optimizer), before)
 
 
 @pytest.mark.parametrize("restore", [True, False])
-def test_close_wakes(restore: bool):
-    def run(group: Any) -> None:
-        expected = made(group, param_dtype=BF16)
-        expected[1].close(restore)
-        model, optimizer = made(group, param_dtype=BF16)
+@on_each_rank(2)
+def test_close_wakes(group: Any, restore: bool):
+    expected = made(group, param_dtype=BF16)
+    expected[1].close(restore)
+    model, optimizer = made(group, param_dtype=BF16)
+    optimizer.sleep()
+    optimizer.close(restore)
+    assert_same_bits(values(model), values(expected[0]))
+    with pytest.raises(RuntimeError, match="was closed"):
         optimizer.sleep()
-        optimizer.close(restore)
-        assert_same_bits(values(model), values(expected[0]))
-        with pytest.raises(RuntimeError, match="was closed"):
-            optimizer.sleep()
-
-    run_world(2, run)
 
 
-def test_tensor_parallel_parameters_sleep_and_are_named():
-    def run(mesh: DeviceMesh) -> None:
-        both = []
-        for sleeps in (False, True):
-            torch.manual_seed(0)
-            model = nn.Linear(6, 8, bias=False)
-            weight = distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)])
-            model.weight = nn.Parameter(weight)
-            optimizer = shardcast.shard(
-                model, torch.optim.AdamW(model.parameters()), mesh=mesh, param_dtype=FP32
-            )
-            for step in range(3):
-                model.weight.to_local().square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if sleeps:
-                    param = model.weight
-                    moved = optimizer.sleep()
-                    assert bool(model.weight.to_local().isnan().all()), step
-                    assert optimizer.memory_report()["parameters"] == 0 < moved
-                    optimizer.wake()
-                    assert model.weight is param
+@on_each_rank({"dp": 2, "tp": 2})
+def test_tensor_parallel_parameters_sleep_and_are_named(mesh: DeviceMesh):
+    both = []
+    for sleeps in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 8, bias=False)
+        weight = distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)])
+        model.weight = nn.Parameter(weight)
+        optimizer = shardcast.shard(
+            model, torch.optim.AdamW(model.parameters()), mesh=mesh, param_dtype=FP32
+        )
+        for step in range(3):
+            model.weight.to_local().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
             if sleeps:
-                local = model.weight.to_local().detach()
-                with pytest.raises(RuntimeError, match="memory of parameter 'weight'"):
-                    optimizer.sleep()
-                del local
-            both.append({"weight": model.weight.to_local().detach().clone()})
-        assert_same_bits(*both)
-
-    threaded_world({"dp": 2, "tp": 2}, run)
+                param = model.weight
+                moved = optimizer.sleep()
+                assert bool(model.weight.to_local().isnan().all()), step
+                assert optimizer.memory_report()["parameters"] == 0 < moved
+                optimizer.wake()
+                assert model.weight is param
+        if sleeps:
+            local = model.weight.to_local().detach()
+            with pytest.raises(RuntimeError, match="memory of parameter 'weight'"):
+                optimizer.sleep()
+            del local
+        both.append({"weight": model.weight.to_local().detach().clone()})
+    assert_same_bits(*both)
 
 
 def test_memory_that_a_thread_of_a_collective_has_a_moment_longer_is_no_error(
@@ -574,17 +559,15 @@ def test_memory_that_a_thread_of_a_collective_has_a_moment_longer_is_no_error(
     assert not held and optimizer.wake()
 
 
-def test_two_models_sleep_each_by_itself():
-    def run(group: Any) -> None:
-        actor, of_actor = made(group)
-        critic, of_critic = made(group, param_dtype=BF16)
-        before = everything(critic, of_critic)
-        of_actor.sleep()
-        assert_same_bits(everything(critic, of_critic), before)
-        go_on(critic, of_critic, 1, 2)
-        of_critic.sleep()
-        of_actor.wake()
-        go_on(actor, of_actor, 1, 2)
-        of_critic.wake()
-
-    run_world(2, run)
+@on_each_rank(2)
+def test_two_models_sleep_each_by_itself(group: Any):
+    actor, of_actor = made(group)
+    critic, of_critic = made(group, param_dtype=BF16)
+    before = everything(critic, of_critic)
+    of_actor.sleep()
+    assert_same_bits(everything(critic, of_critic), before)
+    go_on(critic, of_critic, 1, 2)
+    of_critic.sleep()
+    of_actor.wake()
+    go_on(actor, of_actor, 1, 2)
+    of_critic.wake()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, install, run_world, sgd, sharded, values
+from models import CASES, assert_same_bits, install, on_each_rank, sgd, sharded, values
 from torch import nn
 
 from shardcast import _compat
@@ -55,26 +55,23 @@ def test_sums_in_fp32_give_the_norm_of_doubles(p: float, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("limit", [1e-30, 1e-3, 1.0, 1e300, math.inf])
 @pytest.mark.parametrize("factor", [0.0, 1e-30, 1e-6, 1.0, 1e15])
 @pytest.mark.parametrize(("on_device", "size"), [(False, 1), (True, 1), (False, 2)])
-def test_a_clip_is_torchs(limit: float, factor: float, on_device: bool, size: int):
+@on_each_rank("size")
+def test_a_clip_is_torchs(group: Any, limit: float, factor: float, on_device: bool, size: int):
     """Also by an infinite bound, with which scripts ask for the norm alone."""
-
-    def run(group: Any) -> None:
-        model, other = CASES["mlp"].build(), CASES["mlp"].build()
-        for m in (model, other):
-            nn.utils.vector_to_parameters(torch.zeros(500), m.parameters())  # so all bits are seen
-        optimizer, plain = sharded(model, group, optimizer=sgd), sgd(other)
-        for m in (model, other):
-            install(m, 0)
-            for param in m.parameters():
-                param.grad.mul_(factor)
-        norm = optimizer.clip_grad_norm_(torch.tensor(limit) if on_device else limit)
-        expected = nn.utils.clip_grad_norm_(other.parameters(), limit)
-        optimizer.step()
-        plain.step()
-        torch.testing.assert_close(float(norm), float(expected))
-        torch.testing.assert_close(values(model), values(other), rtol=1e-5, atol=1e-37)
-
-    run_world(size, run)
+    model, other = CASES["mlp"].build(), CASES["mlp"].build()
+    for m in (model, other):
+        nn.utils.vector_to_parameters(torch.zeros(500), m.parameters())  # so all bits are seen
+    optimizer, plain = sharded(model, group, optimizer=sgd), sgd(other)
+    for m in (model, other):
+        install(m, 0)
+        for param in m.parameters():
+            param.grad.mul_(factor)
+    norm = optimizer.clip_grad_norm_(torch.tensor(limit) if on_device else limit)
+    expected = nn.utils.clip_grad_norm_(other.parameters(), limit)
+    optimizer.step()
+    plain.step()
+    torch.testing.assert_close(float(norm), float(expected))
+    torch.testing.assert_close(values(model), values(other), rtol=1e-5, atol=1e-37)
 
 
 @pytest.mark.filterwarnings("ignore:step skipped")
@@ -103,15 +100,13 @@ def test_what_a_guard_has_judged_holds_after_another_clip():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_norm_of_clipped_gradients_is_without_their_loss_scale(size: int):
-    def run(group: Any) -> None:
-        model = CASES["mlp"].build()
-        optimizer = sharded(model, group, param_dtype=torch.float16, loss_scale=8.0)
-        loss = CASES["mlp"].loss(model, CASES["mlp"].batch(0))
-        optimizer.scale_loss(loss).backward()
-        norm = float(optimizer.clip_grad_norm_(1e30))
-        for bound in (norm / 2, norm):
-            optimizer.clip_grad_norm_(bound)
-        assert float(optimizer.clip_grad_norm_(norm)) == pytest.approx(norm / 2, rel=1e-3)
-
-    run_world(size, run)
+@on_each_rank("size")
+def test_the_norm_of_clipped_gradients_is_without_their_loss_scale(group: Any, size: int):
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, group, param_dtype=torch.float16, loss_scale=8.0)
+    loss = CASES["mlp"].loss(model, CASES["mlp"].batch(0))
+    optimizer.scale_loss(loss).backward()
+    norm = float(optimizer.clip_grad_norm_(1e30))
+    for bound in (norm / 2, norm):
+        optimizer.clip_grad_norm_(bound)
+    assert float(optimizer.clip_grad_norm_(norm)) == pytest.approx(norm / 2, rel=1e-3)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import CASES, adamw, assert_same_bits, run_world, sharded, train, values
+from models import CASES, adamw, assert_same_bits, on_each_rank, run_world, sharded, train, values
 from torch import nn
 
 from shardcast import _compat
@@ -149,26 +149,23 @@ def test_a_parameter_that_some_ranks_do_not_train_is_warned_of_once():
     assert [fact in str(warning.message) for warning in caught] == [True]
 
 
-def test_a_step_with_equal_options_again_goes_on():
+@on_each_rank(2)
+def test_a_step_with_equal_options_again_goes_on(group: Any):
     """The refused step changed nothing, and what was corrected is compared anew."""
-
-    def run(group: Any) -> None:
-        trained = []
-        for mistaken in (True, False):
-            model = CASES["mlp"].build()
-            optimizer = sharded(model, group)
-            CASES["mlp"].loss(model, CASES["mlp"].batch(group.rank())).backward()
-            if mistaken:
-                optimizer.param_groups[0]["lr"] = 0.5 + group.rank()
-                for _ in range(2):
-                    with pytest.raises(RuntimeError, match="lr of group 0"):
-                        optimizer.step()
-                optimizer.param_groups[0]["lr"] = 1e-2
-            optimizer.step()
-            trained.append(values(model))
-        assert_same_bits(*trained)
-
-    run_world(2, run)
+    trained = []
+    for mistaken in (True, False):
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group)
+        CASES["mlp"].loss(model, CASES["mlp"].batch(group.rank())).backward()
+        if mistaken:
+            optimizer.param_groups[0]["lr"] = 0.5 + group.rank()
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="lr of group 0"):
+                    optimizer.step()
+            optimizer.param_groups[0]["lr"] = 1e-2
+        optimizer.step()
+        trained.append(values(model))
+    assert_same_bits(*trained)
 
 
 # -- the digests ----------------------------------------------------------------------------------

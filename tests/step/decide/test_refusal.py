@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, run_world, sharded, values
+from models import CASES, assert_same_bits, on_each_rank, run_world, sharded, values
 from torch import nn
 
 from shardcast import _compat, checkpoint
-from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
+from shardcast.testing import SpawnedWorld, ThreadedWorld
 
 pytestmark = pytest.mark.timeout(90)
 BF16 = torch.bfloat16
@@ -224,59 +224,53 @@ def test_so_it_is_where_a_step_looks_whether_frozen_parameters_have_gradients(
 
 
 @pytest.mark.parametrize("call", ["step", "gather_gradients"])
-def test_two_models_of_one_shape_that_meet_are_named_on_all_ranks(call: str):
+@on_each_rank(2)
+def test_two_models_of_one_shape_that_meet_are_named_on_all_ranks(group: Any, call: str):
     """Their messages have the same length, so that gloo would mix their gradients and weights."""
-
-    def run(group: Any) -> None:
-        models = [CASES["mlp"].build() for _ in range(2)]
-        optimizers = [sharded(model, group) for model in models]
-        before = [values(model) for model in models]
-        for model in models:
-            backward(model)
-        order = optimizers if group.rank() == 0 else optimizers[::-1]
-        told = rf"{call}: .* different .* models, .* \(rank 0: number 1; rank 1: number 2\)"
-        with pytest.raises(RuntimeError, match=told):
-            getattr(order[0], call)()
-        for model, weights in zip(models, before, strict=True):
-            assert_same_bits(values(model), weights)
-        for optimizer in optimizers:  # nothing of it is left
-            optimizer.step()
-
-    ThreadedWorld(2).run(run)
+    models = [CASES["mlp"].build() for _ in range(2)]
+    optimizers = [sharded(model, group) for model in models]
+    before = [values(model) for model in models]
+    for model in models:
+        backward(model)
+    order = optimizers if group.rank() == 0 else optimizers[::-1]
+    told = rf"{call}: .* different .* models, .* \(rank 0: number 1; rank 1: number 2\)"
+    with pytest.raises(RuntimeError, match=told):
+        getattr(order[0], call)()
+    for model, weights in zip(models, before, strict=True):
+        assert_same_bits(values(model), weights)
+    for optimizer in optimizers:  # nothing of it is left
+        optimizer.step()
 
 
 @pytest.mark.parametrize("orders", ["ab ba", "aba baa", "abba baab"])
-def test_backwards_of_two_such_models_in_different_orders_are_named_on_all_ranks(orders: str):
+@on_each_rank(2)
+def test_backwards_of_two_such_models_in_different_orders_are_named_on_all_ranks(
+    group: Any, orders: str
+):
     """Each model gets gradients of the other; the step takes none of them."""
-
-    def run(group: Any) -> None:
-        models = {name: CASES["mlp"].build() for name in "ab"}
-        optimizers = {name: sharded(model, group) for name, model in models.items()}
-        before = {name: values(model) for name, model in models.items()}
-        for own in (orders.split()[group.rank()], "aab"):  # the second is the same on all ranks
-            for name in own:
-                backward(models[name])
-            for name, optimizer in optimizers.items():
-                if own != "aab":
-                    with pytest.raises(RuntimeError, match=r"other sharded models .* zero_grad"):
-                        optimizer.step()
-                    assert_same_bits(values(models[name]), before[name])
-                else:
+    models = {name: CASES["mlp"].build() for name in "ab"}
+    optimizers = {name: sharded(model, group) for name, model in models.items()}
+    before = {name: values(model) for name, model in models.items()}
+    for own in (orders.split()[group.rank()], "aab"):  # the second is the same on all ranks
+        for name in own:
+            backward(models[name])
+        for name, optimizer in optimizers.items():
+            if own != "aab":
+                with pytest.raises(RuntimeError, match=r"other sharded models .* zero_grad"):
                     optimizer.step()
-                optimizer.zero_grad()
+                assert_same_bits(values(models[name]), before[name])
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
 
-    ThreadedWorld(2).run(run)
 
-
-def test_two_rare_calls_are_named_too():
-    def run(group: Any) -> None:
-        model = CASES["mlp"].build()
-        optimizer = sharded(model, group)
-        told = "rank 0: digest; rank 1: full_parameters; make"
-        with pytest.raises(RuntimeError, match=told):
-            optimizer.full_parameters() if group.rank() else optimizer.digest()
-
-    ThreadedWorld(2).run(run)
+@on_each_rank(2)
+def test_two_rare_calls_are_named_too(group: Any):
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, group)
+    told = "rank 0: digest; rank 1: full_parameters; make"
+    with pytest.raises(RuntimeError, match=told):
+        optimizer.full_parameters() if group.rank() else optimizer.digest()
 
 
 @pytest.mark.parametrize(
@@ -287,15 +281,13 @@ def test_two_rare_calls_are_named_too():
     ],
     ids=str,
 )
-def test_calls_are_compared_over_ranks_of_a_mesh_too(apart: set[int], told: str):
-    def run(mesh: Any) -> None:
-        model = CASES["mlp"].build()
-        optimizer = sharded(model, None, mesh=mesh)
-        backward(model)
-        with pytest.raises(RuntimeError, match=told):
-            optimizer.gather_gradients() if mesh.get_rank() in apart else optimizer.step()
-
-    threaded_world({"dp": 2, "tp": 2}, run)
+@on_each_rank({"dp": 2, "tp": 2})
+def test_calls_are_compared_over_ranks_of_a_mesh_too(mesh: Any, apart: set[int], told: str):
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, None, mesh=mesh)
+    backward(model)
+    with pytest.raises(RuntimeError, match=told):
+        optimizer.gather_gradients() if mesh.get_rank() in apart else optimizer.step()
 
 
 # -- loads ----------------------------------------------------------------------------------------
@@ -364,15 +356,13 @@ def test_loads_that_are_alike_or_undone_are_none(name: str, dtype: torch.dtype):
     assert run_world(2, after_loading, ALIKE[name], "clip", dtype)[0] == ["", ""]
 
 
-def test_a_load_after_the_clip_is_compared_in_the_step():
-    def run(group: Any) -> None:
-        model = CASES["mlp"].build()
-        optimizer = sharded(model, group)
-        backward(model)
-        optimizer.clip_grad_norm_(1.0)
-        if group.rank():
-            loads(model, 2.0)
-        with pytest.raises(RuntimeError, match="loaded different weights"):
-            optimizer.step()
-
-    ThreadedWorld(2).run(run)
+@on_each_rank(2)
+def test_a_load_after_the_clip_is_compared_in_the_step(group: Any):
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, group)
+    backward(model)
+    optimizer.clip_grad_norm_(1.0)
+    if group.rank():
+        loads(model, 2.0)
+    with pytest.raises(RuntimeError, match="loaded different weights"):
+        optimizer.step()

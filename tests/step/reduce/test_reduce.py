@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, packed_of, run_world, sgd, sharded, values
+from models import CASES, assert_same_bits, on_each_rank, packed_of, run_world, sgd, sharded, values
 from pairwise import SEED, pairwise
 from sequences import (
     ALL,
@@ -36,7 +36,7 @@ from shared_fixtures import started
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.testing import SpawnedWorld, ThreadedWorld, threaded_world
+from shardcast.testing import SpawnedWorld, ThreadedWorld
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -416,25 +416,23 @@ def test_all_ranks_raise_for_what_one_assigned_alone_or_to_another_parameter(
 
 
 @pytest.mark.parametrize("by", [(0,), (3,), (0, 1, 2, 3)])
+@on_each_rank({"dp": 2, "tp": 2})
 def test_all_ranks_raise_where_what_is_assigned_is_summed_over_model_parallel_ranks_too(
+    mesh: Any,
     by: tuple[int, ...],
 ):
     """Whether it is a part of that sum, or all of it, nobody can know."""
-
-    def run(mesh: Any) -> None:
-        model = nn.ParameterList(torch.ones(4) for _ in range(2))
-        optimizer = sharded(model, None, sgd, mesh=mesh, grad_sum_over={"tp": ["1"]})
-        for step in range(2):
-            model[0].sum().add(model[1].sum()).backward()
-            if step and mesh.get_rank() in by:
-                model[1].grad = torch.ones(4)
-            model[0].sum().add(model[1].sum()).backward()
-            told = r".grad of '1' was assigned .* summed over model-parallel ranks"
-            with pytest.raises(RuntimeError, match=told) if step else contextlib.nullcontext():
-                optimizer.step()
-            optimizer.zero_grad()
-
-    threaded_world({"dp": 2, "tp": 2}, run)
+    model = nn.ParameterList(torch.ones(4) for _ in range(2))
+    optimizer = sharded(model, None, sgd, mesh=mesh, grad_sum_over={"tp": ["1"]})
+    for step in range(2):
+        model[0].sum().add(model[1].sum()).backward()
+        if step and mesh.get_rank() in by:
+            model[1].grad = torch.ones(4)
+        model[0].sum().add(model[1].sum()).backward()
+        told = r".grad of '1' was assigned .* summed over model-parallel ranks"
+        with pytest.raises(RuntimeError, match=told) if step else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -523,45 +521,40 @@ def test_a_group_that_is_added_after_the_backward_has_its_gradients_averaged(
     ],
     ids=["one between two backwards", "all between them", "one after the last"],
 )
+@on_each_rank(2)
 def test_gradients_that_one_rank_alone_clears_are_an_error_on_all(
-    numbers: tuple[int, ...], again: bool, told: str
+    group: Any, numbers: tuple[int, ...], again: bool, told: str
 ):
-    def run(group: Any) -> None:
-        side = Side(Cell(), group)
-        side.backward(0, ALL)
-        if group.rank() == 1:
-            side.clear_some(*numbers) if numbers else side.clear("none")
-        if again:
-            side.backward(1, ALL)
-        with pytest.raises(RuntimeError, match=told):
-            side.step()
-        if numbers:  # of the next step, and not between its backwards
-            side.optimizers[0].zero_grad()
-            side.backward(1, ALL)
-            side.clear_some(3)
-            side.step()
-
-    run_world(2, run)
-
-
-def test_a_backward_that_fails_on_one_rank_alone_is_an_error_on_all():
-    """Whatever it had sent, the step sends the rest, so that nobody waits."""
-
-    def run(group: Any) -> None:
-        side = Side(Cell(), group)
-        for fails_at in (0, 2, 4):
-            for _ in range(2):  # nothing is sent before the end of the first
-                side.backward(0, ALL)
-                side.step()
-                side.clear("none")
-            side.backward(1, ALL, fails_at=fails_at if group.rank() == 1 else -1)
-            with pytest.raises(RuntimeError, match=r"of a step that failed .*rank 1: 1"):
-                side.step()
-            side.clear("none")
-        side.backward(2, ALL)
+    side = Side(Cell(), group)
+    side.backward(0, ALL)
+    if group.rank() == 1:
+        side.clear_some(*numbers) if numbers else side.clear("none")
+    if again:
+        side.backward(1, ALL)
+    with pytest.raises(RuntimeError, match=told):
+        side.step()
+    if numbers:  # of the next step, and not between its backwards
+        side.optimizers[0].zero_grad()
+        side.backward(1, ALL)
+        side.clear_some(3)
         side.step()
 
-    run_world(2, run)
+
+@on_each_rank(2)
+def test_a_backward_that_fails_on_one_rank_alone_is_an_error_on_all(group: Any):
+    """Whatever it had sent, the step sends the rest, so that nobody waits."""
+    side = Side(Cell(), group)
+    for fails_at in (0, 2, 4):
+        for _ in range(2):  # nothing is sent before the end of the first
+            side.backward(0, ALL)
+            side.step()
+            side.clear("none")
+        side.backward(1, ALL, fails_at=fails_at if group.rank() == 1 else -1)
+        with pytest.raises(RuntimeError, match=r"of a step that failed .*rank 1: 1"):
+            side.step()
+        side.clear("none")
+    side.backward(2, ALL)
+    side.step()
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
@@ -644,15 +637,13 @@ def test_where_it_fails_on_some_ranks_alone_they_begin_anew_together_or_all_rais
 
 
 @pytest.mark.parametrize("call", ["full_state_dict", "check_copies", "digest", "close"])
-def test_a_call_of_all_ranks_ends_the_pass_of_a_backward_that_failed(call: str):
-    def run(group: Any) -> None:
-        side = Side(Cell(pack_params=1), group)
-        for method, arguments in failed_apart((3, COUNT), "step")[:-2]:
-            method(side, *arguments)
-        for optimizer in side.optimizers:
-            getattr(optimizer, call)()
-
-    run_world(2, run)
+@on_each_rank(2)
+def test_a_call_of_all_ranks_ends_the_pass_of_a_backward_that_failed(group: Any, call: str):
+    side = Side(Cell(pack_params=1), group)
+    for method, arguments in failed_apart((3, COUNT), "step")[:-2]:
+        method(side, *arguments)
+    for optimizer in side.optimizers:
+        getattr(optimizer, call)()
 
 
 @pytest.mark.parametrize("cleared", [range(COUNT), (1,), (4,), (0, 1), (1, 3, 4)])
