@@ -2,7 +2,7 @@
 
 An option is taken from the first of these that sets it::
 
-    keyword  >  SHARDCAST_<FIELD>  >  file named by SHARDCAST_CONFIG  >  default
+    keyword  >  SHARDCAST_<OPTION>  >  file named by SHARDCAST_CONFIG  >  default
 
 In all of these places an unknown key is an error that names the nearest field. A
 :class:`ShardcastConfig` knows which options were given and which are defaults.
@@ -60,13 +60,13 @@ class ShardcastConfig(ValidatedOptions):
     )
     autocast: bool = option(
         True,
-        "compute as under torch.autocast: normalization layers, vectors and outputs of embeddings "
-        "are in fp32; false: compute in param_dtype throughout, which is faster",
+        "compute as under torch.autocast, with normalization layers, vectors and outputs of "
+        "embeddings in fp32; false: compute in param_dtype throughout, which is faster",
     )
     convert_rest: bool = option(
         False,
         "cast parameters that are not trained to param_dtype, too; false: they keep their dtype, "
-        "and autocast casts them in each forward. autocast: false turns this on",
+        "and autocast casts them in each forward. With autocast: false they are always cast",
     )
     fp32_outputs: tuple[str, ...] = option(
         (),
@@ -74,7 +74,7 @@ class ShardcastConfig(ValidatedOptions):
         "computes its own loss; glob patterns of module names, '' is the model itself",
     )
     cast_buffers: bool = option(
-        False, "cast floating-point buffers to param_dtype, except in keep_fp32 modules"
+        False, "cast floating-point buffers to param_dtype, except those of keep_fp32 modules"
     )
     broadcast_buffers: bool | tuple[str, ...] = extension(
         False, "buffers", default=True, needs=lambda stages: any([*m.buffers()] for m in stages)
@@ -85,18 +85,18 @@ class ShardcastConfig(ValidatedOptions):
         "the ninth backward of a step on",
     )
     reduce_dtype: torch.dtype | None = option(
-        None, "dtype in which gradients are sent; null: the gradient's. Sums are always in fp32"
+        None, "dtype in which gradients are sent; null: their own. Sums are always in fp32"
     )
     partition: str = option(
         "auto",
-        "even: equal spans, for elementwise optimizers; whole: one owner per parameter, for any "
-        "optimizer; auto: even if the optimizer is elementwise",
+        "how a pack is divided among ranks. even: equal spans, for elementwise optimizers; whole: "
+        "one owner per parameter, for any optimizer; auto: even if the optimizer is elementwise",
         one_of("auto", "even", "whole"),
     )
     elementwise: bool | None = option(
         None,
-        "declare whether the optimizer's update is elementwise; null: known for torch's classes, "
-        "false for all others",
+        "whether the optimizer updates each element by itself; null: true for torch's elementwise "
+        "classes, false for all others",
     )
     shard_ranks: str | int = option(
         "all",
@@ -123,18 +123,18 @@ class ShardcastConfig(ValidatedOptions):
     )
     cost_fn: CostFn | None = option(
         None,
-        "(name, parameter) -> cost of its update, to balance parameters that have one owner; null: "
-        "Newton-Schulz operations for Muon, elements for others",
+        "function (name, parameter) -> cost of its update, which balances parameters with one "
+        "owner; null: Newton-Schulz operations for Muon, number of elements for others",
     )
     max_grad_norm: float | None = option(
         None, "clip the global gradient norm to this value in every step; null: no clip", ABOVE_0
     )
     norm_type: float = option(
-        2.0, "p of the p-norm used for clipping and grad_norm; inf: max", ABOVE_0
+        2.0, "order of the norm used for clipping and grad_norm; inf: largest element", ABOVE_0
     )
     loss_scale: str | float | None = option(
         None,
-        "'dynamic', a fixed number, or null: dynamic for fp16, none otherwise",
+        "loss scale: 'dynamic', or a fixed number; null: dynamic for fp16, none otherwise",
         (
             "'dynamic', a number above 0",
             lambda it: it == "dynamic" if isinstance(it, str) else it > 0,
@@ -179,8 +179,8 @@ class ShardcastConfig(ValidatedOptions):
     overlap_sync: bool = extension(False, "overlap_sync")
     fuse: str = option(
         "auto",
-        "fused update: eager (cache-sized chunks with the bits of torch.optim), compile (one "
-        "kernel), or auto: compile on a GPU with Triton, torch's fused kernel on CPU",
+        "how updates are fused. eager: cache-sized chunks, bitwise identical to torch.optim; "
+        "compile: one kernel; auto: compile on a GPU with Triton, torch's fused kernel on a CPU",
         one_of("auto", "eager", "compile"),
     )
 

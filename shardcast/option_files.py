@@ -100,7 +100,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_environment(kind: type[ValidatedOptions], variables: Mapping[str, str]) -> dict[str, Any]:
-    """Read and check options of a ``kind`` from ``SHARDCAST_<FIELD>`` variables, each in YAML.
+    """Read and check options of a ``kind`` from ``SHARDCAST_<OPTION>`` variables, each in YAML.
 
     Raises:
         ValueError: a variable is not an option (the error names the nearest one), or is not YAML.

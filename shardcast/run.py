@@ -2,7 +2,7 @@
 
 It replaces two constructors: every ``accelerate.Accelerator`` in the script becomes a
 ``ShardcastAccelerator``, and every Trainer of transformers shards. ``SHARDCAST_CONFIG`` and
-``SHARDCAST_<FIELD>`` configure them. A script that shards nothing gets a warning at its end.
+``SHARDCAST_<OPTION>`` configure them. A script that shards nothing gets a warning at its end.
 ``shardcast launch`` starts every script this way. Under another launcher::
 
     SHARDCAST_CONFIG=bf16.yaml accelerate launch --multi_gpu -m shardcast.run script.py ...

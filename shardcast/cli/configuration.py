@@ -39,7 +39,7 @@ def annotated_config() -> str:
     lines = [
         "# shardcast configuration. Name it in SHARDCAST_CONFIG, or pass it to shardcast.shard().",
         "# Remove the '# ' before an option to change it; every value shown is the default.",
-        "# Keywords in code and variables SHARDCAST_<FIELD> take precedence over this file.",
+        "# Keywords in code and variables SHARDCAST_<OPTION> take precedence over this file.",
     ]
     defaults = ShardcastConfig().to_dict()
     for option in dataclasses.fields(ShardcastConfig):

@@ -74,7 +74,7 @@ def split_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any
     if os.environ.get(CONFIG_VARIABLE):
         raise ValueError(
             f"two configurations: {path} has a section {SECTION}, and {CONFIG_VARIABLE} names "
-            f"{os.environ[CONFIG_VARIABLE]}; unset one (single options: SHARDCAST_<FIELD>)"
+            f"{os.environ[CONFIG_VARIABLE]}; unset one (single options: SHARDCAST_<OPTION>)"
         )
     return ours, content
 

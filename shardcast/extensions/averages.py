@@ -316,7 +316,8 @@ def _average(where: str, key: object, options: object) -> AverageOptions:
 
 OPTION = Option(
     help="exponential moving averages of the fp32 masters: a mapping from names to decays, "
-    "{ema: 0.9999}, or to {half_life: 5000} (in steps), with warmup: true, stored: bf16",
+    "{ema: 0.9999}, or to settings, {ema: {half_life: 5000, warmup: true, stored: bf16}} "
+    "(half_life in steps)",
     within=("names with decays", lambda _: True),
     read=_read,
     epilogues=lambda config: tuple(Average(options) for options in config.averages),

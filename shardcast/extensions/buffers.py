@@ -176,7 +176,7 @@ class Buffers(StepHook):
 
 OPTION = Option(
     help="give all ranks rank 0's buffers before forwards in training, as DDP does, and after "
-    "every step; a list of glob patterns excludes buffers; false: off",
+    "every step; a list of glob patterns names buffers to leave out; false: off",
     read=read_patterns,
     hook=Buffers,
 )

@@ -225,7 +225,7 @@ class Metrics(StepHook):
 
 
 OPTION = Option(
-    help="measure norms of gradient, weight and update of each parameter for optimizer.metrics(): "
+    help="measure norms of gradient, weight and update of each parameter for optimizer.metrics(). "
     "true: in every step; n: in every n-th step",
     within=("a number of steps >= 0", lambda steps: steps >= 0),
     hook=Metrics,

@@ -205,9 +205,9 @@ class ReplicaCheck(StepHook):
 
 
 OPTION = Option(
-    help="every n steps, compare hashes of data that ranks hold as copies (parameters, "
-    "buffers, masters of replicas) and wait for the device; if they differ, all ranks raise and "
-    "name the rank; 0: never",
+    help="every n steps, compare hashes of data that several ranks hold (parameters, buffers, "
+    "replicated masters) and wait for the device; if they differ, all ranks raise and name the "
+    "rank; 0: never",
     within=("a number of steps >= 0", lambda steps: steps >= 0),
     hook=ReplicaCheck,
 )

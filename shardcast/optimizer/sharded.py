@@ -790,7 +790,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._full.gather(place)
 
     def full_state_dicts(self) -> list[dict[str, Any]]:
-        """Return :meth:`full_state_dict` of each optimizer on rank 0; other ranks get empty dicts.
+        """Return :meth:`full_state_dict` of each optimizer on rank 0; others get an empty list.
 
         Collective: every rank.
         """

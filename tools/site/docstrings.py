@@ -44,7 +44,7 @@ def as_option(field: griffe.Attribute) -> None:
         return
     values, default, text = OPTIONS[field.name]
     field.value = default.strip("`")
-    text = f"{text[0].upper()}{text[1:]}. Values: {values}. All ranks must give the same."
+    text = f"{text[0].upper()}{text[1:]}. Values: {values}."
     field.docstring = griffe.Docstring(text, parent=field)
 
 
