@@ -66,10 +66,10 @@ def refuse_unsupported(accelerator: Accelerator) -> None:
     if announced > 1 and accelerator.num_processes == 1:
         raise RuntimeError(
             f"accelerate: WORLD_SIZE is {announced} but this process is alone: Accelerate found no "
-            "GPU and did not join the processes, so each would train by itself. On CPU launch with "
+            "GPU and did not join the processes, so each would train alone. On CPUs, launch with "
             f"ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {announced}, "
-            "or construct the Accelerator with cpu=True, and construct it before a PartialState, a "
-            "tracker or a decorator such as on_main_process"
+            "or pass cpu=True to the Accelerator. Create it before a PartialState, a tracker or a "
+            "decorator such as on_main_process"
         )
     _refuse_handlers(accelerator)
 

@@ -63,15 +63,15 @@ def _table(info: checkpoint.Manifest) -> list[str]:
             else:
                 others += math.prod(stored.shape)
     widths = [max(len(row[column]) for row in rows) for column in range(3)] + [0]
-    made = info.optimizer_steps
+    made, nbytes = info.optimizer_steps, info.nbytes
+    size = f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"
     return [
         f"checkpoint  {info.path}",
         f"step        {info.step}" + ("" if made is None else f", after {made} optimizer steps"),
         f"saved by    {info.world_size} ranks, partition {info.partition}, {info.optimizer}",
         f"written by  torch {info.torch}, Python {info.python}",
         f"parameters  {trained:,} trained, {others:,} others and buffers",
-        f"size        {info.nbytes / 1e9:.3g} GB ({info.nbytes:,} bytes) in {len(info.files)} "
-        "files, checksums valid",
+        f"size        {size} ({nbytes:,} bytes) in {len(info.files)} files, checksums valid",
         "",
         *(
             "  ".join(map(str.ljust, row, widths)).rstrip()  # columns
@@ -90,6 +90,7 @@ def export(arguments: list[str]) -> int:
         "--max-shard-mb",
         type=float,
         default=5000.0,
+        metavar="MB",
         help="largest size of a weights file in MB (default: 5000)",
     )
     parser.add_argument(
@@ -98,7 +99,8 @@ def export(arguments: list[str]) -> int:
     parser.add_argument(
         "--weights",
         metavar="NAME",
-        help="average to write instead of the weights; published: codes and scales",
+        help="what to write instead of the weights: the name of an average, or 'published' for the "
+        "codes and scales of published forms",
     )
     parsed = parser.parse_args(arguments)
     written = checkpoint.export(

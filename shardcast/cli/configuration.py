@@ -28,7 +28,7 @@ def config(arguments: list[str]) -> int:
     if parsed.output is None:
         print(text, end="")
     elif parsed.output.exists() and not parsed.overwrite:
-        raise FileExistsError(f"{parsed.output} exists; pass --overwrite to replace it")
+        raise FileExistsError(f"output: {parsed.output} exists; pass --overwrite to replace it")
     else:
         parsed.output.write_text(text)
     return 0

@@ -45,7 +45,8 @@ def estimate(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="shardcast estimate",
-        epilog=f"The figures are explained in {page('memory')}",
+        epilog="Example: shardcast estimate my_module:build --config lean --world_size 8 64. "
+        f"The figures are explained in {page('memory')}",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -55,7 +56,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     names = sorted(kind.__name__ for kind in ELEMENTWISE)
     parser.add_argument("--optimizer", choices=names, help="class of torch.optim (default: AdamW)")
-    parser.add_argument("--config", type=Path, metavar="YAML", help="shardcast configuration")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="YAML",
+        help="shardcast configuration file, or the preset lean",
+    )
     parser.add_argument(
         "--world_size",
         "--world-size",
@@ -99,6 +105,10 @@ def _positive(text: str) -> int:
 def function_of(name: str) -> Callable[[], object]:
     """Import the function ``name``, given as ``module:function``."""
     module, _, function = name.partition(":")
+    if not (module and function):
+        raise ValueError(
+            f"model: expected MODULE:FUNCTION, got {name!r}; give both, such as my_module:build"
+        )
     sys.path.insert(0, "")  # as python -m does
     try:
         named: Callable[[], object] = getattr(importlib.import_module(module), function)
@@ -194,7 +204,7 @@ def summary(rows: Sequence[Row], title: str) -> list[str]:
             f"{name:<{margin}}" + "".join(f"{column.get(name, ''):>{width}}" for column in columns)
             for name in names
         ),
-        "without activations; --json has all figures",
+        "Without activations. --json prints all figures.",
     ]
 
 
@@ -204,11 +214,11 @@ def _short(row: Row) -> dict[str, str]:
     return {
         "ranks": f"{row['world_size']:,}",
         **({"sharded over": f"{row['shard_ranks']:,}"} if is_shared else {}),
-        "GB per rank": gigabytes(row["total"]),
+        "GB per rank, shardcast": gigabytes(row["total"]),
         **({"  in fp32, see convert_rest": gigabytes(row["frozen"])} if row["frozen"] else {}),
+        **{f"GB per rank, {name}": gigabytes(n) for name, n in row["others"].items()},
         "GB sent per step": gigabytes(row["sent"]),
         "collectives per step": f"{row['collectives']:,}",
-        **{f"GB per rank, {name}": gigabytes(n) for name, n in row["others"].items()},
     }
 
 

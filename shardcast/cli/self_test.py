@@ -20,7 +20,11 @@ def test(arguments: list[str]) -> int:
     """Check this installation: one process, two over gloo, and NCCL if there are GPUs."""
     parser = argparse.ArgumentParser(prog="shardcast test", allow_abbrev=False)
     parser.add_argument(
-        "--timeout", type=float, default=60.0, help="seconds for each check (default: 60)"
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time limit of each check (default: 60)",
     )
     timeout = parser.parse_args(arguments).timeout
     worlds = [("one process", 1, "gloo", "cpu"), ("two processes over gloo", 2, "gloo", "cpu")]
@@ -58,7 +62,7 @@ def _try(group: dist.ProcessGroup | None, device_type: str) -> str:
     dist.broadcast(first, 0, group=group)
     if not torch.equal(first, low):
         raise RuntimeError("bf16 weights: expected the same on all ranks, got different ones")
-    return f"fp32 {difference:.0e} from plain torch, bf16 ranks equal"
+    return f"fp32 weights within {difference:.0e} of torch.optim's, bf16 weights equal on all ranks"
 
 
 def _trained(device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

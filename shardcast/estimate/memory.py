@@ -318,7 +318,7 @@ def peers(numel: int, moments: float, world_size: int) -> dict[str, float]:
         "ZeroRedundancyOptimizer": numel * (4 + 4 + 4.0 * moments / world_size),
         "ZeRO-1": numel * (2 + 2 + exact / world_size),
         "ZeRO-2": numel * (2 + (2 + exact) / world_size),
-        "FSDP": numel * (exact + 4) / world_size,
+        "FSDP2": numel * (exact + 4) / world_size,
         # From its docs/source/api-guide/dist_optimizer.md: 6 + 12 / d for bf16 parameters with fp32
         # gradients.
         "Megatron": numel * (2 + 4 + exact / world_size),

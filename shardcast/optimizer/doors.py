@@ -106,8 +106,8 @@ class Values:
         present = self.get(kind)
         if present is None:
             raise ValueError(
-                f"{kind} of {self.name!r}: there is none to replace, as no rank has a gradient "
-                "since the last zero_grad(); run a backward first"
+                f"{kind} of {self.name!r}: there is none to replace, because no rank has had a "
+                "gradient since the last zero_grad(); run a backward first"
             )
         if not isinstance(values, Tensor) or not values.is_floating_point():
             raise TypeError(

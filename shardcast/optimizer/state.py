@@ -116,7 +116,7 @@ class StateDict:
         if len(set(comm.exchange(("shardcast" in loaded, plan.masters), device))) > 1:
             raise ValueError(
                 "state_dict: some ranks got a local state, or one with masters, and others a "
-                "plain one; load on every rank what this rank saved, or the same plain state on "
+                "plain one; load on every rank what that rank saved, or the same plain state on "
                 "all ranks"
             )
         return plan

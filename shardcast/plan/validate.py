@@ -25,7 +25,7 @@ def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
             kind = "complex" if param.is_complex() else str(param.dtype).removeprefix("torch.")
             raise TypeError(
                 f"optimizer: parameter {name!r} is {kind}; expected float32, bfloat16 or float16; "
-                "call model.float() before shard() (of complex ones train a real view), or leave "
+                "call model.float() before shard() (train a real view of a complex one), or leave "
                 "it out of this optimizer's groups"
             )
 

@@ -136,14 +136,20 @@ def _fitting(tensors: Mapping[str, Tensor], name: str, patch: WeightPatch) -> Te
     """Return the tensor of that name, checked against the training's shape and dtype."""
     tensor = tensors.get(name)
     if tensor is None:
-        raise WrongModelError(f"target: expected a parameter {name!r}, as in the training run")
+        raise WrongModelError(
+            f"target: expected a parameter {name!r}, as in the training run, found none; build the "
+            "same model"
+        )
     if (tuple(tensor.shape), tensor.dtype) != (tuple(patch.shape), patch.dtype):
         raise WrongModelError(
             f"target: expected {name!r} in {patch.dtype} of {tuple(patch.shape)}, as in the "
-            f"training run, got {tensor.dtype} of {tuple(tensor.shape)}"
+            f"training run, got {tensor.dtype} of {tuple(tensor.shape)}; build the same model, and "
+            "convert it to these dtypes"
         )
     if _compat.is_dtensor(tensor):
-        raise WrongModelError(f"target: expected a plain tensor as {name!r}, got a DTensor")
+        raise WrongModelError(
+            f"target: expected a plain tensor as {name!r}, got a DTensor; pass a model without them"
+        )
     return tensor
 
 

@@ -292,7 +292,7 @@ def test_peers_hold_what_is_known_of_them_at_two_ranks():
         "ZeroRedundancyOptimizer": 12,
         "ZeRO-1": 10,
         "ZeRO-2": 9,
-        "FSDP": 8,
+        "FSDP2": 8,
         "Megatron": 12,
         "FlashOptim + DDP": 7,
     }
@@ -347,7 +347,7 @@ def test_the_command_prints_a_table_and_json(command: Command):
     short = command(*words)
     assert "not trained" not in short
     rows = {line[:36].strip(): line[36:].split() for line in short.splitlines()[1:-1]}
-    assert rows["ranks"] == ["1", "1,024"] and rows["GB per rank"] == ["14.4", "1.8"]
+    assert rows["ranks"] == ["1", "1,024"] and rows["GB per rank, shardcast"] == ["14.4", "1.8"]
     assert len({len(line) for line in short.splitlines()[1:-1]}) == 1, "columns are aligned"
     first, last = json.loads(command(*words, "--json"))
     assert (first["sent"], first["collectives"], first["imbalance"]) == (0, 0, 1.0)
