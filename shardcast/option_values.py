@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-if TYPE_CHECKING:  # types that options provide to higher floors
+if TYPE_CHECKING:  # types that options provide to higher tiers
     from shardcast.comm.process_groups import ProcessGroups
     from shardcast.config import ShardcastConfig
     from shardcast.memory.codecs import Codec

@@ -1,4 +1,4 @@
-"""The house keeps its order: floors, no cycles, nobody reads what is private to another module."""
+"""The house keeps its order: tiers, no cycles, nobody reads what is private to another module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardcast.config import ShardcastConfig
 
 PACKAGE = Path(__file__).parents[1] / "shardcast"
 # What a folder or top-level module may import: itself and what stands in a line above it.
-FLOORS: tuple[frozenset[str], ...] = (
+TIERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "config",
@@ -46,7 +46,7 @@ ALLOWED = {"_compat"}
 ASSEMBLY = "shardcast.optimizer.api"
 CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
 BY_NAME = {"any_optimizer", "offload"}
-# What an option gives is of types of higher floors.
+# What an option gives is of types of higher tiers.
 DECLARES = "option_values.py"
 # Modules with imports in functions: of what needs a third-party package, or what mesh= asks for.
 INSIDE = {f"shardcast.{name}" for name in ("cli.launch", "run", "optimizer.api")}
@@ -67,11 +67,11 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def floor_of(name: str) -> int:
+def tier_of(name: str) -> int:
     _, *rest = name.split(".")
-    found = [number for number, names in enumerate(FLOORS) if rest and rest[0] in names]
-    assert found or not rest, f"{name} has no floor: give it one in FLOORS"
-    return found[0] if found else len(FLOORS)  # shardcast/__init__.py names what is public
+    found = [number for number, names in enumerate(TIERS) if rest and rest[0] in names]
+    assert found or not rest, f"{name} has no tier: give it one in TIERS"
+    return found[0] if found else len(TIERS)  # shardcast/__init__.py names what is public
 
 
 def imports(path: Path, types: bool = True) -> Iterator[str]:
@@ -118,7 +118,7 @@ def upward_arrows() -> list[str]:
         for name, path in modules().items()
         if name != "shardcast"
         for other in imports(path)
-        if other != "shardcast" and floor_of(other) > floor_of(name)
+        if other != "shardcast" and tier_of(other) > tier_of(name)
         if not (name == ASSEMBLY and other.startswith("shardcast.extensions"))
     ]
 
@@ -212,14 +212,14 @@ FOREIGN: frozenset[str] = frozenset(
 )
 
 
-def test_no_module_imports_a_higher_floor():
+def test_no_module_imports_a_higher_tier():
     assert upward_arrows() == []
 
 
-def test_the_guide_has_the_same_floors():
+def test_the_guide_has_the_same_tiers():
     guide = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
     picture = guide.partition("no import cycles:")[2].partition(".\n")[0]
-    assert [{*re.findall(r"`(\w+)`", floor)} for floor in picture.split("<")] == [*FLOORS]
+    assert [{*re.findall(r"`(\w+)`", tier)} for tier in picture.split("<")] == [*TIERS]
 
 
 def test_imports_go_round_nowhere():
@@ -272,7 +272,7 @@ def test_private_members_are_read_in_their_own_module_only():
 
 def test_the_checks_see_what_they_are_for(monkeypatch: pytest.MonkeyPatch):
     """Negative controls: an arrow upwards, a cycle, a private member of another object."""
-    monkeypatch.setattr("test_architecture.FLOORS", FLOORS[::-1])
+    monkeypatch.setattr("test_architecture.TIERS", TIERS[::-1])
     assert any(arrow.startswith("shardcast.step") for arrow in upward_arrows())
     monkeypatch.setattr("test_architecture.CORE", ("extensions",))
     assert "shardcast.extensions.digest imports shardcast.extensions.chance" in crossings()

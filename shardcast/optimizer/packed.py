@@ -57,7 +57,7 @@ class PackedOptimizer:
         stages: the called modules: the root, or the stages.
         process_groups: the ranks; ``comm`` are the data-parallel ones.
         shards: this rank's part of every pack, in the order of ``layout.packs``.
-        reduce, decider, updates, sync: the stages of a step; one update per optimizer.
+        reduce, decider, updates, sync: the phases of a step; one update per optimizer.
         called: modules that the script calls.
         device: device of the packs.
         given_dtypes: original dtypes of parameters and buffers by name, for each stage.

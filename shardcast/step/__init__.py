@@ -1,4 +1,4 @@
-"""The stages of one step, one folder each, in this order::
+"""The phases of one step, one folder each, in this order::
 
 backward        gradient packs (low precision, one view per parameter)
    │  reduce    pack by pack, last parameters first, during the backward

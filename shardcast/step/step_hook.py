@@ -1,4 +1,4 @@
-"""Step hooks: actions of an option in every step, besides the step's own stages."""
+"""Step hooks: actions of an option in every step, besides the step's own phases."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ class Reducer:
             self._begin()
 
     def finish(self, call: str) -> None:
-        """Finish the means of the own spans; the last call of this stage before a step.
+        """Finish the means of the own spans; the last call before a step.
 
         Collective: every rank. It makes the pass for gradients without a synchronized backward (set
         by hand, or accumulated in :meth:`no_sync`). Afterwards :meth:`check` returns errors,
