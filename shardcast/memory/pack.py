@@ -187,8 +187,8 @@ class Pack:
                     f"parameter {self.layout.slots[number].name!r} was given back its old memory, "
                     "as in `backup = param.data; param.data = values; ...; param.data = backup`, "
                     "but meanwhile a step, checkpoint or state dict has copied the values there, "
-                    "so the old ones are lost; keep a copy, backup = param.data.clone(), or neither "
-                    "step nor save in between"
+                    "so the old ones are lost; keep a copy, backup = param.data.clone(), or do not "
+                    "step or save in between"
                 )
             if kept:
                 self._overwritten[number] = kept
