@@ -673,6 +673,8 @@ class Gradients:
         self.acts.clear()
         self.mistake, self.additions = None, [0] * len(self.owned)
         if set_to_none:
+            for position in self.shown:
+                self._retire(position)
             self.has.clear()
             self.shown.clear()
             self.held.clear()
@@ -694,6 +696,14 @@ class Gradients:
             if param.grad is not self._views[position]():
                 self._part_with(position)
         self.own.zero_()
+
+    def _retire(self, position: int) -> None:
+        """Clear a stand-in; one that a script keeps no longer shows the mean if it is put back."""
+        param, held = self.pack.params[position], self._stand_ins[position]
+        if param.grad is not None and self.holds(position, param.grad):
+            param.grad = None
+        if held is not None and sys.getrefcount(held) > 3:  # the list, ``held``, and the call
+            held.grads, self._stand_ins[position] = nothing, None
 
     def hide(self, present: Sequence[bool]) -> None:
         """Show no gradient if no rank had one, as far as is known."""

@@ -279,6 +279,27 @@ def test_what_was_kept_before_the_gather_is_told_of_and_not_read():
     on_ranks(script)
 
 
+def test_what_was_kept_over_a_clear_is_told_of_and_does_not_train_as_zeros():
+    """Scripts put gradients aside, clear them for another loss, and put them back."""
+
+    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
+        model(batch).square().mean().backward()
+        kept = [param.grad for param in model.parameters()]
+        optimizer.zero_grad()
+        before = [param.detach().clone() for param in model.parameters()]
+        for param, grad in zip(model.parameters(), kept, strict=True):
+            param.grad = grad
+        with pytest.raises(RuntimeError, match="the script kept"):
+            optimizer.step()
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()  # the next step has its own gradients again
+        assert not torch.equal(before[0], model[0].weight)
+
+    on_ranks(script)
+
+
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_another_optimizer_of_torch_is_told_to_take_over_by_close(cls: Any, foreach: bool):
