@@ -117,12 +117,15 @@ def check_groups(
                 )
             if name in groups:
                 owner = originals.owner(groups[name])
-                where = (
-                    "its groups twice"
-                    if owner is optimizer
-                    else (f"two optimizers, {type(owner).__name__} and {type(optimizer).__name__}")
+                if owner is optimizer:
+                    raise ValueError(
+                        f"optimizer: parameter {name!r} is in its groups twice; list it once"
+                    )
+                raise ValueError(
+                    f"optimizer: parameter {name!r} is in two optimizers, {type(owner).__name__} "
+                    f"and {type(optimizer).__name__}; a sharded parameter has one state: list it "
+                    "in one of them, and step() that for every loss"
                 )
-                raise ValueError(f"optimizer: parameter {name!r} is in {where}; list it once")
             groups[name] = number
     if added is not None:
         return {name: number for name, number in groups.items() if number == added}

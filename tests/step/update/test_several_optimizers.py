@@ -362,7 +362,7 @@ def wants_all(model: nn.Module) -> Optimizers:
 NOT_TOGETHER: dict[str, tuple[type[Exception], str, Build]] = {
     "twice": (
         ValueError,
-        "'0.weight' is in two optimizers, Muon and AdamW; list it once",
+        "'0.weight' is in two optimizers, Muon and AdamW; a sharded parameter has one state",
         edited(lambda muon, adamw: adamw[0]["params"].append(muon[0]["params"][0])),
     ),
     "in none": (
