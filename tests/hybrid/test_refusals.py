@@ -212,7 +212,7 @@ REFUSED: dict[str, Refused] = {
         "one .*held as copies over tp", lambda m: sharded(m, Bag(one=(4 + at(m, "tp"),)))
     ),
     "stages with the same names": VALUE(
-        "two pipeline stages .* named 'one'",
+        "two pipeline stages .* named 'one'.*ModuleDict",
         lambda m: sharded(m, stages=lambda model: [model, Bag(one=(4, 4))]),
     ),
     "fp32 of nothing": VALUE(
