@@ -61,6 +61,7 @@ def export(
 
     Raises:
         FileExistsError: ``out`` is not empty.
+        NotADirectoryError: ``out`` or ``directory`` lies below a file.
         FileNotFoundError: there is no checkpoint.
         DamagedCheckpointError: the checkpoint is damaged.
         ValueError: the checkpoint has no average of that name, or a buffer has a dtype that

@@ -75,6 +75,7 @@ def load(
 
     Raises:
         FileNotFoundError: there is no checkpoint, or not the named one; see :func:`resume`.
+        NotADirectoryError: ``directory`` is a file, or lies below one.
         DamagedCheckpointError: the named checkpoint, or every one, is damaged; names the file.
         ValueError: the checkpoint is of another model or optimizer, or a pattern of ``only``
             matches nothing. Nothing has changed.
@@ -107,7 +108,7 @@ def resume(directory: Directory, model: Model, optimizer: torch.optim.Optimizer)
         Step, ``extra``, ``per_rank`` and path, or ``None``.
 
     Raises:
-        FileNotFoundError, DamagedCheckpointError, ValueError: see :func:`load`.
+        FileNotFoundError, NotADirectoryError, DamagedCheckpointError, ValueError: see :func:`load`.
     """
     resumed = _resume(directory, model, optimizer, None, True)
     if resumed is None and is_first_process():

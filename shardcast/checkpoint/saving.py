@@ -99,7 +99,8 @@ def save(
     Raises:
         TypeError: ``directory`` is not a path; it is the first argument.
         ValueError: ``step`` exists with other contents, or an argument cannot be used.
-        RuntimeError, OSError: a rank could not write. Nothing was committed.
+        RuntimeError, OSError: a rank could not write, or ``directory`` is a file or lies below one.
+            Nothing was committed.
     """
     began = time.monotonic()
     base = folders.absolute(directory)

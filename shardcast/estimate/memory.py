@@ -102,10 +102,10 @@ def estimate(
             on a CPU.
         ranks_per_node: data-parallel ranks per node, numbered node by node; also decides
             collectives.
-        micro_batches: backwards per step, because long sums of gradients are in fp32.
+        micro_batches: backwards per step; from the ninth on, gradients are summed in fp32.
 
     Raises:
-        ValueError: another optimizer, whose state depends on more than the number of elements.
+        ValueError: the optimizer is of another class, whose state is not known before it runs.
         TypeError, ValueError: an input that ``shard`` refuses, too.
     """
     originals = OptimizerList.of(optimizer)

@@ -1,17 +1,18 @@
 """Process groups for unit tests.
 
-Three worlds run the same functions ``fn(group, *args)``:
+``fake_world`` yields the group of one rank in a ``with`` block. The other two run ``fn(group,
+*args)`` on every rank:
 
 ===================  ==============================  ==========================================
 world                what it is                      use it for
 ===================  ==============================  ==========================================
-`fake_world`         one rank of a large world       layout, memory, sequence at world 1,024
-`threaded_world`     threads, strict rendezvous      real values, order, misuse
-`spawn`              processes, gloo                 a final check
+`fake_world`         one rank of a large world       layout, memory, sequence of collectives
+`threaded_world`     a thread per rank, real values  results, order of calls, misuse
+`spawn`              a gloo process per rank         a final check
 ===================  ==============================  ==========================================
 
 If you pass mesh sizes, ``threaded_world({"dp": 2, "tp": 2}, fn)`` or ``fake_world({"dp": 512,
-"tp": 8})``, ``fn`` gets a ``DeviceMesh`` instead, on which DTensors work.
+"tp": 8})``, you get a ``DeviceMesh`` instead of a group, and DTensors work on it.
 
 The groups of the first two worlds need no ``init_process_group``. Pass them to functions of
 ``torch.distributed`` as ``group=``, with ranks of the group (``group_src=``).
