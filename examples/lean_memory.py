@@ -1,4 +1,4 @@
-"""A third of the optimizer's memory.
+"""Masters and moments in a third of the memory.
 
 torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 examples/lean_memory.py
 """
