@@ -12,10 +12,8 @@ RELATIVE = re.compile(r"\[([^\]]+)\]\((?!https?://|#)([^)]+)\)")
 PICTURE = re.compile(r"!\[([^\]]+)\]\((?!https?://)([^)]+)\)")
 # A distribution is installed by its name, a clone by its folder.
 INSTALLS = {
-    "pip install .                 # in a clone of this repository; installs shardcast-optim": (
-        "pip install shardcast-optim"
-    ),
-    "pip install '.[accelerate]'   #": "pip install 'shardcast-optim[accelerate]'  #",
+    r"^pip install \. +#.*": "pip install shardcast-optim",
+    r"^pip install '\.\[accelerate\]' +#": "pip install 'shardcast-optim[accelerate]'  #",
 }
 
 
@@ -33,9 +31,9 @@ def without_relative_links(text: str, url: str) -> str:
 def prepare(tree: Path, url: str) -> None:
     text = without_relative_links((tree / "README.md").read_text(encoding="utf-8"), url)
     for of_a_clone, of_a_distribution in INSTALLS.items():
-        if of_a_clone not in text:
-            raise SystemExit(f"error: README.md lacks the line {of_a_clone!r}")
-        text = text.replace(of_a_clone, of_a_distribution)
+        text, found = re.subn(of_a_clone, of_a_distribution, text, flags=re.MULTILINE)
+        if not found:
+            raise SystemExit(f"error: README.md has no line like {of_a_clone!r}")
     (tree / FILE).write_text(text, encoding="utf-8")
     setup = (tree / "setup.cfg").read_text(encoding="utf-8")
     wanted = f"long_description = file: {FILE}\n"

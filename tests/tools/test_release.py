@@ -77,6 +77,23 @@ def test_what_may_be_installed_is_what_is_said_to_be_tested(package: str) -> Non
     assert pinned[name] == newest_tested
 
 
+@pytest.mark.parametrize("url", ["", "https://example.org/project"])
+def test_the_long_description_installs_by_name_and_has_no_relative_links(
+    url: str, tmp_path: Path
+) -> None:
+    for name in ("README.md", "setup.cfg"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    tool = ROOT / "tools" / "long_description.py"
+    subprocess.run([sys.executable, str(tool), str(tmp_path), url], check=True)
+    text = (tmp_path / "LONG_DESCRIPTION.md").read_text()
+    assert "pip install shardcast-optim\n" in text
+    assert "pip install 'shardcast-optim[accelerate]'  # with Accelerate" in text
+    assert not re.search(r"pip install '?\.", text)
+    links = re.findall(r"\]\((?!https?://(?!example)|#)([^)]+)\)", text)
+    assert bool(links) == bool(url) and all(link.startswith(url) for link in links)
+    assert "long_description = file: LONG_DESCRIPTION.md" in (tmp_path / "setup.cfg").read_text()
+
+
 def tracked() -> list[str]:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
