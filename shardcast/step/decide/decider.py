@@ -83,9 +83,7 @@ class Decider:
             self._options,
             *(it.signal(config, process_groups, device) for it in options if it.signal),
         ]
-        # Here finite powers have a finite norm.
-        is_finite = process_groups.model.size == 1 and config.norm_type >= 1
-        self._report = Report(self.signals, device, is_finite)
+        self._report = Report(self.signals, device)
         self.skips = SkipReport(
             self._norm,
             process_groups.dp,
@@ -169,7 +167,7 @@ class Decider:
         scale, unscale = self._scale(readings)
         norm = self._norm.total(readings[self._norm], scale)
         report = self._report.of(norm, readings)
-        skip = self._report.skips(report, scale is not None)
+        skip = self._report.skips(report)
         if _compat.is_host(self._device):
             self._refuse(self._report.mistakes(report))
         verdicts: Mapping[Signal, Verdict] = {}

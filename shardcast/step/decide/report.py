@@ -44,17 +44,13 @@ class Report:
     Args:
         signals: signals whose mistakes it has: first those that do not add them up, which all skip
             a step, then those of other signals that skip a step.
-        norm_is_finite: the norm of finite powers is finite, unless there is a scale.
 
     Attributes:
         length: length of the counts.
     """
 
-    def __init__(
-        self, signals: Sequence[Signal], device: torch.device, norm_is_finite: bool
-    ) -> None:
+    def __init__(self, signals: Sequence[Signal], device: torch.device) -> None:
         last, adding = ([it for it in signals if it.adds_up is adds] for adds in (False, True))
-        self._norm_is_finite = norm_is_finite
         self._adding = [*_mistakes(adding, True), *_mistakes(adding, False)]
         self._places = [*_mistakes(last, True), *self._adding]
         of_last = sum(len(signal.skips) for signal in last)
@@ -63,7 +59,6 @@ class Report:
         self._ends = [*accumulate([1, 1, 1, of_last, mistakes], initial=0)]
         self.length = self._ends[-1]
         self._one_each = torch.ones(3, dtype=torch.float64, device=device)
-        self._skipping = slice(4, 4 + of_last + sum(skips_step))
         # A report skips a step if this product is not 0; a non-finite norm makes it NaN.
         skips_if = [0.0, 0.0, 0.0, 0.0, *[0.0] * of_last, *map(float, skips_step)]
         self._skips_if = to_device(skips_if, torch.float64, device)
@@ -87,10 +82,8 @@ class Report:
         mistakes = [readings[signal][part] for signal, part in self._places]
         return torch.cat([norm.view(1), self._one_each, *mistakes])
 
-    def skips(self, report: Tensor, is_scaled: bool) -> Tensor:
+    def skips(self, report: Tensor) -> Tensor:
         """Return whether it skips the step, 0-dim bool."""
-        if self._norm_is_finite and not is_scaled:  # a loss scale of 0 makes the norm non-finite
-            return report[self._skipping].any()
         return (report * self._skips_if).any()
 
     def tally(self, skip: Tensor, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
