@@ -485,6 +485,11 @@ class Gradients:
             elif position in self.shown:  # zeros, to which nothing is added
                 self._drop(position)
 
+    def clear(self, positions: Sequence[int]) -> None:
+        """Set the ``.grad`` of these slots to ``None``."""
+        for position in positions:
+            self.pack.params[position].grad = None
+
     def show_all(self) -> None:
         """Show a stand-in for every gradient, after a backward that failed before it was sent.
 
@@ -719,9 +724,11 @@ class Gradients:
         self._mean = self._own = self._full = None
 
     def close(self) -> None:
-        """Clear every ``.grad`` that shows the mean."""
-        for position in self.kept():
-            self.pack.params[position].grad = None
+        """Clear every ``.grad`` that shows the mean, and give up what is in flight."""
+        self.in_flight = False
+        shown = self.kept()
+        self.clear(shown)
+        for position in shown:
             self._part_with(position)
         self.forget()
 

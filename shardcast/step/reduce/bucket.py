@@ -201,7 +201,7 @@ class Bucket:
 
     def leave(self) -> Reduction | None:
         """Give up the reduction in flight, if any: the caller keeps it until its wait() returns."""
-        left, self._reduction, self.grads.in_flight = self._reduction, None, False
+        left, self._reduction = self._reduction, None
         return left
 
     def _sum_of_copies(self, pieces: Sequence[Tensor], layout: PackLayout) -> tuple[Tensor, Tensor]:

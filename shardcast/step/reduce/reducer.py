@@ -404,8 +404,8 @@ class Reducer:
         """Called when gradients are cleared. Needs no pass, because one rank may clear its own."""
         if self._pass is not None and self._backward is None:
             for bucket in self._pass.left if set_to_none else ():
-                for param in bucket.grads.pack.params:
-                    param.grad = None  # zeros are sent, because there may be no memory for more
+                # Zeros are sent, because there may be no memory for more.
+                bucket.grads.clear(range(len(bucket.grads.owned)))
             self._complete()
         self.clip = None
         if self.history[BACKWARDS]:
@@ -660,13 +660,13 @@ class Reducer:
                         "optimizer.zero_grad() on every rank before you assign them"
                     )
                 )
-        cleared = [(grads, n) for grads in self.grads for n in grads.cleared()]
-        for grads, position in cleared:
-            if not grads.in_flight:
+        cleared = {grads: grads.cleared() for grads in self.grads}
+        for grads, positions in cleared.items():
+            for position in positions if not grads.in_flight else ():
                 grads.show(position)
         self._flush()
-        for grads, position in cleared:
-            grads.pack.params[position].grad = None
+        for grads, positions in cleared.items():
+            grads.clear(positions)
 
     def warn_of_graph(self) -> None:
         """Warn about gradients with their own graph, which the mean does not have."""
