@@ -9,13 +9,13 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, adamw, assert_same_bits, values
+from models import CASES, adamw, assert_same_bits, on_each_rank, values
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardcast
 from shardcast import checkpoint
 from shardcast.estimate import estimate
-from shardcast.testing import Collective, SpawnedWorld, StrictGroup, ThreadedWorld, threaded_world
+from shardcast.testing import Collective, SpawnedWorld, StrictGroup, threaded_world
 
 WORLD = {"runs": 2, "within": 2}
 COPIES = "dp_replicate"
@@ -130,16 +130,14 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(
     assert threaded_world(WORLD, refused, by_rank, on_mesh) == [error] * 4
 
 
-def test_a_mock_group_that_torch_does_not_know_is_refused_by_name():
-    def run(group: StrictGroup) -> str:
-        model = CASES["mlp"].build()
-        with pytest.raises(ValueError, match=r"^shard_ranks: .*got StrictGroup") as told:
-            shardcast.shard(model, adamw(model), process_group=group, shard_ranks=2)
-        assert all(param.dtype == torch.float32 for param in model.parameters())
-        return str(told.value)
-
-    for message in ThreadedWorld(4).run(run):
-        assert "ThreadedWorld({'dp': 4}) without process_group=" in message
+@on_each_rank(4)
+def test_a_mock_group_that_torch_does_not_know_is_refused_by_name(group: StrictGroup):
+    model = CASES["mlp"].build()
+    with pytest.raises(ValueError, match=r"^shard_ranks: .*got StrictGroup") as told:
+        shardcast.shard(model, adamw(model), process_group=group, shard_ranks=2)
+    assert all(param.dtype == torch.float32 for param in model.parameters())
+    message = str(told.value)
+    assert "ThreadedWorld({'dp': 4}) without process_group=" in message
 
 
 def on_processes(group: Any) -> tuple[dict[str, torch.Tensor], int]:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from bag import Bag
-from models import CASES, job, run_world, sharded
+from models import CASES, job, on_each_rank, run_world, sharded
 from spoiled import Flip, master, received, spoil_after_sync
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,24 +76,22 @@ def test_weights_written_on_one_rank_are_named_before_the_sync_hides_them(option
             assert "the script changed them on that rank" in text
 
 
-def test_tied_weights_of_two_stages_are_compared():
-    def run(mesh: DeviceMesh) -> str:
-        name = ("embed", "head")[mesh.get_local_rank("pp")]
-        model = Bag(**{name: (6, 5)})
-        optimizer = shardcast.shard(
-            [model],
-            torch.optim.AdamW(model.parameters()),
-            mesh=mesh,
-            tied=[("embed", "head")],
-            replica_check=1,
-        )
-        if mesh.get_local_rank("pp"):
-            spoil_after_sync(optimizer, model, master, 2)
-        return first_error(optimizer, lambda: model({name: torch.ones(6, 5)}).backward(), 4)
-
-    for text in threaded_world({"pp": 2, "dp": 2}, run):
-        assert text.startswith("step 2: ") and "replica_check: after step 2 masters of" in text
-        assert "along 'tie of embed and head'" in text, text
+@on_each_rank({"pp": 2, "dp": 2})
+def test_tied_weights_of_two_stages_are_compared(mesh: DeviceMesh):
+    name = ("embed", "head")[mesh.get_local_rank("pp")]
+    model = Bag(**{name: (6, 5)})
+    optimizer = shardcast.shard(
+        [model],
+        torch.optim.AdamW(model.parameters()),
+        mesh=mesh,
+        tied=[("embed", "head")],
+        replica_check=1,
+    )
+    if mesh.get_local_rank("pp"):
+        spoil_after_sync(optimizer, model, master, 2)
+    text = first_error(optimizer, lambda: model({name: torch.ones(6, 5)}).backward(), 4)
+    assert text.startswith("step 2: ") and "replica_check: after step 2 masters of" in text
+    assert "along 'tie of embed and head'" in text, text
 
 
 def test_ranks_of_other_model_parallel_groups_raise_too():

@@ -168,46 +168,43 @@ class Static(torch.autograd.Function):
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("pack_params", [1, None])
-def test_gradients_in_memory_that_comes_again_are_added_up(size: int, pack_params: int | None):
+@on_each_rank("size")
+def test_gradients_in_memory_that_comes_again_are_added_up(
+    group: Any, size: int, pack_params: int | None
+):
     """Stock torch takes it for ``.grad``, which the next backward overwrites: 4 in place of 3."""
-
-    def run(group: Any) -> list[float]:
-        model = nn.ParameterList(torch.zeros(8) for _ in range(2))
-        optimizer = sharded(model, group, lambda m: sgd(m, lr=1.0), pack_params=pack_params)
-        memory = [torch.zeros(8) for _ in range(2)]
-        for step in range(2):
-            for value in (1.0, 2.0):
-                with optimizer.no_sync() if value == 1.0 else contextlib.nullcontext():
-                    loss = sum(
-                        Static.apply(p, m, value) for p, m in zip(model, memory, strict=True)
-                    )
-                    loss.backward()
-            if step == 1:
-                with optimizer.no_sync():  # after what was sent: nothing of it is in the memory
-                    pass
-            optimizer.step()
-            optimizer.zero_grad()
-        return [float(param.unique()) for param in model]
-
-    assert ThreadedWorld(size).run(run) == [[-6.0, -6.0]] * size
+    model = nn.ParameterList(torch.zeros(8) for _ in range(2))
+    optimizer = sharded(model, group, lambda m: sgd(m, lr=1.0), pack_params=pack_params)
+    memory = [torch.zeros(8) for _ in range(2)]
+    for step in range(2):
+        for value in (1.0, 2.0):
+            with optimizer.no_sync() if value == 1.0 else contextlib.nullcontext():
+                loss = sum(Static.apply(p, m, value) for p, m in zip(model, memory, strict=True))
+                loss.backward()
+        if step == 1:
+            with optimizer.no_sync():  # after what was sent: nothing of it is in the memory
+                pass
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [float(param.unique()) for param in model] == [-6.0, -6.0]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("comes_first", [True, False])
-def test_what_a_failed_backward_left_in_such_memory_is_added_up_too(size: int, comes_first: bool):
-    def run(group: Any) -> list[float]:
-        model = nn.ParameterList(torch.zeros(8) for _ in range(2))
-        optimizer = sharded(model, group, lambda m: sgd(m, lr=1.0), pack_params=1)
-        memory = [torch.zeros(8) for _ in range(2)]
-        before = Fail.apply(Static.apply(model[0], memory[0], 1.0))
-        with pytest.raises(BoomError):  # once the second one has its gradient
-            (before + Static.apply(model[1], memory[1], 1.0)).backward()
-        again = [Static.apply(p, m, 2.0) for p, m in zip(model, memory, strict=True)]
-        sum(again[::-1] if comes_first else again).backward()
-        optimizer.step()
-        return [float(param.unique()) for param in model]
-
-    assert ThreadedWorld(size).run(run) == [[-2.0, -3.0]] * size
+@on_each_rank("size")
+def test_what_a_failed_backward_left_in_such_memory_is_added_up_too(
+    group: Any, size: int, comes_first: bool
+):
+    model = nn.ParameterList(torch.zeros(8) for _ in range(2))
+    optimizer = sharded(model, group, lambda m: sgd(m, lr=1.0), pack_params=1)
+    memory = [torch.zeros(8) for _ in range(2)]
+    before = Fail.apply(Static.apply(model[0], memory[0], 1.0))
+    with pytest.raises(BoomError):  # once the second one has its gradient
+        (before + Static.apply(model[1], memory[1], 1.0)).backward()
+    again = [Static.apply(p, m, 2.0) for p, m in zip(model, memory, strict=True)]
+    sum(again[::-1] if comes_first else again).backward()
+    optimizer.step()
+    assert [float(param.unique()) for param in model] == [-2.0, -3.0]
 
 
 def test_what_a_failed_backward_left_and_nobody_could_keep_is_an_error_on_all(

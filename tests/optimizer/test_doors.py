@@ -180,31 +180,29 @@ def test_a_weight_that_two_stages_hold_is_edited_on_both(mesh: Any, door: str):
 
 @pytest.mark.parametrize("how", ["master", "state", "grad", "more"])
 @pytest.mark.parametrize("fields", [{}, {"shard_ranks": 2}])
-def test_leaving_with_different_values_is_an_error_on_all_ranks(how: str, fields: Any):
-    def run(mesh: Any) -> str:
-        model = mlp()
-        optimizer = shardcast.shard(model, adamw(model), pack_params=2, **fields)
-        set_grads(model, 0)
-        optimizer.step()
-        model(BATCH).float().square().mean().backward()
-        optimizer.gather_gradients()
-        before = everything(model, optimizer)
-        with pytest.raises(RuntimeError) as caught, optimizer.whole("2.*") as params:
-            one = params["2.weight"]
-            one.master.mul_(2)
-            tensor = {"master": one.master, "state": one.state["exp_avg"], "grad": one.grad}
-            if how != "more":
-                tensor[how][-1, -1] = 1 if mesh.get_rank() == 2 else 2
-            elif mesh.get_rank() == 2:
-                params["2.bias"].master.mul_(2)
-        assert_same_bits(everything(model, optimizer), before)
-        return str(caught.value)
-
-    for told in threaded_world({"runs": 2, "within": 2}, run):
-        kind = {"state": "state.exp_avg", "more": "master"}.get(how, how)
-        name = "2.bias" if how == "more" else "2.weight"
-        assert f"different values of {kind} of '{name}'" in told
-        assert "seed random generators alike" in told and "owned()" in told
+@on_each_rank({"runs": 2, "within": 2})
+def test_leaving_with_different_values_is_an_error_on_all_ranks(mesh: Any, how: str, fields: Any):
+    model = mlp()
+    optimizer = shardcast.shard(model, adamw(model), pack_params=2, **fields)
+    set_grads(model, 0)
+    optimizer.step()
+    model(BATCH).float().square().mean().backward()
+    optimizer.gather_gradients()
+    before = everything(model, optimizer)
+    with pytest.raises(RuntimeError) as caught, optimizer.whole("2.*") as params:
+        one = params["2.weight"]
+        one.master.mul_(2)
+        tensor = {"master": one.master, "state": one.state["exp_avg"], "grad": one.grad}
+        if how != "more":
+            tensor[how][-1, -1] = 1 if mesh.get_rank() == 2 else 2
+        elif mesh.get_rank() == 2:
+            params["2.bias"].master.mul_(2)
+    assert_same_bits(everything(model, optimizer), before)
+    told = str(caught.value)
+    kind = {"state": "state.exp_avg", "more": "master"}.get(how, how)
+    name = "2.bias" if how == "more" else "2.weight"
+    assert f"different values of {kind} of '{name}'" in told
+    assert "seed random generators alike" in told and "owned()" in told
 
 
 STRANGER = nn.Parameter(torch.zeros(2))

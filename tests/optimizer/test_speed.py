@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, adamw, of, ranks_of, run_world, sharded
+from models import CASES, adamw, of, on_each_rank, ranks_of, sharded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -307,18 +307,17 @@ def test_parameters_are_cast_in_the_update_and_never_in_forward_or_backward(
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_frozen_parameters_in_the_optimizer_cost_two_all_reduces_per_step_on_a_cpu(frozen: bool):
+@on_each_rank(2)
+def test_frozen_parameters_in_the_optimizer_cost_two_all_reduces_per_step_on_a_cpu(
+    group: Any, frozen: bool
+):
     """One compares the ranks' calls, so that the next may have another length."""
-
-    def run(group: Any) -> int:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model[0].requires_grad_(not frozen)
-        optimizer = sharded(model, group)
-        for _ in range(2):
-            model(torch.ones(2, 4)).sum().backward()
-            begun = len(group.log)
-            optimizer.step()
-            optimizer.zero_grad()
-        return sum(call.op == "all_reduce" for call in group.log[begun:])
-
-    assert run_world(2, run)[0] == [3 if frozen else 1] * 2
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(not frozen)
+    optimizer = sharded(model, group)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        begun = len(group.log)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sum(call.op == "all_reduce" for call in group.log[begun:]) == (3 if frozen else 1)

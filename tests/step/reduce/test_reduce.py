@@ -493,23 +493,20 @@ def test_what_is_assigned_while_a_failed_backward_waits_is_refused(
 
 
 @pytest.mark.parametrize(("is_used", "value"), [(True, -1.0), (False, 0.5)])
+@on_each_rank(2)
 def test_a_group_that_is_added_after_the_backward_has_its_gradients_averaged(
-    is_used: bool, value: float
+    group: Any, is_used: bool, value: float
 ):
     """Also if a rank has none, which counts as zero."""
-
-    def run(group: Any) -> list[float]:
-        model = nn.ParameterList(torch.ones(4) for _ in range(2))
-        optimizer = sharded(model, group, lambda m: torch.optim.SGD([m[0]], lr=1.0))
-        loss = model[0].sum()
-        if is_used or group.rank() == 0:
-            loss = loss + (1.0 + 2 * group.rank()) * model[1].sum()
-        loss.backward()
-        optimizer.add_param_group({"params": [model[1]]})
-        optimizer.step()
-        return [float(param.detach().unique()) for param in model]
-
-    assert ThreadedWorld(2).run(run) == [[0.0, value]] * 2
+    model = nn.ParameterList(torch.ones(4) for _ in range(2))
+    optimizer = sharded(model, group, lambda m: torch.optim.SGD([m[0]], lr=1.0))
+    loss = model[0].sum()
+    if is_used or group.rank() == 0:
+        loss = loss + (1.0 + 2 * group.rank()) * model[1].sum()
+    loss.backward()
+    optimizer.add_param_group({"params": [model[1]]})
+    optimizer.step()
+    assert [float(param.detach().unique()) for param in model] == [0.0, value]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, run_world, sharded
+from models import CASES, on_each_rank, run_world, sharded
 from pairwise import pairwise
 from torch import nn
 
@@ -97,32 +97,27 @@ def test_by_itself_sync_goes_the_way_that_the_layout_shows_for_each_pack(partiti
     assert {call.op.removesuffix("_single") for call in sync} == set(ways)
 
 
-def test_packs_that_differ_in_algorithm_or_gather_other_dtypes_take_a_launch_for_each():
+@on_each_rank(3)
+def test_packs_that_differ_in_algorithm_or_gather_other_dtypes_take_a_launch_for_each(group: Any):
     """NCCL gathers one dtype in a launch, as the mock group does.
 
     fp32 norms beside bf16 biases, which AdamW cuts evenly; matrices, which Muon does not.
     """
-
-    def step(group: Any) -> tuple[Any, list[Collective]]:
-        model = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.Linear(24, 40, bias=False))
-        matrices = [param for param in model.parameters() if param.dim() == 2]
-        others = [param for param in model.parameters() if param.dim() != 2]
-        inner = [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
-        optimizer = shardcast.shard(
-            model, inner, process_group=group, keep_fp32="norms", pack_params=1
-        )
-        before = len(group.log)
-        packed_of(optimizer).sync()
-        return optimizer.layout, list(group.log[before:])
-
-    for layout, sync in run_world(3, step)[0]:
-        assert {pack.dtype for pack in layout.packs} == {BF16, torch.float32}
-        launches: dict[int, set[str]] = {}
-        for call in sync:
-            launches.setdefault(call.launch, set()).add(call.op)
-        assert sorted(map(sorted, launches.values())) == [
-            ["all_gather_single"],
-            ["all_gather_single"],
-            ["broadcast"],
-        ]
-        assert not any(call.async_op for call in sync)
+    model = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.Linear(24, 40, bias=False))
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    others = [param for param in model.parameters() if param.dim() != 2]
+    inner = [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+    optimizer = shardcast.shard(model, inner, process_group=group, keep_fp32="norms", pack_params=1)
+    before = len(group.log)
+    packed_of(optimizer).sync()
+    layout, sync = (optimizer.layout, list(group.log[before:]))
+    assert {pack.dtype for pack in layout.packs} == {BF16, torch.float32}
+    launches: dict[int, set[str]] = {}
+    for call in sync:
+        launches.setdefault(call.launch, set()).add(call.op)
+    assert sorted(map(sorted, launches.values())) == [
+        ["all_gather_single"],
+        ["all_gather_single"],
+        ["broadcast"],
+    ]
+    assert not any(call.async_op for call in sync)
