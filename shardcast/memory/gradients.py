@@ -61,7 +61,7 @@ class Gradients:
             sent or cleared.
         arrived: slots that got a gradient in the running backward, and how many, the last one last.
         shown: slots whose ``.grad`` shows the mean, unless a script changed it afterwards, or they
-            are in ``arrived``; none on a lone rank.
+            are in ``arrived``; on a lone rank those with a stand-in, after a clip.
         adds: slots to whose mean the next reduction adds.
         held: gradients of this rank that the next reduction adds to a mean that ``.grad`` shows,
             after a backward that failed or sent nothing; for a DTensor, DTensors. ``None``: other
@@ -413,6 +413,7 @@ class Gradients:
         """
         self.arrived = {}
         if self.alone:
+            self.show_views()
             self.restart()
         if refuses:
             self._refuse_local()
@@ -603,7 +604,8 @@ class Gradients:
         for position in views:
             params[position].grad = None  # so that they are not cast one by one
         for position in range(len(params)) if self.alone else views:
-            self._set_dtype(position, MASTER_DTYPE)
+            if position not in self.shown or not self.alone:
+                self._set_dtype(position, MASTER_DTYPE)
         for position in views:
             params[position].grad = self._view(position, wide)
 
@@ -626,6 +628,22 @@ class Gradients:
             self._part_with(position)
         self.has.clear()
         self.alone = False
+
+    def hide_clip(self) -> None:
+        """Show stand-ins, because a clip that the update applies is not in the mean."""
+        for position in self.kept():
+            self.show(position)
+        self.adds = set(self.shown)
+
+    def show_views(self) -> None:
+        """Show views in place of these stand-ins."""
+        shown, self.shown, self.adds = self.shown, set(), set()
+        for position in shown:
+            param = self.pack.params[position]
+            if param.grad is not None and self.holds(position, param.grad):
+                param.grad = None
+                self._set_dtype(position, self.own.dtype)
+                param.grad = self._view(position, self.own)
 
     def adopt(self) -> None:
         """Copy gradients from autograd or a script into ``own``, and show views of it."""
@@ -774,7 +792,8 @@ class Gradients:
         """Return whether ``.grad``s must show a clip at once.
 
         In low precision on one rank the clip waits for the update, because rounding clipped values
-        would cost precision, and keeping all of them in fp32 would cost memory.
+        would cost precision, and keeping all of them in fp32 would cost memory. See
+        :meth:`hide_clip`.
         """
         return self._full is not None or (self.alone and self.own.dtype == MASTER_DTYPE)
 

@@ -157,10 +157,8 @@ def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(
 
 @pytest.mark.parametrize("is_gathered", [False, True])
 @pytest.mark.parametrize("edit", [one_cleared, all_replaced, all_in_place])
-def test_edits_after_a_clip_that_one_rank_leaves_to_its_update_need_a_gather(
-    edit: Any, is_gathered: bool
-):
-    """In bf16 its ``.grad`` is the mean itself, and does not show the clip. Clears need none."""
+def test_edits_after_a_clip_are_the_same_on_one_rank(edit: Any, is_gathered: bool):
+    """In bf16 its update applies the clip, so that until then ``.grad`` is a stand-in."""
 
     def run(group: Any) -> list[Tensor]:
         torch.manual_seed(0)
@@ -179,12 +177,29 @@ def test_edits_after_a_clip_that_one_rank_leaves_to_its_update_need_a_gather(
         return list(optimizer.full_parameters().values())
 
     expected = ThreadedWorld(2, timeout=20).run(run)[0]
-    if is_gathered or edit is one_cleared:
-        for mine, theirs in zip(ThreadedWorld(1).run(run)[0], expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
-        return
-    with pytest.raises(RuntimeError, match=r"edited or replaced after .*gather_gradients"):
-        ThreadedWorld(1).run(run)
+    for mine, theirs in zip(ThreadedWorld(1).run(run)[0], expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_clip_is_seen_on_one_rank_whoever_reads(dtype: str):
+    def run(group: Any) -> None:
+        model = nn.Linear(8, 8)
+        optimizer: Any = shardcast.shard(model, sgd(model), process_group=group, param_dtype=dtype)
+        for step in range(3):  # without a clear, so that gradients are added to clipped ones
+            model(torch.ones(1, 8)).float().sum().backward()
+            before = model.weight.grad.clone()
+            assert optimizer.clip_grad_norm_(0.1) > 1
+            if dtype == "bf16" and step == 0:  # what is multiplied in is in fp32, and added to
+                with pytest.raises(RuntimeError, match=r"'weight'.*gather_gradients"):
+                    model.weight.grad.clone()
+            norms = [param.grad.norm() for param in model.parameters()]
+            torch.testing.assert_close(torch.stack(norms).norm(), torch.tensor(0.1))
+            optimizer.gather_gradients()
+            assert model.weight.grad.clone().norm() < 0.1 < before.norm()
+            optimizer.step()
+
+    ThreadedWorld(1).run(run)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -295,6 +295,8 @@ class Reducer:
         # make a step after a gather differ from one without.
         self.multiply_in()
         if self.alone:
+            for grads in self.grads:
+                grads.show_views()
             return
         with self.own_edits():
             for pack, (*present, is_wide) in self._anywhere("gather_gradients").items():
@@ -445,6 +447,9 @@ class Reducer:
     def note_clip(self, clip: Decision) -> None:
         """Note the decision of a clip, whose factors the means lack."""
         self.clip, self._clipped, self._seen = clip, self.last_backward, self.versions()
+        for grads in self.grads if self.alone else ():
+            if not grads.shows:
+                grads.hide_clip()
 
     @property
     def is_clipped(self) -> bool:
@@ -496,17 +501,6 @@ class Reducer:
         if self._seen is None or self.versions() != self._seen:
             return True
         return any(grads.replaced() for grads in self.grads)
-
-    def refuse_edits(self) -> None:
-        """Raise RuntimeError if a script edited or assigned gradients that do not show the clip."""
-        seen = [-1] * len(self.grads) if self._seen is None else self._seen
-        for grads, version in zip(self.grads, seen, strict=True):
-            if self.alone and not grads.shows and (grads.version != version or grads.assigned()):
-                raise RuntimeError(
-                    "step: gradients were edited or replaced after clip_grad_norm_, but on one "
-                    "rank in low precision the clip is applied only in the step; edit before you "
-                    "clip, or call optimizer.gather_gradients() after the clip, which applies it"
-                )
 
     def state(self) -> Any:
         """Return a value that changes when a gradient comes, is edited, replaced or cleared."""
