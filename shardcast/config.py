@@ -25,6 +25,7 @@ from shardcast.option_values import (
     ABOVE_0,
     COUNT,
     CostFn,
+    GroupFn,
     KeepRule,
     Option,
     ValidatedOptions,
@@ -116,10 +117,18 @@ class ShardcastConfig(ValidatedOptions):
     pack_params: int | None = option(
         None, "upper bound of the number of parameters per pack", COUNT
     )
+    unpacked_first: int = option(
+        0,
+        "number of leading parameters that stay out of shared packs",
+        ("a count >= 0", lambda count: count >= 0),
+    )
     alignment: int = option(
         128,
         "alignment of slots and spans, in bytes",
         ("a power of two >= 8 (bytes)", lambda size: size >= 8 and size & (size - 1) == 0),
+    )
+    group_fn: GroupFn | None = option(
+        None, "function (name, parameter) -> key; parameters with different keys never share a pack"
     )
     cost_fn: CostFn | None = option(
         None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # types that options provide to higher tiers
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 KeepRule = str | type[torch.nn.Module] | Callable[[str, torch.nn.Parameter], bool]
+GroupFn = Callable[[str, torch.nn.Parameter], Hashable]
 CostFn = Callable[[str, torch.nn.Parameter], float]
 Needs = Callable[[Iterable[torch.nn.Module]], bool]
 Range = tuple[str, Callable[[Any], bool]]  # expected value in words, and its check
@@ -49,8 +50,6 @@ PLAIN: dict[str, tuple[type, ...]] = {
 GONE = {
     "grads": "each rank now always keeps only its own part of the gradients; to reduce inside "
     "no_sync(), as grads: sharded did, set accumulate: sharded",
-    "group_fn": "it was removed in 0.2.0; pack_params: 1 packs each parameter by itself",
-    "unpacked_first": "it was removed in 0.2.0; pack_params: 1 packs each parameter by itself",
     "reproducible": "it was removed in 0.2.0; leave it out, and compare runs by optimizer.digest()",
 }
 
@@ -219,9 +218,9 @@ def _dtype(name: str, value: object) -> torch.dtype:
     raise ValueError(f"{name}: expected bf16, fp16 or fp32, got {value!r}")
 
 
-def _function(name: str, value: object) -> Callable[..., object]:
+def _function(result: str, name: str, value: object) -> Callable[..., object]:
     if not callable(value):
-        raise TypeError(f"{name}: expected a callable (name, parameter) -> number, got {value!r}")
+        raise TypeError(f"{name}: expected a callable (name, parameter) -> {result}, got {value!r}")
     return value
 
 
@@ -246,7 +245,8 @@ def read_patterns(name: str, value: object) -> bool | tuple[str, ...]:
 
 READERS: dict[str, Callable[[str, object], object]] = {
     "torch.dtype": _dtype,
-    "CostFn": _function,
+    "GroupFn": partial(_function, "key"),
+    "CostFn": partial(_function, "number"),
     "tuple[KeepRule, ...]": partial(
         _several,
         "patterns, module classes or predicates (name, parameter) -> bool",

@@ -27,13 +27,13 @@ def test_precedence_is_keyword_then_environment_then_file_then_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     file = tmp_path / "options.yaml"
-    file.write_text("alignment: 64\npack_mb: 2\npack_params: 1\n")
+    file.write_text("alignment: 64\npack_mb: 2\nunpacked_first: 1\n")
     monkeypatch.setenv("SHARDCAST_CONFIG", str(file))
     monkeypatch.setenv("SHARDCAST_PACK_MB", "3.5")
-    monkeypatch.setenv("SHARDCAST_PACK_PARAMS", "2")
-    config = ShardcastConfig.load(pack_params=3)
-    assert (config.pack_params, config.pack_mb, config.alignment) == (3, 3.5, 64)
-    assert config.loss_scale is None
+    monkeypatch.setenv("SHARDCAST_UNPACKED_FIRST", "2")
+    config = ShardcastConfig.load(unpacked_first=3)
+    assert (config.unpacked_first, config.pack_mb, config.alignment) == (3, 3.5, 64)
+    assert config.pack_params is None
     other = tmp_path / "other.yaml"
     other.write_text("alignment: 32\n")
     assert ShardcastConfig.load(other).alignment == 32, "a file that is given replaces it"
@@ -115,7 +115,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"pack_mb": True}, TypeError, r"pack_mb: expected float \| None, got True"),
     ({"pack_params": 0}, ValueError, "pack_params: expected a count >= 1 or null, got 0"),
     ({"pack_params": 1.5}, TypeError, "pack_params: expected int"),
-    ({"pack_params": 0}, ValueError, "pack_params: expected a count >= 1"),
+    ({"unpacked_first": -1}, ValueError, "unpacked_first: expected a count >= 0"),
     ({"alignment": 100}, ValueError, "alignment: expected a power of two >= 8"),
     ({"alignment": 4}, ValueError, "alignment: expected a power of two >= 8"),
     ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm: expected a number above 0 or null"),
@@ -124,7 +124,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"loss_scale": -8.0}, ValueError, "loss_scale: expected 'dynamic', a number above 0"),
     ({"max_skipped_steps": 0}, ValueError, "max_skipped_steps: expected a count >= 1"),
     ({"cast_forward_inputs": "yes"}, TypeError, "cast_forward_inputs: expected bool, got 'yes'"),
-    ({"cost_fn": "name"}, TypeError, "cost_fn: expected a callable"),
+    ({"group_fn": "name"}, TypeError, "group_fn: expected a callable"),
     ({"keep_fp32": (3,)}, TypeError, "keep_fp32: expected patterns"),
     ({"fp32_outputs": 3}, TypeError, "fp32_outputs: expected glob patterns"),
     ({"fp32_outputs": [3]}, TypeError, "fp32_outputs: expected glob patterns"),

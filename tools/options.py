@@ -52,6 +52,7 @@ VALUES = {
     "tuple[KeepRule, ...]": "a list",
     "tuple[str, ...]": "a list of patterns",
     "bool | tuple[str, ...]": "true, false or a list of patterns",
+    "GroupFn": "a function",
     "CostFn": "a function",
 }
 

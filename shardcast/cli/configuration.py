@@ -47,7 +47,7 @@ def annotated_config() -> str:
         expected, _ = option.metadata["range"]
         if expected:
             lines.append(f"## {expected}")
-        if option.name == "cost_fn":
+        if option.name in ("group_fn", "cost_fn"):
             lines.append("## (a function: in code only)")
             continue
         value = yaml.safe_dump({option.name: defaults[option.name]}, default_flow_style=True)

@@ -66,6 +66,7 @@ class PackKey(NamedTuple):
     requires_grad: bool
     optimizer: int
     flags: str
+    key: str
     pack_groups: PackGroups
     cast: str = ""
 
@@ -74,10 +75,11 @@ class ParamInfo(NamedTuple):
     """The facts that planning needs about one parameter, in model order.
 
     ``dtype`` is the storage dtype after the precision policy. ``group`` is its optimizer group, and
-    ``flags`` are the group's options that choose code or state, not numbers. ``device`` is a kind,
-    equal on all ranks. ``cost`` is the cost of its update; ``None``: its number of elements. For a
-    DTensor, ``shape`` is that of the local tensor. ``cast`` names an unusual cast of masters; then
-    each ``unit`` elements, from the first one on, have one owner.
+    ``flags`` are the group's options that choose code or state, not numbers. ``key`` is the
+    ``repr`` of the user's group function. ``device`` is a kind, equal on all ranks. ``cost`` is the
+    cost of its update; ``None``: its number of elements. For a DTensor, ``shape`` is that of the
+    local tensor. ``cast`` names an unusual cast of masters; then each ``unit`` elements, from the
+    first one on, have one owner.
     """
 
     name: str
@@ -86,6 +88,7 @@ class ParamInfo(NamedTuple):
     device: str = "cpu"
     requires_grad: bool = True
     group: GroupId = GroupId()
+    key: str = ""
     pack_groups: PackGroups = PackGroups()
     cost: float | None = None
     cast: str = ""
@@ -105,6 +108,7 @@ class ParamInfo(NamedTuple):
             self.requires_grad,
             self.group.optimizer,
             flags,
+            self.key,
             self.pack_groups,
             self.cast,
         )
@@ -171,6 +175,7 @@ class PackLayout:
     device: str
     dtype: torch.dtype
     requires_grad: bool
+    key: str
     numel: int
     slots: tuple[Slot, ...]
     spans: tuple[Span, ...]
@@ -318,7 +323,8 @@ class Layout:
         for pack in self.packs:
             dtype = str(pack.dtype).removeprefix("torch.")
             frozen = "" if pack.requires_grad else " frozen"
-            key = f" ({pack.pack_groups})" if str(pack.pack_groups) else ""
+            key = f" key {pack.key}" if pack.key else ""
+            key += f" ({pack.pack_groups})" if str(pack.pack_groups) else ""
             key += f" as {pack.cast}" if pack.cast else ""
             partition = " whole" if pack.partition == "whole" else ""
             sizes = [span.numel for span in pack.spans]

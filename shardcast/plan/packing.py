@@ -63,6 +63,7 @@ def describe(
                 device,
                 param.requires_grad,
                 groups[name],
+                "" if config.group_fn is None else repr(config.group_fn(name, param)),
                 pack_groups_by_name[name],
                 costs.get(name),
                 cast,
@@ -112,8 +113,8 @@ def plan_packs(
         config: its pack options are used; without ``pack_mb`` packs grow with the world.
         first: index of the first pack.
     """
-    pack_mb, pack_params = config.pack_mb, config.pack_params
-    bins: list[list[ParamInfo]] = []
+    pack_mb, pack_params, alone = config.pack_mb, config.pack_params, config.unpacked_first
+    bins: list[list[ParamInfo]] = [[param] for param in params[:alone]]
     grown = min(max(PACK, MESSAGE * parallel_dims.world_size), MOST)
     most = grown if pack_mb is None else int(pack_mb * MIB)
     open_bins: dict[PackKey, list[ParamInfo]] = {}  # the open pack of each kind
@@ -124,7 +125,7 @@ def plan_packs(
         itemsize = param.dtype.itemsize
         return itemsize * round_up(param.numel, max(1, config.alignment // itemsize))
 
-    keyed = [(param, param.pack_key) for param in params]
+    keyed = [(param, param.pack_key) for param in params[alone:]]
     for param, key in keyed:
         remaining[key] += aligned(param)
     for param, key in keyed:
@@ -161,6 +162,7 @@ def plan_packs(
                 key.device,
                 key.dtype,
                 key.requires_grad,
+                key.key,
                 spans[-1].stop,
                 slots,
                 spans,

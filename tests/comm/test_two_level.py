@@ -37,7 +37,9 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Any:
 def pack_of(world: int, count: int, node: int = 1) -> PackLayout:
     spans = tuple(Span(rank, rank * count, (rank + 1) * count) for rank in range(world))
     slot = Slot("weight", (world * count,), 0, world * count)
-    return PackLayout(0, "cpu", BF16, True, world * count, (slot,), spans, Algorithms(node=node))
+    return PackLayout(
+        0, "cpu", BF16, True, "", world * count, (slot,), spans, Algorithms(node=node)
+    )
 
 
 def gradient(rank: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -76,7 +76,7 @@ class GivesUp(FakeGroup):
 
 
 PACK = PackLayout(
-    4, "cpu", BF16, True, 8, (Slot("head.weight", (8,), 0, 8),), (Span(0, 0, 4), Span(1, 4, 8))
+    4, "cpu", BF16, True, "", 8, (Slot("head.weight", (8,), 0, 8),), (Span(0, 0, 4), Span(1, 4, 8))
 )
 FULL, HALF = torch.zeros(8), torch.zeros(4)
 CALLS: dict[str, Callable[[Comm], Any]] = {

@@ -118,7 +118,7 @@ def test_config_writes_the_default_configuration_with_every_option_and_its_help(
     enabled = "\n".join(line.removeprefix("# ") for line in lines[3:] if not line.startswith("##"))
     path.write_text(enabled)
     assert ShardcastConfig.load(path) == ShardcastConfig(), "also with every option written out"
-    assert yaml.safe_load(enabled).keys() == options.keys() - {"cost_fn"}
+    assert yaml.safe_load(enabled).keys() == options.keys() - {"group_fn", "cost_fn"}
 
 
 def test_env_prints_versions_variables_and_the_configuration_line_by_line(

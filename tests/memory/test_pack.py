@@ -35,6 +35,11 @@ def test_a_pack_of_one_stays_as_it_is():
     before = [param.data_ptr() for param in model.parameters()]
     sharded(model, pack_params=1)  # in fp32 on one rank
     assert [param.data_ptr() for param in model.parameters()] == before
+    model = CASES["mlp"].build()
+    first, *rest = before = [param.data_ptr() for param in model.parameters()]
+    sharded(model, unpacked_first=1)
+    assert model.a.weight.data_ptr() == first
+    assert not set(rest) & {param.data_ptr() for param in model.parameters()}
 
 
 def test_a_pack_of_one_that_is_not_contiguous_is_packed_in_its_own_order():

@@ -22,6 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS: dict[str, Any] = {
     "pack_mb": 1.0,
     "pack_params": None,
+    "unpacked_first": 0,
     "alignment": 64,
 }
 
@@ -49,6 +50,7 @@ def models(draw: st.DrawFn) -> list[ParamInfo]:
             requires_grad=draw(st.booleans()),
             group=GroupId(draw(st.integers(0, 1)), draw(st.integers(0, 2))),
             flags=draw(st.sampled_from(["", "amsgrad"])),
+            key=draw(st.sampled_from(["", "'a'"])),
         )
         for number in range(draw(st.integers(1, 8)))
     ]
@@ -58,6 +60,7 @@ options = st.fixed_dictionaries(
     {
         "pack_mb": st.sampled_from([1e-5, 1e-3, 0.01, 16.0]),
         "pack_params": st.sampled_from([None, 1, 2, 5]),
+        "unpacked_first": st.integers(0, 3),
         "alignment": st.sampled_from([8, 64, 128, 4096]),
     }
 )
@@ -75,8 +78,8 @@ def test_every_layout_has_its_promised_properties(
     for pack in layout.packs:
         align = max(1, chosen["alignment"] // pack.dtype.itemsize)
         members = [by_name[slot.name] for slot in pack.slots]
-        kinds = {(p.dtype, p.device, p.requires_grad, p.group.optimizer) for p in members}
-        assert kinds == {(pack.dtype, pack.device, pack.requires_grad, pack.optimizer)}
+        kinds = {(p.dtype, p.device, p.requires_grad, p.group.optimizer, p.key) for p in members}
+        assert kinds == {(pack.dtype, pack.device, pack.requires_grad, pack.optimizer, pack.key)}
         assert len({p.flags for p in members}) == 1 or not pack.requires_grad
         assert pack.requires_grad or len(pack.groups) == 1, "frozen packs hold one group"
         for span in pack.spans:
@@ -123,6 +126,8 @@ def test_every_layout_has_its_promised_properties(
         assert small or partition == "whole", "the cap in bytes holds"
         if chosen["pack_params"] is not None:
             assert len(pack.slots) <= chosen["pack_params"]
+    for number in range(min(chosen["unpacked_first"], len(params))):
+        assert [s.name for s in layout.packs[number].slots] == [f"p{number}"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -243,6 +248,10 @@ def test_ranks_on_different_gpus_of_one_kind_have_equal_digests():
 NAMES = ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias"]
 
 
+def by_kind(name: str, param: nn.Parameter) -> str:
+    return "matrix" if param.dim() == 2 else "vector"
+
+
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     params = list(model.parameters())
     return torch.optim.AdamW([{"params": params[4:]}, {"params": params[:4]}])
@@ -252,10 +261,12 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     ("fields", "packs", "told"),
     [
         ({}, [NAMES], "group 0"),
+        ({"unpacked_first": 2}, [[NAMES[0]], [NAMES[1]], NAMES[2:]], ""),
         ({"pack_params": 4}, [NAMES[:4], NAMES[4:]], ""),
+        ({"group_fn": by_kind}, [NAMES[::2], NAMES[1::2]], "key 'matrix'"),
         ({"optimizer": two_groups}, [NAMES[4:] + NAMES[:4]], "2 groups"),
     ],
-    ids=["one", "cap", "groups"],
+    ids=["one", "first", "cap", "function", "groups"],
 )
 def test_repr_shows_packs_and_what_makes_them(
     fields: dict[str, Any], packs: list[list[str]], told: str

@@ -47,7 +47,7 @@ def held_of(
     """
     row = row_of(config, dtype)
     slot, span = Slot("", (trained,), 0, trained, group), Span(0, 0, numel)
-    layout = PackLayout(0, "meta", dtype, True, numel, (slot,), (span,), cast=cast)
+    layout = PackLayout(0, "meta", dtype, True, "", numel, (slot,), (span,), cast=cast)
     pack = Pack(layout, [nn.Parameter(torch.empty(trained, device="meta"))], Comm(None))
     pack.fill(torch.empty(numel, dtype=dtype, device="meta"))
     shard = shard_of(pack, config)

@@ -78,7 +78,9 @@ def test_the_update_of_several_groups_is_one_kernel_that_moves_as_much(tmp_path:
         groups = [{"params": [param], "lr": 1e-3 * (n + 1)} for n, param in enumerate(model)]
         groups[1]["weight_decay"] = 0.0
         optimizer: Any = torch.optim.AdamW(groups)
-        optimizer = shardcast.shard(model, optimizer, param_dtype="bf16", fuse="compile")
+        optimizer = shardcast.shard(
+            model, optimizer, param_dtype="bf16", fuse="compile", unpacked_first=0
+        )
         for param in model:
             param.grad = torch.randn_like(param)
         optimizer.step()
