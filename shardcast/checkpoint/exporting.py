@@ -160,7 +160,7 @@ def _model_paths(reader: Reader, average: str | None) -> Paths:
         stored = {path[3].split(".")[1] for path in states if path[3].startswith(AVERAGE)}
         raise ValueError(
             f"weights: expected the name of an average in the checkpoint, {sorted(stored)}, got "
-            f"{average!r}; averages={{'ema': 0.999}} of shard() makes one"
+            f"{average!r}; pass averages={{'ema': 0.999}} to shard() for one"
         )
     return {**names, **averages}
 

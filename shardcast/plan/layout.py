@@ -317,8 +317,8 @@ class Layout:
         """
         lines = [
             f"Layout: {sum(len(p.slots) for p in self.packs)} parameters in {len(self.packs)} "
-            f"packs, {self.numel} elements ({self.padding} padding), partition "
-            f"{self.partition!r}, world size {self.world_size}"
+            f"pack{'s' * (len(self.packs) != 1)}, {self.numel} elements ({self.padding} padding), "
+            f"partition {self.partition!r}, world size {self.world_size}"
         ]
         for pack in self.packs:
             dtype = str(pack.dtype).removeprefix("torch.")

@@ -22,11 +22,15 @@ def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
     """Raise TypeError for a parameter that is not fp32, bf16 or fp16."""
     for name, param in named.items():
         if param.dtype not in PACKABLE:
-            kind = "complex" if param.is_complex() else str(param.dtype).removeprefix("torch.")
+            kind, remedy = (
+                str(param.dtype).removeprefix("torch."),
+                "call model.float() before shard()",
+            )
+            if param.is_complex():
+                kind, remedy = "complex", "train a real view of it (torch.view_as_real)"
             raise TypeError(
                 f"optimizer: parameter {name!r} is {kind}; expected float32, bfloat16 or float16; "
-                "call model.float() before shard() (train a real view of a complex one), or leave "
-                "it out of this optimizer's groups"
+                f"{remedy}, or leave it out of this optimizer's groups"
             )
 
 

@@ -99,7 +99,7 @@ class PublishedReader(StepHook):
     def __init__(self, optimizer: PackedOptimizer) -> None:
         if optimizer.config.published is None:
             raise AttributeError(
-                "published: no parameter has a form; published={'mxfp8': [...]} of shard() gives it"
+                "published: no parameter has a form; pass published={'mxfp8': [...]} to shard()"
             )
         self._optimizer = optimizer
 

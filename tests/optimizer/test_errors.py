@@ -108,7 +108,11 @@ AT_SHARD = {
     "a step that was replaced": Refusal(
         "the step of this AdamW was replaced", TypeError, optimizer=with_another_step
     ),
-    "complex": Refusal("'odd' is complex; expected float32", TypeError, with_odd(torch.complex64)),
+    "complex": Refusal(
+        "'odd' is complex; expected float32.*; train a real view",
+        TypeError,
+        with_odd(torch.complex64),
+    ),
     "float64": Refusal(r"'odd' is float64; .*model\.float\(\)", TypeError, with_odd(torch.float64)),
     "on meta": Refusal(r"'a\.weight' is on the meta device", model=lambda: MLP().to("meta")),
     "another parameter on meta": Refusal(r"model: 'c\.weight' is on the meta", optimizer=but_c),

@@ -31,7 +31,7 @@ def test_it_is_a_torch_optimizer_over_the_model_parameters():
     assert all(mine is theirs for mine, theirs in zip(held, params, strict=True))
     assert optimizer.param_groups[0] is original.param_groups[0]
     assert optimizer.defaults == original.defaults
-    assert repr(optimizer).startswith("ShardedAdamW: Layout: 6 parameters in 1 packs")
+    assert repr(optimizer).startswith("ShardedAdamW: Layout: 6 parameters in 1 pack,")
 
 
 class Counting(torch.optim.Optimizer):
