@@ -78,9 +78,11 @@ def warn(message: str) -> None:
 
 
 def note_speed(what: str, nbytes: int, began: float) -> None:
-    """Log at INFO how many GB took how long since ``began``, on the monotonic clock."""
-    seconds, size = time.monotonic() - began, nbytes / 1e9
-    LOG.info("%s: %.3g GB in %.1f s, %.3g GB/s", what, size, seconds, size / max(seconds, 1e-9))
+    """Log at INFO how many bytes took how long since ``began``, on the monotonic clock."""
+    seconds = time.monotonic() - began
+    size, unit = (nbytes / 1e9, "GB") if nbytes >= 1e8 else (nbytes / 1e6, "MB")
+    speed = size / max(seconds, 1e-9)
+    LOG.info("%s: %.3g %s in %.1f s, %.3g %s/s", what, size, unit, seconds, speed, unit)
 
 
 def by_rank(facts: Iterable[tuple[int, object]]) -> str:

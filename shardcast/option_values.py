@@ -184,13 +184,15 @@ def read_option(declared: Field[Any], given: Any) -> Any:
     of_extension = "off" in declared.metadata
     if (value is None and kind != annotation) or (of_extension and value is declared.default):
         return value
+    expected, holds = declared.metadata["range"]
+    if value is None and declared.default is None:  # without `| None` above, so it has no default
+        raise TypeError(f"{name}: expected {expected}, got none; this option has no default")
     if of_extension and declared.metadata["option"].read is not None:
         value = declared.metadata["option"].read(name, value)
     elif kind in PLAIN:
         value = read_plain(name, annotation, value)
     elif kind in READERS:
         value = READERS[kind](name, value)
-    expected, holds = declared.metadata["range"]
     if not holds(value):
         more = " or null" * (kind != annotation)
         raise ValueError(f"{name}: expected {expected}{more}, got {value!r}")

@@ -152,7 +152,7 @@ def test_the_very_same_is_saved_again_without_an_error_and_without_a_change(
     info = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
     lines = [message for message in info if message.startswith(f"saved {str(folder)!r}: ")]
     assert len(lines) == 3, "of rank 0 alone"
-    assert all(re.search(r"GB in \d+\.\d s, .* GB/s$", line) for line in lines)
+    assert all(re.search(r"MB in \d+\.\d s, .* MB/s$", line) for line in lines)
     resumed = checkpoint.load(tmp_path, *start(None, "gpt", "adamw", {}))
     assert resumed.extra == {"rows": 1}
 

@@ -214,7 +214,7 @@ def test_too_many_spikes_in_a_row_raise_and_name_the_guard():
 # -- refusals --------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "no window": ({"norm": 6.0}, TypeError, "window"),
+    "no window": ({"norm": 6.0}, TypeError, "window of at least 2 steps, got none"),
     "an unknown key": ({"norm": 6.0, "windows": 128}, ValueError, "windows"),
     "no signal": ({"window": 128}, ValueError, "'norm' or 'loss'"),
     "no deviation": ({"norm": 0.0, "window": 128}, ValueError, "above 0"),
