@@ -413,7 +413,6 @@ class Gradients:
         """
         self.arrived = {}
         if self.alone:
-            self.show_views()
             self.restart()
         if refuses:
             self._refuse_local()
@@ -604,7 +603,7 @@ class Gradients:
         for position in views:
             params[position].grad = None  # so that they are not cast one by one
         for position in range(len(params)) if self.alone else views:
-            if position not in self.shown or not self.alone:
+            if type(params[position].grad) is not StandIn:
                 self._set_dtype(position, MASTER_DTYPE)
         for position in views:
             params[position].grad = self._view(position, wide)
@@ -624,6 +623,7 @@ class Gradients:
 
     def end_alone(self) -> None:
         """Send gradients from now on. What ``.grad`` shows becomes this rank's own gradient."""
+        self.show_views(retires=True)
         for position in range(len(self.pack.params)):
             self._part_with(position)
         self.has.clear()
@@ -635,14 +635,24 @@ class Gradients:
             self.show(position)
         self.adds = set(self.shown)
 
-    def show_views(self) -> None:
-        """Show views in place of these stand-ins."""
-        shown, self.shown, self.adds = self.shown, set(), set()
-        for position in shown:
+    def show_views(self, retires: bool = False) -> None:
+        """Show views in place of stand-ins.
+
+        Args:
+            retires: stand-ins that a script keeps no longer show the mean.
+        """
+        self.shown, self.adds = set(), set()
+        for position in range(len(self._stand_ins)):
+            if self._stand_ins[position] is None:
+                continue
             param = self.pack.params[position]
-            if param.grad is not None and self.holds(position, param.grad):
+            shows = param.grad is not None and self.holds(position, param.grad)
+            if retires:
+                self._retire(position)
+            if shows:
                 param.grad = None
-                self._set_dtype(position, self.own.dtype)
+            self._set_dtype(position, self.own.dtype)  # also of those that were cleared
+            if shows:
                 param.grad = self._view(position, self.own)
 
     def adopt(self) -> None:
@@ -662,6 +672,7 @@ class Gradients:
             views = [self._view(position, own) for position in grads]
             self._copy(views, [*grads.values()])
             for position, view in zip(grads, views, strict=True):
+                self._set_dtype(position, own.dtype)  # a stand-in had ``low``
                 params[position].grad = view
 
     def adopt_all(self) -> None:
@@ -704,6 +715,8 @@ class Gradients:
             self._own = self._full = self.holders = None
             self.narrow()
             return
+        if self.alone:
+            self.show_views()  # zeros show no clip
         held, self.held = self.held, {}
         for position in held:
             if self.pack.params[position].grad is not None:  # not cleared before

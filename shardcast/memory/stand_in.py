@@ -359,10 +359,11 @@ def _local(value: object, hidden: DistributedStandIn, local: StandIn) -> object:
 
 @_compat.untraced  # the walk over frames breaks a graph, after which torch 2.11 cannot raise
 def _refuse_read(name: str, hidden: StandIn) -> NoReturn:
-    raise RuntimeError(
-        f"{name} reads .grad of {hidden.of!r}, but after the backward each rank holds only the "
-        f"elements of the mean gradient that it owns. {_second_phase()}{DOORS}"
-    )
+    grads = _grads_of(hidden)
+    why = "after the backward each rank holds only the elements of the mean gradient that it owns"
+    if grads is not None and grads.alone:
+        why = "the update applies the last clip, which the gradient lacks until a gather"
+    raise RuntimeError(f"{name} reads .grad of {hidden.of!r}, but {why}. {_second_phase()}{DOORS}")
 
 
 def _second_phase() -> str:

@@ -187,6 +187,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             is_edited = packed.reduce.is_edited()
             with packed.decider.refusal.held():
                 _refuse_loss(loss)
+                if is_edited:
+                    packed.reduce.refuse_edits()
                 take_moved(packed.shards)
             packed.decider.meet(STEP_AFTER_EDIT if is_edited else "step")
             if is_edited:

@@ -202,6 +202,96 @@ def test_a_clip_is_seen_on_one_rank_whoever_reads(dtype: str):
     ThreadedWorld(1).run(run)
 
 
+def backward_of(model: nn.Module, scale: float = 1.0) -> None:
+    (model(torch.ones(1, 8)) * scale).float().sum().backward()
+
+
+def cleared_and_added_to(model: nn.Module, optimizer: Any) -> None:
+    one_cleared(model)
+    backward_of(model)
+
+
+def clipped_again_and_replaced(model: nn.Module, optimizer: Any) -> None:
+    optimizer.clip_grad_norm_(0.05)
+    param = next(model.parameters())
+    param.grad = torch.full_like(param, 0.25)
+
+
+def one_assigned(model: nn.Module, _optimizer: Any) -> None:
+    param = next(model.parameters())
+    param.grad = torch.full_like(param, 0.25)
+
+
+def divided_and_edited(model: nn.Module, optimizer: Any) -> None:
+    optimizer.divisor = float(optimizer.divisor)
+    all_in_place(model)
+
+
+def clipped_by_torch(model: nn.Module, _optimizer: Any) -> None:
+    clip_grad_norm_(model.parameters(), 0.05)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        cleared_and_added_to,
+        clipped_again_and_replaced,
+        one_assigned,
+        divided_and_edited,
+        clipped_by_torch,
+    ],
+)
+def test_acts_after_a_clip_are_the_same_on_one_rank(act: Any):
+    def run(group: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer: Any = shardcast.shard(model, sgd(model), process_group=group, param_dtype="bf16")
+        optimizer.process_group_size = group.size()
+        for step in range(3):
+            backward_of(model, 1 + step)
+            optimizer.clip_grad_norm_(0.1)
+            act(model, optimizer)
+            optimizer.step()
+            if step:  # the second one adds to gradients of the first
+                optimizer.zero_grad()
+        return list(optimizer.full_parameters().values())
+
+    expected = ThreadedWorld(2, timeout=20).run(run)[0]
+    for mine, theirs in zip(ThreadedWorld(1).run(run)[0], expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+
+
+def test_gradients_of_one_rank_can_be_read_where_no_clip_is_left_to_the_update():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))  # fp32 and bf16
+    optimizer: Any = shardcast.shard(model, sgd(model), param_dtype="bf16")
+    backward_of(model)
+    optimizer.clip_grad_norm_(0.1)
+    norms = [param.grad.clone().norm() for param in model.parameters()]
+    torch.testing.assert_close(torch.stack(norms).norm(), torch.tensor(0.1))
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = shardcast.shard(model, sgd(model), param_dtype="bf16")
+    backward_of(model)
+    optimizer.clip_grad_norm_(0.1)
+    with pytest.raises(RuntimeError, match=r"applies the last clip.*gather_gradients"):
+        model[0].weight.grad.clone()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert not model[0].weight.grad.clone().any()  # zeros lack no clip
+
+
+def test_what_was_kept_before_a_clip_is_not_edited_as_if_it_were_clipped():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer: Any = shardcast.shard(model, sgd(model), param_dtype="bf16")
+    backward_of(model)
+    kept = [param.grad for param in model.parameters()]
+    optimizer.clip_grad_norm_(0.1)
+    for grad in kept:
+        grad.add_(0.01)  # which the clip would make smaller
+    with pytest.raises(RuntimeError, match=r"kept from before clip_grad_norm_"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_step_after_gradients_were_read_has_the_bits_of_one_without(dtype: str, size: int):

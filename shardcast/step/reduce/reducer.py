@@ -447,8 +447,8 @@ class Reducer:
     def note_clip(self, clip: Decision) -> None:
         """Note the decision of a clip, whose factors the means lack."""
         self.clip, self._clipped, self._seen = clip, self.last_backward, self.versions()
-        for grads in self.grads if self.alone else ():
-            if not grads.shows:
+        if self.alone and not self.shows:  # otherwise it is multiplied in next
+            for grads in self.grads:
                 grads.hide_clip()
 
     @property
@@ -501,6 +501,16 @@ class Reducer:
         if self._seen is None or self.versions() != self._seen:
             return True
         return any(grads.replaced() for grads in self.grads)
+
+    def refuse_edits(self) -> None:
+        """Raise RuntimeError if a script edited means that lack the clip, by what it kept."""
+        seen = [-1] * len(self.grads) if self._seen is None else self._seen
+        for grads, version in zip(self.grads, seen, strict=True):
+            if self.alone and not grads.shows and grads.version != version:
+                raise RuntimeError(
+                    "step: a .grad that the script kept from before clip_grad_norm_ was edited "
+                    "after it, and does not show the clip; read param.grad again after the clip"
+                )
 
     def state(self) -> Any:
         """Return a value that changes when a gradient comes, is edited, replaced or cleared."""
@@ -592,6 +602,8 @@ class Reducer:
         backward.started, self.last_backward = True, backward.number
         self._start(backward.sends)
         for grads in self.grads:
+            if self.alone:
+                grads.show_views(retires=True)
             grads.widen()
 
     def _failed(self, number: int) -> None:
