@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardcast import _compat
 from shardcast._compat import groups
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
@@ -52,7 +53,7 @@ class Cluster(NamedTuple):
 def models_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the ``models`` that ``optimizer`` trains."""
     params = {param for group in optimizer.param_groups for param in group["params"]}
-    return [model for model in models if not params.isdisjoint(model.parameters())]
+    return [model for model in models if not params.isdisjoint(_compat.parameters(model))]
 
 
 def clusters(

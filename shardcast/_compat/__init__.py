@@ -55,6 +55,11 @@ def own_storage(view: Tensor) -> Tensor:
     return view if view.is_meta else from_dlpack(to_dlpack(view))
 
 
+def parameters(module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """Return a module's parameters, even if its class has its own ``parameters()``, like MAML's."""
+    return nn.Module.parameters(module, recurse)
+
+
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     """Return whether it is a ``DTensor``, without importing that slow module."""
     return hasattr(tensor, "device_mesh")

@@ -66,7 +66,7 @@ class Overlap(StepHook):
         if self._is_needed:
             self._sync.by = self
             for module in self._model.modules():
-                if any(True for _ in module.parameters()):
+                if any(True for _ in _compat.parameters(module)):
                     self._handles += self._install(module)
 
     def _install(self, module: nn.Module) -> list[RemovableHandle]:
@@ -102,20 +102,22 @@ class Overlap(StepHook):
         always = self._always
         if always is None or not always <= modules:
             self._always = modules if always is None else always & modules
-            called = {p for module in self._always for p in module.parameters(recurse=False)}
+            called = {
+                p for module in self._always for p in _compat.parameters(module, recurse=False)
+            }
             self._first = [
                 pack for pack in self._sync.packs if not called.issuperset(pack.in_model)
             ]
         self._entered = False
         self._sync.start()
         for stage in self._stages:
-            for param in stage.parameters(recurse=False):  # a copy takes these before any hook
+            for param in _compat.parameters(stage, recurse=False):  # copied before any hook
                 self._wait_for(param)
 
     def _map(self) -> None:
         self._mapped = len(self._sync.packs)
         self._always = None
-        self._pack_of = dict.fromkeys(self._model.parameters())
+        self._pack_of = dict.fromkeys(_compat.parameters(self._model))
         for pack in self._sync.packs:
             self._pack_of.update(dict.fromkeys(pack.in_model, pack))
 
@@ -145,7 +147,7 @@ class Overlap(StepHook):
                 self._sync.wait()
         for pack in self._first:
             pack.wait()
-        for param in module.parameters(recurse=False):
+        for param in _compat.parameters(module, recurse=False):
             self._wait_for(param)
 
     def _wait_for(self, param: nn.Parameter) -> None:

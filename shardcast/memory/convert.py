@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.plan.precision import Precision
 from shardcast.plan.validate import check_matched
@@ -53,7 +54,7 @@ def convert_(
     precision = Precision(module, config)
     check_matched(precision.unmatched)
     target = None if device is None else torch.device(device)
-    for param in module.parameters():
+    for param in _compat.parameters(module):
         grad, param.grad = param.grad, None
         wanted = precision.storage_dtype(param)
         for tensor in (param, grad):

@@ -261,7 +261,7 @@ def _device(stages: Sequence[nn.Module]) -> torch.device:
 
     For a model on ``meta`` it is the CPU, unless the default group does not support it (NCCL only).
     """
-    first = next((param for stage in stages for param in stage.parameters()), None)
+    first = next((param for stage in stages for param in _compat.parameters(stage)), None)
     if first is not None and not first.is_meta:
         return first.device
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -232,7 +232,7 @@ def install_casts(model: nn.Module, precision: Precision) -> list[LowForward]:
     config, low = precision.config, precision.config.param_dtype
     if low == MASTER_DTYPE:
         return []
-    device_type = next((param.device.type for param in model.parameters()), "cpu")
+    device_type = next((param.device.type for param in _compat.parameters(model)), "cpu")
     stored: dict[nn.Module, set[torch.dtype]] = {}
     computes: dict[nn.Module | None, ComputeMode] = {}
     forwards: list[LowForward] = []
@@ -240,9 +240,11 @@ def install_casts(model: nn.Module, precision: Precision) -> list[LowForward]:
         outside = computes.get(caller)
         inside = computes[module] = _compute(module, outside, precision, stored)
         has_low = low in _dtypes(module, stored)
-        weight = next((p for p in module.parameters() if p.dtype == low), None) if has_low else None
+        lows = (param for param in _compat.parameters(module) if param.dtype == low)
+        weight = next(lows, None) if has_low else None
         holds_untouched = not isinstance(module, TABLES) and any(
-            param in precision.untouched and is_matrix(param) for param in module.parameters()
+            param in precision.untouched and is_matrix(param)
+            for param in _compat.parameters(module)
         )
         inputs: torch.dtype | nn.Parameter | None = None
         outputs: torch.dtype | None = None
@@ -292,7 +294,9 @@ def _compute(
         bare = config.cast_forward_inputs and not is_layer(module) and _holds_matrix(module)
         return ComputeMode.AUTOCAST if config.autocast or bare else ComputeMode.LOW
     if config.autocast:
-        owners = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
+        owners = [
+            m for m in module.modules() if any(True for _ in _compat.parameters(m, recurse=False))
+        ]
         if owners and precision.fp32_modules.keys() >= {*owners}:
             return ComputeMode.FP32
         return outside or ComputeMode.AUTOCAST
@@ -305,7 +309,7 @@ def _compute(
 def _dtypes(module: nn.Module, stored: dict[nn.Module, set[torch.dtype]]) -> set[torch.dtype]:
     """Return the dtypes of all parameters inside."""
     if module not in stored:
-        stored[module] = {param.dtype for param in module.parameters(recurse=False)}
+        stored[module] = {param.dtype for param in _compat.parameters(module, recurse=False)}
         stored[module].update(*(_dtypes(child, stored) for child in module.children()))
     return stored[module]
 
@@ -321,14 +325,14 @@ def _takes_activations(
     if not is_layer(module) or isinstance(module, (nn.Embedding, nn.Sequential)):
         return False
     if config.autocast:
-        own = {param.dtype for param in module.parameters(recurse=False)}
+        own = {param.dtype for param in _compat.parameters(module, recurse=False)}
         return low in own and not isinstance(module, MATMULS)
     return config.cast_forward_inputs and low in _dtypes(module, stored)
 
 
 def _holds_matrix(module: nn.Module) -> bool:
     """Return whether its own code reads a parameter of several dimensions, even from a list."""
-    return any(map(is_matrix, module.parameters(recurse=False))) or any(
+    return any(map(is_matrix, _compat.parameters(module, recurse=False))) or any(
         _holds_matrix(child) for child in module.children() if not is_called(child)
     )
 

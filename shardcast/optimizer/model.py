@@ -40,7 +40,7 @@ WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DDP and torch.compile add 
 def called_by_script(module: nn.Module) -> list[nn.Module]:
     """Return ``module``, or its submodules if it has no forward, like a list of models."""
     children = list(module.children())
-    owns = any(True for _ in module.parameters(recurse=False))
+    owns = any(True for _ in _compat.parameters(module, recurse=False))
     if type(module).forward is not nn.Module.forward or owns or not children:
         return [module]
     return [inner for child in children for inner in called_by_script(child)]
@@ -69,7 +69,7 @@ class Tree:
         """
         if all(get(key) is value for get, key, value in self._places):
             return ""
-        present = {param for stage in self._stages for param in stage.parameters()}
+        present = {param for stage in self._stages for param in _compat.parameters(stage)}
         return ", ".join(repr(name) for param, name in self._names.items() if param not in present)
 
 
@@ -110,7 +110,7 @@ def joined(stages: Sequence[nn.Module]) -> nn.Module:
                 "names of the whole model, as when layers of a copy of it are deleted. For models "
                 "that are no stages, pass nn.ModuleDict({'first': first, 'second': second})"
             )
-    holders = Counter(param for stage in stages for param in set(stage.parameters()))
+    holders = Counter(param for stage in stages for param in set(_compat.parameters(stage)))
     if any(count > 1 and param.requires_grad for param, count in holders.items()):
         warn_first(
             "model: two pipeline stages of this rank share a Parameter, whose gradient torch's "
@@ -167,7 +167,7 @@ def waiting_restores(models: Iterable[nn.Module]) -> list[Callable[[], None]]:
     """Return the functions that restore these models, or a part of them, each once."""
     notes: list[ShardedModel | PackedParam | None] = []
     for model in models:
-        notes += [getattr(model, NOTE, None), *map(note_of, model.parameters())]
+        notes += [getattr(model, NOTE, None), *map(note_of, _compat.parameters(model))]
     return list(dict.fromkeys(note.restore for note in notes if note and note.restore))
 
 
@@ -231,7 +231,7 @@ class ModelHooks:
         self._in_vain.clear()
         if not (module.training and torch.is_grad_enabled()):  # it may be converted for inference
             return
-        first = next(module.parameters(), None)
+        first = next(_compat.parameters(module), None)
         if first is not None and first.is_meta:
             raise RuntimeError(
                 "model: its parameters lost their memory after shardcast.shard "

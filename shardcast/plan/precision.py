@@ -97,9 +97,9 @@ class Precision:
         self._converts_rest = config.convert_rest or (low and not config.autocast)
         if not self._converts_rest:
             if trained is None:
-                trained = {param for param in model.parameters() if param.requires_grad}
+                trained = {param for param in _compat.parameters(model) if param.requires_grad}
             kept = _params_of(self.fp32_modules)
-            self.untouched = {*filter(is_packable, model.parameters())} - trained - kept
+            self.untouched = {*filter(is_packable, _compat.parameters(model))} - trained - kept
         self._untouched_modules = {
             module
             for module in model.modules()
@@ -157,7 +157,7 @@ class Precision:
 
 def _params_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
     """Return modules' own parameters, without submodules."""
-    return {param for module in modules for param in module.parameters(recurse=False)}
+    return {param for module in modules for param in _compat.parameters(module, recurse=False)}
 
 
 def _parametrized(model: nn.Module) -> Iterator[nn.Module]:
@@ -183,7 +183,7 @@ def _not_multiplied(model: nn.Module) -> Iterator[nn.Parameter]:
         is_matrix(param)
         for module in modules
         if not isinstance(module, TABLES)
-        for param in module.parameters(recurse=False)
+        for param in _compat.parameters(module, recurse=False)
     ):
         yield from _params_of(module for module in modules if isinstance(module, TABLES))
 
@@ -197,7 +197,7 @@ def _vectors(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if is_layer(module) and not isinstance(module, TABLES):
             continue
-        params = [*module.parameters(recurse=False)]
+        params = [*_compat.parameters(module, recurse=False)]
         with_matrix = any(map(is_matrix, params))
         for param in params:
             if not (is_matrix(param) or (with_matrix and param.dim() == 1)):

@@ -216,3 +216,45 @@ def test_a_compiled_model_trains_as_the_plain_one_and_keeps_its_names(when: str)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=ROUNDING)
     assert optimizer.layout.packs[0].slots[0].name == "0.weight"
+
+
+class Learner(nn.Module):
+    """Its ``parameters()`` takes no arguments and returns no iterator, like those of MAML."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        sizes = ((16, 7), (16,), (3, 16), (3,))
+        self.vars = nn.ParameterList(torch.randn(size, generator=draw) / 4 for size in sizes)
+        self.running_mean = nn.Parameter(torch.zeros(7), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, second, third, fourth = self.vars
+        hidden = nn.functional.linear(inputs - self.running_mean, first, second).tanh()
+        return nn.functional.linear(hidden, third, fourth)
+
+    def parameters(self) -> nn.ParameterList:  # type: ignore[override]
+        return self.vars
+
+
+@pytest.mark.parametrize("options", [{}, {"param_dtype": "bf16"}, {"overlap_sync": True}])
+def test_a_module_with_its_own_parameters_method_trains_as_beside_ddp(options: dict[str, Any]):
+    def train(group: Any = None) -> list[Tensor]:
+        model, batch = Learner(), BATCH
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if group is not None:
+            batch = BATCH.chunk(group.size())[group.rank()]
+            given = {"param_dtype": "fp32", "fuse": "eager", **options}
+            optimizer = shardcast.shard(model, optimizer, process_group=group, **given)
+        for _ in range(5):
+            model(batch).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if options.get("overlap_sync") and group is not None:
+            optimizer.wait_sync()
+        return [param.detach().float() for param in model.vars]
+
+    first, second = ThreadedWorld(2, timeout=20).run(train)
+    assert equal(first, second)
+    tolerance = 1e-2 if options.get("param_dtype") == "bf16" else ROUNDING
+    torch.testing.assert_close(first, train(), rtol=0, atol=tolerance)
