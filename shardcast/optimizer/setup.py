@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardcast import _compat
-from shardcast.comm import ProcessGroups
+from shardcast.comm import ProcessGroups, warn_first
 from shardcast.config import ShardcastConfig
 from shardcast.memory.aliases import Alias
 from shardcast.memory.packed_param import note_of
@@ -224,6 +224,8 @@ def _traits(originals: OptimizerList, parallel_dims: ParallelDims) -> list[Optim
     for trait in traits:
         if trait.entangled and ranks > 1:
             raise TypeError(trait.entangled)
+        if trait.hazard and ranks > 1:
+            warn_first(trait.hazard)
     return traits
 
 

@@ -156,11 +156,13 @@ class OptimizerTraits(NamedTuple):
         cost: ``cost(name, shape, group)`` returns about how many floating-point operations the
             update of a parameter takes, if that is not proportional to its elements. It raises
             ValueError for a parameter that the class cannot update.
+        hazard: what a script should know if several ranks share its parameters; usually empty.
     """
 
     elementwise: bool
     entangled: str = ""
     cost: Callable[[str, Sequence[int], ParamGroup], float] | None = None
+    hazard: str = ""
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:

@@ -73,7 +73,19 @@ def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
             raise collective_refusal(optimizer) from error
         _refuse_list(optimizer, error)
         return OptimizerTraits(elementwise=False)
-    return OptimizerTraits(elementwise=False, entangled="" if is_random else entangled)
+    if is_random:
+        return OptimizerTraits(elementwise=False, hazard=_hazard(optimizer))
+    return OptimizerTraits(elementwise=False, entangled=entangled)
+
+
+def _hazard(optimizer: torch.optim.Optimizer) -> str:
+    """Return the warning about a class that draws random numbers."""
+    return (
+        f"optimizer: {type(optimizer).__name__} draws random numbers, and each rank draws those of "
+        "the parameters that it updates: with equal seeds, parameters of different ranks get equal "
+        "numbers. Seed the ranks differently, torch.manual_seed(seed + rank), and draw what all "
+        "ranks need alike, such as a shuffle, from a torch.Generator of its own"
+    )
 
 
 # -- refused without a step ---------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -259,6 +260,21 @@ def test_random_numbers_of_the_script_stay_as_they_were(draw: Any):
     optimizer = shardcast.shard(model, inner)
     assert states() == before
     assert optimizer.layout.partition == "whole"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_several_ranks_are_told_that_a_class_draws_their_random_numbers_apart(size: int):
+    def shard(group: Any) -> None:
+        model = mlp()
+        inner = foreign.Noisy(model.parameters(), draw=torch.randn_like)
+        shardcast.shard(model, inner, process_group=group)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ThreadedWorld(size, timeout=20).run(shard)
+    told = [str(each.message) for each in caught if "draws random" in str(each.message)]
+    assert len(told) == (size > 1)
+    assert all("Noisy" in message and "Seed the ranks" in message for message in told)
 
 
 def test_the_probe_leaves_optimizer_and_parameters_alone():
