@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from shardcast import checkpoint
+from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.directory import is_checkpoint, steps
 
 CHECKPOINT_HELP = (
@@ -43,18 +44,16 @@ def _located(directory: str) -> str:
 
 def _table(info: checkpoint.Manifest) -> list[str]:
     """Print each parameter with its optimizer state."""
-    prefix, state = "model.", "optimizer.state."
-    tensors, of_optimizer = info.tensors, info.trained  # read from files
+    of_optimizer, stored_at = info.trained, Reader(info.path).stored  # read from files
     states: dict[str, list[str]] = {}  # names of state tensors, by parameter
-    for key in tensors:
-        if key.startswith(state):
-            param, _, name = key.removeprefix(state).rpartition(".")
-            states.setdefault(param, []).append(name)
+    for path in stored_at:
+        if path[:2] == ("optimizer", "state") and len(path) == 4:
+            states.setdefault(path[2], []).append(path[3])
     rows = [("tensor", "shape", "dtype", "state of the optimizer")]
     trained, others = 0, 0
-    for key, stored in tensors.items():
-        if key.startswith(prefix):
-            name = key.removeprefix(prefix)
+    for path, stored in stored_at.items():
+        if path[0] == "model" and len(path) == 2:
+            name = path[1]
             dtype = str(stored.dtype).removeprefix("torch.")
             shape = "x".join(map(str, stored.shape)) or "-"
             rows.append((name, shape, dtype, ", ".join(states.get(name, ()))))

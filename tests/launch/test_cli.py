@@ -192,7 +192,8 @@ def test_inspect_shows_a_checkpoint_as_a_table_and_export_writes_plain_files(
     tmp_path: Path, command: Command
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    optimizer = shardcast.shard(model, torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9))
+    momentum = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
+    optimizer = shardcast.shard(model, momentum, averages={"ema": 0.9})
     model(torch.randn(2, 3)).float().sum().backward()
     optimizer.step()
     run, out = str(tmp_path / "run"), tmp_path / "out"
@@ -204,7 +205,8 @@ def test_inspect_shows_a_checkpoint_as_a_table_and_export_writes_plain_files(
     assert facts["written"].startswith(f"by  torch {torch.__version__}, Python 3.")
     assert re.match(r"0\.0\d+ MB \(\d\d,\d+ bytes\) in 3 files", facts["size"])
     rows = {line.split()[0]: line.split()[1:] for line in lines[lines.index("") + 2 :]}
-    assert rows["0.weight"] == ["2x3", "float32", "momentum_buffer"]
+    state = ["momentum_buffer,", "average.ema,", "average.ema.steps"]
+    assert rows["0.weight"] == ["2x3", "float32", *state]
     assert rows["1.num_batches_tracked"] == ["-", "int64"]
     printed = command("export", run, str(out)).split()
     assert printed == [str(out / name) for name in ("model.safetensors", "optimizer.pt")]
