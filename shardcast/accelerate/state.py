@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +16,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from shardcast import checkpoint
 from shardcast.accelerate import mesh
-from shardcast.checkpoint.directory import newest_sound, steps
+from shardcast.checkpoint.directory import delete, newest_sound, steps
 
 if TYPE_CHECKING:
     from shardcast.accelerate.accelerator import ShardcastAccelerator
@@ -66,7 +65,7 @@ def save(
     keep, names = (limit, AUTOMATIC) if automatic else (1, FOLDER)
     if keep and accelerator.is_main_process:
         for old in [*_folders(folder.parent, names).values()][keep:]:
-            shutil.rmtree(old)
+            delete(old)
     return folder
 
 

@@ -191,7 +191,7 @@ def commit(
     leaving = target.with_name(new_name(LEAVING, target))
     files.rename(target, leaving)
     files.rename(writing, target)
-    _delete(leaving)
+    delete(leaving)
 
 
 def manifest_of(folder: Path) -> Manifest:
@@ -449,7 +449,7 @@ def sweep(directory: Path, *prefixes: str) -> None:
     """Delete the remains of interrupted saves and deletions; failures only warn."""
     for path in directory.iterdir():
         if path.name.startswith(prefixes):
-            _delete(path)
+            delete(path)
 
 
 def retain(directory: Path, step: int, keep: int) -> None:
@@ -469,7 +469,7 @@ def retain(directory: Path, step: int, keep: int) -> None:
         except OSError as error:
             warn_first(f"keep: {str(path)!r} could not be deleted: {error}")
             continue
-        _delete(leaving)
+        delete(leaving)
 
 
 def _is_as_committed(folder: Path) -> bool:
@@ -479,7 +479,8 @@ def _is_as_committed(folder: Path) -> bool:
         return False
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
+    """Delete a directory; a failure only warns."""
     try:
         shutil.rmtree(path)
     except OSError as error:

@@ -435,6 +435,26 @@ def test_free_memory_removes_the_hooks_with_the_optimizer_and_training_may_go_on
     assert hooks(model) == 0
 
 
+def test_an_older_state_that_cannot_be_deleted_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone deletes it, so an error would leave the others waiting in their next call."""
+    accelerator = accelerator_of("bf16")
+    prepared(accelerator)
+    accelerator.save_state(str(tmp_path))
+    stock = shutil.rmtree
+
+    def refused(path: Path, **options: Any) -> None:
+        if Path(path).name == "state-0":
+            raise PermissionError(13, "Permission denied", str(path))
+        stock(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    with pytest.warns(UserWarning, match="state-0.* could not be deleted"):
+        assert accelerator.save_state(str(tmp_path)) == tmp_path / "state-1"
+    assert {path.name for path in tmp_path.iterdir()} == {"state-0", "state-1"}
+
+
 @pytest.mark.parametrize("own_prefix", [False, True])
 def test_a_state_of_accelerate_loads_with_the_names_of_a_wrapper_and_without(
     tmp_path: Path, own_prefix: bool
