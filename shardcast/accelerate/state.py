@@ -82,7 +82,7 @@ def load(
     cut = any(mesh.is_cut(prepared.model) for prepared in accelerator.sharded)
     if chosen is not None:
         shards = _shards_of(accelerator, Path(chosen))
-        saved = [path for path in Path(chosen).iterdir() if path.name.startswith(SHARDS)]
+        saved = [path for path in Path(chosen).glob(f"{SHARDS}*") if path.is_dir()]
         if len(shards) != len(saved):
             raise ValueError(
                 f"load_state: expected the states of {len(shards)} sharded optimizers in {chosen}, "

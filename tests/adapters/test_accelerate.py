@@ -455,6 +455,14 @@ def test_an_older_state_that_cannot_be_deleted_is_warned_of(
     assert {path.name for path in tmp_path.iterdir()} == {"state-0", "state-1"}
 
 
+def test_a_file_of_a_script_beside_the_shards_is_no_state(tmp_path: Path) -> None:
+    accelerator = accelerator_of("bf16")
+    prepared(accelerator)
+    folder = accelerator.save_state(str(tmp_path))
+    (folder / "shardcast.yaml").write_text("param_dtype: bf16\n")
+    accelerator.load_state(str(tmp_path))
+
+
 @pytest.mark.parametrize("own_prefix", [False, True])
 def test_a_state_of_accelerate_loads_with_the_names_of_a_wrapper_and_without(
     tmp_path: Path, own_prefix: bool
