@@ -232,20 +232,26 @@ class Averages(StepHook):
                 missing or has another shape. Nothing changes.
         """
         optimizer = self._optimizer
+        by_key: dict[str, Tensor] = {}
+
+        def weight(parameter: str) -> Any:
+            value = by_key.get(_compat.state_key(parameter))
+            return None if value is None else _compat.local_tensor(value).detach()
 
         def checked() -> float:
             self.check("load_average", name)
+            by_key.update((_compat.state_key(key), value) for key, value in weights.items())
             if isinstance(steps, (str, bool)) or not 0 <= float(steps) < math.inf:
                 raise ValueError(f"load_average: steps: expected a number >= 0, got {steps!r}")
             optimizer.refuse_inside("load_average")
             shapes = {slot.name: slot.shape for _, slot in optimizer.layout.slots()}
             for parameter, expected in shapes.items():
-                value = weights.get(parameter)
-                shape = None if value is None else tuple(_compat.local_tensor(value).shape)
+                value = weight(parameter)
+                shape = None if value is None else tuple(value.shape)
                 if shape != expected:
                     raise ValueError(
                         f"load_average: {parameter!r} has shape {shape}, expected {expected}; give "
-                        "all parameters by the names of model.named_parameters"
+                        "all parameters by the names of model.named_parameters or state_dict"
                     )
             return float(steps)
 
@@ -261,8 +267,7 @@ class Averages(StepHook):
         def parts(shard: Shard) -> Iterator[tuple[Fragment, Tensor]]:
             for fragment in shard.fragments:
                 start, stop = fragment.param_range
-                average = _compat.local_tensor(weights[fragment.slot.name]).detach()
-                yield fragment, average.reshape(-1)[start:stop]
+                yield fragment, weight(fragment.slot.name).reshape(-1)[start:stop]
 
         # A frozen parameter needs no average of its own, unless another value is loaded for it.
         frozen = [shard for shard in optimizer.shards if shard.grads is None]

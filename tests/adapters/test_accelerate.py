@@ -26,6 +26,7 @@ from models import MLP, parts
 from oracle import difference, mlp, pair
 from test_accelerate_processes import fresh
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardcast
@@ -411,6 +412,16 @@ def test_the_fp32_state_has_the_masters_behind_a_published_form() -> None:
     with torch.no_grad():
         model[0].weight[0, 0] = 3.0
     assert accelerator.get_state_dict(model)["0.weight"][0, 0] == 3.0
+
+
+def test_a_checkpoint_wrapper_hides_no_master() -> None:
+    """Its parameters have other names in ``named_parameters`` than in ``state_dict``."""
+    accelerator = accelerator_of("bf16")
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(3, 3)), nn.Linear(3, 2))
+    model, _ = prepared(accelerator, model)
+    state = accelerator.get_state_dict(model)
+    assert state.keys() == model.state_dict().keys()
+    assert {value.dtype for value in state.values()} == {FP32}
 
 
 def test_free_memory_removes_the_hooks_with_the_optimizer_and_training_may_go_on() -> None:

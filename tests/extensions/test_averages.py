@@ -10,6 +10,7 @@ import torch
 from models import CASES, adamw, advance, assert_same_bits, install, run_world, sharded, values
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardcast
 from shardcast import checkpoint
@@ -257,3 +258,14 @@ def test_what_is_written_to_buffers_inside_averaged_is_undone_and_a_checkpoint_h
     model(batch + 2)
     checkpoint.load(tmp_path, model, optimizer)
     assert_same_bits(dict(model.named_buffers()), training)
+
+
+def test_an_average_is_loaded_by_the_keys_of_a_state_dict_too():
+    """torch's wrapper for activation checkpointing has other names in ``named_parameters``."""
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(3, 3)), nn.Linear(3, 2))
+    optimizer: Any = sharded(model, averages={"ema": 0.5})
+    named = dict(model.named_parameters())
+    for factor, given in ((2, model.state_dict()), (3, named)):
+        optimizer.load_average("ema", {name: factor * value for name, value in given.items()})
+        expected = {name: factor * value.detach() for name, value in named.items()}
+        assert_same_bits(optimizer.full_parameters("ema"), expected)
