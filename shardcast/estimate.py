@@ -23,7 +23,9 @@ from shardcast.plan.partition import ELEMENT
 from shardcast.plan.precision import MASTER_DTYPE, exact_sums, grad_dtype, wire_dtype
 from shardcast.plan.publishing import publishing_of
 from shardcast.step.update import updates_of
-from shardcast.step.update.held import Held, held_of
+from shardcast.step.update.held import Held, held_of, state_tensors
+
+__all__ = ["Estimate", "estimate", "peers", "state_tensors"]
 
 KNOWN = ELEMENTWISE | {torch.optim.Muon}  # optimizers whose state is known in advance
 
