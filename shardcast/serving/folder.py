@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +47,6 @@ VERSION = re.compile(r"(?P<run>[0-9a-f]+)-(?P<number>\d+)-\d+")
 RUN = re.compile(r"[0-9a-f]+")
 NEWEST, HEAD = "NEWEST", "shardcast"
 FULL_EVERY = 100  # versions
-
-
-class Follows(Protocol):
-    """An optimizer that records changes, from ``shard(..., changes=True)``."""
-
-    def changes(self, since: str | None = None) -> Changes:
-        """See :meth:`shardcast.ShardedOptimizer.changes`."""
 
 
 class _File(NamedTuple):
@@ -87,7 +80,7 @@ class FolderSender:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        optimizer: Follows,
+        optimizer: Any,
         full_every: int = FULL_EVERY,
     ) -> None:
         if full_every < 1:
@@ -119,7 +112,8 @@ class FolderSender:
                 this rank's elements, and readers continue from that version.
         """
         # Results number the versions, so all ranks call it alike, even after an error on a disk.
-        changes = told = self._optimizer.changes(self._version)
+        changes: Changes = self._optimizer.changes(self._version)
+        told = changes
         is_due, is_first = self._sent % self._full_every == 0, self._sent == 0
         if is_due and not is_first:
             told = self._optimizer.changes()

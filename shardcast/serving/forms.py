@@ -100,11 +100,6 @@ class Form:
         is_nan = scales == NAN_SCALE
         return bits.masked_fill(is_nan[..., :, None, :, None], NAN_BITS).reshape(values.shape)
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales of a matrix, or of a stack of matrices."""
-        *stack, rows, columns = shape
-        return (*stack, rows // self.block_rows, columns // self.block_columns)
-
     def _blocks(self, values: Tensor) -> Tensor:
         """View as ``(..., block rows, rows of a block, block columns, columns of a block)``."""
         *stack, rows, columns = values.shape

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.option_values import Option, ValidatedOptions, one_of, option, read_mapping
-from shardcast.serving.forms import FORMS, Form
+from shardcast.serving.forms import FORMS
 from shardcast.serving.shards import Serving
 from shardcast.step.step_hook import StepHook
 
@@ -138,13 +138,6 @@ class PublishedReader(StepHook):
         )
 
 
-def as_exported(form: Form, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes and scales in the dtypes that files use."""
-    if form.name == "fp8_block128":
-        scales = scales.view(torch.float8_e8m0fnu).float()  # exact
-    return codes if form.bits == 8 else codes.view(torch.int8), scales
-
-
 class Exported:
     """Converts exact tensors to the codes and scales of an exported folder.
 
@@ -180,7 +173,10 @@ class Exported:
             if values.dim() > 1:
                 self._bare.add(key.rpartition(".")[0])
             return {key: values}
-        codes, scales = as_exported(FORMS[cast], *FORMS[cast].quantize(values))
+        codes, scales = FORMS[cast].quantize(values)
+        if cast == "fp8_block128":
+            scales = scales.view(torch.float8_e8m0fnu).float()  # exact
+        codes = codes if FORMS[cast].bits == 8 else codes.view(torch.int8)
         return {key: codes, key + SCALE: scales}
 
     def config(self) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def test_codes_times_any_power_of_two_are_as_they_were(form: str):
     if its.bits == 8:
         sign = torch.randint(0, 2, codes.shape, generator=generator).to(torch.uint8) << 7
         codes = (codes | sign).view(torch.float8_e4m3fn)
-    shape = its.scale_shape((256, 256))
+    shape = (256 // its.block_rows, 256 // its.block_columns)
     scales = torch.randint(10, 240, shape, generator=generator).to(torch.uint8)
     smaller = torch.randint(0, 2, codes.shape, generator=generator).bool()
     if its.bits == 8:
@@ -596,7 +596,10 @@ def test_codes_and_scales_are_read_of_every_parameter_on_every_rank(form: str):
         for name, values in matrices(model).items():
             read = optimizer.published(name)
             assert (read.form, read.shape) == (form, tuple(values.shape))
-            assert read.scales.shape == FORMS[form].scale_shape(read.shape)
+            its = FORMS[form]
+            *stack, rows, columns = read.shape
+            blocks = (*stack, rows // its.block_rows, columns // its.block_columns)
+            assert read.scales.shape == blocks
             assert same(read.dequantize(), values)
         with pytest.raises(ValueError, match=r"'wpe\.weight'"):
             optimizer.published("wpe.weight")
