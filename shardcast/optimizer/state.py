@@ -760,12 +760,12 @@ class FullState:
 
         gathered = self._gathered("full_parameters", packed.shards, master_of, on_all=False)
         masters = {
-            slot.name: values[MASTER] if values else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
-            for slot, _, values in gathered
+            param: values[MASTER] if values else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
+            for slot, param, values in gathered
         }
-        names = {param: name for name, param in packed.model.named_parameters()}
+        # Not by the names of slots: a script may have compiled a module in place since.
         every = packed.model.named_parameters(remove_duplicate=False)
-        return {name: masters[names[p]] for name, p in every if names[p] in masters}
+        return {name: masters[param] for name, param in every if param in masters}
 
     def _full_state(
         self, values: ValuesOf, on_all: bool, place: int | None = None

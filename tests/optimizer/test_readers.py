@@ -260,3 +260,20 @@ def test_a_plain_state_has_the_weights_that_a_script_assigned(group: Any):
         states = optimizer.state_dict()["state"].values()
         for param, state in zip(model.parameters(), states, strict=True):
             assert torch.equal(state["shardcast_master"], param.float())
+
+
+def test_a_module_that_is_compiled_in_place_later_keeps_its_masters_and_state():
+    """Its parameters have other names then, as after ``model.layers[0] = torch.compile(...)``."""
+    model = Net()
+    optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), param_dtype="bf16")
+    before = optimizer.full_parameters()
+    model.first = torch.compile(model.first, backend="eager")
+    named = [name for name, _ in model.named_parameters()]
+    assert "first._orig_mod.weight" in named
+    after = optimizer.full_parameters()
+    assert list(after) == named
+    for name, values_of in after.items():
+        assert torch.equal(values_of, before[name.replace("_orig_mod.", "")])
+    with optimizer.as_plain():
+        state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert {len(of_parameter) for of_parameter in state.values()} == {4}
