@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast._compat import groups, state_key
+from shardcast._compat import bare_name, groups
 from shardcast.config import ShardcastConfig
 from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 from shardcast.serving.forms import FORMS
@@ -118,13 +118,13 @@ def exact_state(
     Args:
         prefix: prefix of the model's names in the model that was passed to :func:`shardcast.shard`.
     """
-    masters = {state_key(name): value for name, value in optimizer.full_parameters().items()}
+    masters = {bare_name(name): value for name, value in optimizer.full_parameters().items()}
     layouts = [shard.pack.layout for shard in packed_of(optimizer).shards]
-    formed = [(state_key(slot.name), it.cast) for it in layouts if it.cast for slot in it.slots]
+    formed = [(bare_name(slot.name), it.cast) for it in layouts if it.cast for slot in it.slots]
     forms = {id(masters[name]): form for name, form in formed if name in masters}  # of ties, too
 
     def exact(name: str, value: Any) -> Any:
-        master = masters.get(prefix + name)  # a module's state may use other names
+        master = masters.get(bare_name(prefix + name))  # a module's state may use other names
         if master is None or not isinstance(value, Tensor) or value.shape != master.shape:
             return value
         form = forms.get(id(master))

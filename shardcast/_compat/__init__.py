@@ -316,6 +316,11 @@ def state_key(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
+def bare_name(name: str) -> str:
+    """Return a name without what torch's wrappers for checkpoints and ``torch.compile`` add."""
+    return state_key(name).replace("_orig_mod.", "")
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside DDP and ``torch.compile`` wrappers."""
     *_, innermost = _wrappers(model)

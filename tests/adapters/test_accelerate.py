@@ -414,11 +414,15 @@ def test_the_fp32_state_has_the_masters_behind_a_published_form() -> None:
     assert accelerator.get_state_dict(model)["0.weight"][0, 0] == 3.0
 
 
-def test_a_checkpoint_wrapper_hides_no_master() -> None:
-    """Its parameters have other names in ``named_parameters`` than in ``state_dict``."""
+@pytest.mark.parametrize("wrapped", ["checkpoint", "compiled", "part compiled later"])
+def test_a_wrapper_hides_no_master(wrapped: str) -> None:
+    """Names in ``named_parameters`` of the bare model differ from those in ``state_dict``."""
     accelerator = accelerator_of("bf16")
-    model = nn.Sequential(checkpoint_wrapper(nn.Linear(3, 3)), nn.Linear(3, 2))
-    model, _ = prepared(accelerator, model)
+    first = nn.Linear(3, 3)
+    model = nn.Sequential(checkpoint_wrapper(first) if wrapped == "checkpoint" else first, MLP())
+    model, _ = prepared(accelerator, torch.compile(model) if wrapped == "compiled" else model)
+    if wrapped == "part compiled later":
+        model[0] = torch.compile(model[0])
     state = accelerator.get_state_dict(model)
     assert state.keys() == model.state_dict().keys()
     assert {value.dtype for value in state.values()} == {FP32}
