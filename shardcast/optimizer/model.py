@@ -425,13 +425,16 @@ def restore_rest(stages: Sequence[nn.Module], dtypes: Sequence[Mapping[str, torc
     Args:
         dtypes: dtypes before, from :func:`.setup.dtypes_of`.
     """
-    for stage, dtype_of in zip(stages, dtypes, strict=True):
+    for stage, given in zip(stages, dtypes, strict=True):
+        # A script may have compiled a module in place since, which changes names.
+        dtype_of = {_compat.bare_name(name): dtype for name, dtype in given.items()}
         for name, param in stage.named_parameters():
-            convert_tensor_(as_packed(param), dtype_of.get(name, param.dtype))
+            convert_tensor_(as_packed(param), dtype_of.get(_compat.bare_name(name), param.dtype))
         for prefix, module in stage.named_modules():
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 own_name = name.rpartition(".")[2]
-                module._buffers[own_name] = buffer.to(dtype_of.get(name, buffer.dtype))
+                dtype = dtype_of.get(_compat.bare_name(name), buffer.dtype)
+                module._buffers[own_name] = buffer.to(dtype)
 
 
 def name_unheld(outside: Mapping[str, nn.Parameter]) -> None:

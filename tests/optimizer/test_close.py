@@ -250,3 +250,17 @@ def test_close_gives_a_group_that_was_added_later_its_fp32_masters(group: Any, c
     optimizer.close()
     for name, param in model.named_parameters():
         assert torch.equal(param, masters[name]), name
+
+
+def test_close_restores_what_was_compiled_in_place_meanwhile():
+    """``model[0] = torch.compile(model[0])`` gives parameters and buffers other names."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    dtypes = [tensor.dtype for tensor in (*model.parameters(), *model.buffers())]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    inner = torch.optim.AdamW(trained)
+    optimizer = shardcast.shard(model, inner, autocast=False, cast_buffers=True)
+    for place in (0, 1):
+        model[place] = torch.compile(model[place], backend="eager")
+    optimizer.close()
+    assert [tensor.dtype for tensor in (*model.parameters(), *model.buffers())] == dtypes
