@@ -254,9 +254,6 @@ class HostHome(Home):
         """
         return self._hash(grads.own) if grads.alone else grads.own._version
 
-    def keeps_mean(self, grads: Gradients) -> bool:
-        return True
-
     def arrive(self) -> None:
         self._down()
         self._up()

@@ -132,11 +132,6 @@ class Gradients:
         return self.own._version + apart
 
     @property
-    def stays(self) -> bool:
-        """Return whether the next step has ``own`` in the same memory."""
-        return self._own is self._mean
-
-    @property
     def nbytes(self) -> int:
         """Return the bytes of the mean, and of gradients that are not reduced."""
         held = {id(t): t.nbytes for t in (self._mean, self._own, self._full) if t is not None}

@@ -69,10 +69,6 @@ class Home:
         """Return the mean of the own span as the update sees it; see :meth:`arrive`."""
         return grads.own
 
-    def keeps_mean(self, grads: Gradients) -> bool:
-        """Return whether the next step has the mean in the same memory."""
-        return grads.stays
-
     def arrive(self) -> None:
         """Wait until the mean has arrived, and nothing reads :attr:`published` any more."""
 

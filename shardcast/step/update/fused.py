@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,11 +32,9 @@ ALIGNED = 4  # fp32 numbers in 16 bytes; a GPU graph copies operands with anothe
 
 @dataclass
 class _Plan:
-    """A plan that holds for every step until gradients, groups or memory change.
+    """A plan that holds for every step until gradients or groups change.
 
     Attributes:
-        memory: tensors that contain each shard's operands, compared by identity: the mean, the
-            published span, the first piece of masters.
         counting: views of the step counts that grow.
         is_steady: after another such step the same fragments have equal counts.
         ranges: ranges of each shard.
@@ -46,7 +44,6 @@ class _Plan:
 
     present: Mapping[Pack, Sequence[bool]]
     rules: Sequence[Rule]
-    memory: dict[Shard, tuple[Tensor, Tensor, Tensor]]
     counting: list[Tensor]
     is_steady: bool
     keys: list[Key]
@@ -55,32 +52,8 @@ class _Plan:
     tables: list[RuleTable] = field(default_factory=list)
 
     def serves(self, present: Mapping[Pack, Sequence[bool]], rules: Sequence[Rule]) -> bool:
-        """Return whether the plan holds for this step; adopts gradients in other memory."""
-        if not self.is_steady or rules != self.rules:
-            return False
-        if present is not self.present and present != self.present:
-            return False
-        for shard, (mean, published, first) in self.memory.items():
-            if shard.published is not published or shard.master.first is not first:
-                return False
-            if (now := shard.mean) is not mean:
-                if now.dtype != mean.dtype:
-                    return False
-                for one in self.ranges[shard]:
-                    one.take_gradient(now)
-                self.memory[shard] = now, published, first
-        return True
-
-    def forget_gradients(self) -> None:
-        """Release gradients that will have other memory in the next step."""
-        for shard, (mean, published, first) in self.memory.items():
-            assert shard.grads is not None
-            if shard.home.keeps_mean(shard.grads):
-                continue
-            nothing = mean.new_empty(0)
-            self.memory[shard] = nothing, published, first
-            for one in self.ranges[shard]:
-                one.forget_gradient(nothing)
+        """Return whether the plan holds for this step."""
+        return self.is_steady and rules == self.rules and present == self.present
 
 
 class FusedUpdate(Update):
@@ -152,7 +125,6 @@ class FusedUpdate(Update):
         for steps in plan.counting:
             steps.add_(taken)
         self._run(plan, decision, None if on_host else decision.skip)
-        plan.forget_gradients()
 
     def _run(self, plan: _Plan, decision: Decision, skip: Tensor | None) -> None:
         behind = self._behind_rules(self._execute.on_host)
@@ -170,7 +142,8 @@ class FusedUpdate(Update):
                     if key.rule not in of_tables:
                         of_tables[key.rule] = _of_rows([factors[group] for group in table.groups])
                     numbers, factor = numbers._replace(rule=table.table), of_tables[key.rule]
-                execute(one.fusion, one.operands or one.take_operands(), numbers, factor, skip)
+                operands = one.state.operands(one.part, one.fusion, one.places)
+                execute(one.fusion, operands, numbers, factor, skip)
             if shard.in_blocks and shard in self._states:
                 shard.publish()  # also in a skipped step, with unchanged masters
             self._finish(shard)
@@ -225,10 +198,7 @@ class FusedUpdate(Update):
                 if key == len(known):
                     known.append(Key(rule, group, place))
                 of_shard.append(Range(state, run, fusion, key))
-        memory = {
-            shard: (shard.mean, shard.published, shard.master.first) for shard in self._states
-        }
-        plan = _Plan(present, rules, memory, counting, is_steady, known, ranges)
+        plan = _Plan(present, rules, counting, is_steady, known, ranges)
         if not self._execute.on_host:
             steps, uniform = self._steps, len(set(self._histories)) == 1
             for rule in dict.fromkeys(key.rule for key in known):
@@ -320,10 +290,6 @@ class FusedUpdate(Update):
             start = stop
         self._histories = _grown(self._histories, counted)
         return counting, _grown(self._histories, counted) == self._histories
-
-    def memory(self) -> Iterator[Tensor]:
-        self._plan = None  # the plan has views of it
-        yield from super().memory()
 
     def nbytes(self) -> int:
         return sum(state.nbytes(averages=False) for state in self._states.values())

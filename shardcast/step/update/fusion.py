@@ -198,16 +198,6 @@ def _write_(memory: Tensor, values: Tensor, skip: Tensor | None) -> None:
         memory.copy_(values)
 
 
-class Operands(list[Tensor]):
-    """The operands of one range, 1-d.
-
-    Attributes:
-        in_rows: the same memory in the shape for :func:`update_`, after its first use.
-    """
-
-    in_rows: list[Tensor] | None = None
-
-
 class Executor:
     """Runs :func:`update_` on ranges of any length, eagerly and a piece at a time.
 
@@ -228,20 +218,13 @@ class Executor:
         skip: Tensor | None,
     ) -> None:
         """Run :func:`update_`. Operands are 1-d, start with a row, and may end inside one."""
-        in_rows: list[Tensor] | None = getattr(operands, "in_rows", None)
-        if in_rows is not None:
-            self._run(fusion, in_rows, numbers, factor, skip)
-            return
         row, counts = fusion.row, fusion.counts
         numel = operands[0].numel()
         rows, least = self._whole(numel // row, row)
         pairs = list(zip(operands, counts, strict=True))
         if rows:
             whole = operands if rows * row == numel else [t[: rows * count] for t, count in pairs]
-            in_rows = self._in_rows(fusion, whole)
-            if whole is operands and isinstance(operands, Operands):
-                operands.in_rows = in_rows
-            self._run(fusion, in_rows, numbers, factor, skip)
+            self._run(fusion, self._in_rows(fusion, whole), numbers, factor, skip)
         if rows * row == numel:
             return
         # The end of a pack on one rank, or of rows shorter than a vector, is run on a padded copy.

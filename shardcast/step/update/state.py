@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardcast import _compat
 from shardcast.config import ShardcastConfig
 from shardcast.memory.codecs import Encoded, moment_codec, row_of
 from shardcast.memory.pack import Pack
@@ -20,7 +18,7 @@ from shardcast.plan.layout import GroupId
 from shardcast.plan.precision import MASTER_DTYPE
 from shardcast.step.decide.decision import Decision
 from shardcast.step.update.epilogues import AVERAGE, STEPS, Epilogue
-from shardcast.step.update.fusion import Fusion, Operands
+from shardcast.step.update.fusion import Fusion
 from shardcast.step.update.rules import Rule, as_tensors
 
 Ready = Callable[[Sequence[Pack]], object]  # called with packs that are updated before others
@@ -99,14 +97,14 @@ class ShardState:
         part: slice,
         fusion: Fusion,
         places: Tensor | None = None,
-    ) -> Operands:
+    ) -> list[Tensor]:
         """Return the operands for the update of ``part`` of the own span; see :class:`.Fusion`.
 
         Args:
             places: see :class:`.NamedOperands`.
         """
         shard = self.shard
-        operands = Operands([shard.mean[part]])
+        operands = [shard.mean[part]]
         if fusion.casts:
             operands.append(shard.published[part])
         states = [self.stored[name] for name in (*fusion.rule.state, *self._codecs)]
@@ -187,14 +185,12 @@ class Key(NamedTuple):
     place: int
 
 
-@dataclass
-class Range:
+class Range(NamedTuple):
     """A part of a shard that one call updates.
 
     Attributes:
         key: index of its numbers in the update; for several groups, that of the first group.
         places: for several groups, see :class:`.NamedOperands`.
-        operands: operands of :func:`.fusion.update_`, 1-d, cached while their memory is the same.
     """
 
     state: ShardState
@@ -202,26 +198,6 @@ class Range:
     fusion: Fusion
     key: int
     places: Tensor | None = None
-    operands: Operands | None = None
-
-    def take_operands(self) -> Operands:
-        """Fetch the operands again."""
-        self.operands = self.state.operands(self.part, self.fusion, places=self.places)
-        return self.operands
-
-    def take_gradient(self, own: Tensor) -> None:
-        """Use a gradient in other memory; ``own`` is its own span."""
-        if self.operands is not None:
-            in_rows = self.operands.in_rows
-            self.operands[0] = own[self.part]
-            if in_rows is not None:
-                in_rows[0] = _compat.rows_of(self.operands[0], self.fusion.row)
-
-    def forget_gradient(self, nothing: Tensor) -> None:
-        """Release its memory until another gradient is used."""
-        for operands in (self.operands, self.operands and self.operands.in_rows):
-            if operands:
-                operands[0] = nothing
 
 
 class Update(ABC):
