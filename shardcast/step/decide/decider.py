@@ -23,7 +23,7 @@ from shardcast.step.decide.options import OptionCheck
 from shardcast.step.decide.presence import Presence
 from shardcast.step.decide.refusal import Refusal
 from shardcast.step.decide.report import Report, SkipReport
-from shardcast.step.decide.signal import LEFT, Signal, Verdict, defining
+from shardcast.step.decide.signal import LEFT, Signal, Verdict
 from shardcast.step.decide.tokens import Tokens
 from shardcast.step.reduce.reducer import Reducer
 
@@ -96,12 +96,6 @@ class Decider:
             process_groups.everyone,
         )
         self.presence.made = self.skips.made
-        # Only the signals that define a method; the others cost nothing in a step.
-        self._gives, self._reads, self._scales, self._judges, self._concludes = (
-            defining(method, self.signals)
-            for method in ("arguments", "read", "scale", "judge", "conclude")
-        )
-        self._takes_loss = [signal for signal in self.signals if signal.takes_loss]
 
     def signal_of(self, name: str) -> Any:
         """Return the signal of that name; ``None`` if there is none."""
@@ -110,7 +104,7 @@ class Decider:
     @property
     def takes_loss(self) -> bool:
         """Return whether a signal accepts a loss."""
-        return bool(self._takes_loss)
+        return any(signal.takes_loss for signal in self.signals)
 
     def _take_loss(self, loss: Any) -> None:
         """Pass this rank's loss of the step to the signals that use it.
@@ -119,13 +113,14 @@ class Decider:
             TypeError: no signal uses it.
             ValueError: it is not a number.
         """
-        if loss is not None and not self._takes_loss:
+        if loss is not None and not self.takes_loss:
             raise TypeError(
                 "step: expected no loss=, because only a guard on the loss uses it: set "
                 "guard={'loss': 6.0, 'window': 128} in the configuration"
             )
-        for signal in self._takes_loss:
-            signal.take_loss(loss)
+        for signal in self.signals:
+            if signal.takes_loss:
+                signal.take_loss(loss)
 
     @torch.no_grad()
     def decide(
@@ -195,9 +190,7 @@ class Decider:
 
     def _readings(self, totals: Parts) -> Parts:
         """Return each signal's reading of its slice of the sum, across model-parallel ranks."""
-        readings = {**totals}
-        for signal in self._reads:
-            readings[signal] = signal.read(totals[signal])
+        readings = {signal: signal.read(total) for signal, total in totals.items()}
         comm = self._process_groups.model
         if comm.size == 1:
             return readings
@@ -210,7 +203,7 @@ class Decider:
     def _scale(self, readings: Parts) -> tuple[Tensor | None, Tensor | None]:
         """Return the scale of the gradients in own spans, and the factor that removes it."""
         scale: Tensor | None = None
-        for signal in self._scales:
+        for signal in self.signals:
             scale = product(signal.scale(readings.get(signal)), scale)
         return scale, None if scale is None else (1.0 / scale).float()
 
@@ -250,7 +243,7 @@ class Decider:
 
     def _judged(self, readings: Parts, norm: Tensor) -> dict[Signal, Verdict]:
         verdicts = {}
-        for signal in self._judges:
+        for signal in self.signals:
             if (verdict := signal.judge(readings[signal], norm)) is not None:
                 verdicts[signal] = verdict
         return verdicts
@@ -262,7 +255,7 @@ class Decider:
             "clip_value": self._clip_value,
             "divisor": self._reduce.divisor.given,
         }
-        for signal in self._gives:
+        for signal in self.signals:
             arguments.update(signal.arguments())
         arguments |= {LEFT: self.left, **self._reduce.history}
         self._clip_value = None
@@ -301,7 +294,7 @@ class Decider:
     def conclude(self, decision: Decision) -> None:
         """Count the step, made or skipped, and adapt the loss scale. Local."""
         self.skips.count(decision)
-        for signal in self._concludes:
+        for signal in self.signals:
             signal.conclude(decision)
 
     def cleared(self) -> None:

@@ -146,12 +146,6 @@ class Signal:
         return None
 
 
-def defining(method: str, signals: Sequence[Signal]) -> list[Signal]:
-    """Return the signals that define a method rather than inherit it."""
-    default = getattr(Signal, method)
-    return [signal for signal in signals if getattr(type(signal), method) != default]
-
-
 def known(value: T, comm: Comm, device: torch.device) -> dict[int, T]:
     """Return each rank's ``value``; on an accelerator, where ranks are not in step, this one's."""
     if _compat.is_host(device):
