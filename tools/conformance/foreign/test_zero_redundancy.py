@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torchvision_operators
 from evidence import Suite, Verdict, judge, run_pytest
 
 SUITE = Suite(
@@ -60,5 +61,6 @@ def test_the_tests_of_zero_redundancy_optimizer(
 ) -> None:
     file = tmp_path / Path(SUITE.path).name
     file.write_text(SUITE.text(sources), encoding="utf-8")
-    ran = run_pytest(file, timeout=300)
+    helpers = Path(torchvision_operators.__file__).parent
+    ran = run_pytest(file, path=[helpers], timeout=300)
     verdicts += judge(SUITE, ran, REFUSED, NOT_APPLICABLE, VACUOUS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchvision_operators  # noqa: F401 before the tests import torchvision
 from torch import nn
 from torch.optim import Optimizer
 
