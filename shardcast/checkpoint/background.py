@@ -67,12 +67,13 @@ def save_async(
     """
     base = absolute(directory)
     snapshot = Snapshot(model, optimizer)
-    # Of any optimizer, because this save removes folders that seem to be left over; and before an
-    # earlier save's calls.
-    snapshot.together(lambda: saving.finish(base), "save_async")
+    snapshot.together(lambda: None, "save_async")  # before an earlier save's calls
     earlier = _running.get(optimizer)
     if earlier is not None:
         earlier.end("save_async")
+    # Of any optimizer, because this save removes folders that seem to be left over. Every rank has
+    # begun its part of those by now.
+    saving.finish(base)
     arguments = (str(base), step, keep, digest, overwrite)
     job = saving.begin(snapshot, "save_async", arguments, extra, per_rank, timeout)
 

@@ -26,6 +26,7 @@ from shardcast.checkpoint import saving
 from shardcast.checkpoint.background import save_async
 from shardcast.checkpoint.directory import BACKGROUND
 from shardcast.checkpoint.directory import steps as checkpoints
+from shardcast.testing import ThreadedWorld
 
 
 class Gate:
@@ -107,6 +108,20 @@ def test_a_save_of_another_optimizer_into_the_directory_is_waited_for(tmp_path: 
     """It would take the folder that is being written for what a killed run has left."""
     run_world(2, sharding_anew, str(tmp_path), gate)
     assert sorted(checkpoints(tmp_path)) == [1, 2]
+
+
+def test_saves_of_two_optimizers_follow_each_other_at_once(tmp_path: Path):
+    """Nothing comes between them, so the first may not run on all ranks yet."""
+
+    def run(group: Any) -> None:
+        first, second = job(group), job(group, seed=7)
+        saves = [
+            save_async(tmp_path, *pair, step=step) for step, pair in enumerate([first, second])
+        ]
+        assert all(save.wait().exists() for save in saves)
+
+    ThreadedWorld(3, timeout=20).run(run)
+    assert sorted(checkpoints(tmp_path)) == [0, 1]
 
 
 def loading_beside(group: Any, folder: str, gate: Gate, restarts: bool) -> int:
