@@ -321,6 +321,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _warn_of_local_steps(self) -> None:
         reduce = self._packed.reduce
+        if not reduce.synchronises:  # still inside it: an error follows
+            return
         has_run = reduce.last_backward is not None
         if self._packed.in_no_sync and has_run and not reduce.history[BACKWARDS]:
             warn_first(

@@ -221,3 +221,18 @@ def test_a_step_of_which_no_backward_was_synchronized_warns_of_local_sgd(last: s
         ThreadedWorld(2).run(run)
     local = [it for it in told if "all backwards of a step ran inside it" in str(it.message)]
     assert len(local) == (last == "inside")
+
+
+def test_a_step_inside_no_sync_raises_and_does_not_warn_that_it_averages():
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group)
+        with optimizer.no_sync():
+            CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()
+            with pytest.raises(RuntimeError, match=r"step: called inside no_sync\(\)"):
+                optimizer.step()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ThreadedWorld(2).run(run)
+    assert not [it for it in told if "ran inside it" in str(it.message)]
