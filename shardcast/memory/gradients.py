@@ -380,7 +380,8 @@ class Gradients:
         else:
             error = TypeError(
                 f"{about}: expected a dense tensor, got {grad.layout}; use sparse=False in the "
-                "embedding, or leave this parameter to an optimizer of its own"
+                "embedding, or leave this parameter to a plain optimizer, and average its "
+                "gradient over the ranks yourself"
             )
         self.refuse(error)
         self.pack.params[position].grad = None
