@@ -450,9 +450,9 @@ def name_unheld(outside: Mapping[str, nn.Parameter]) -> None:
     if unheld:
         listed = ", ".join(unheld[:SHOWN]) + ", ..." * (len(unheld) > SHOWN)
         warn_first(
-            f"{listed} of a sharded model have gradients, but no optimizer that was passed to "
-            "shardcast.shard holds them: DDP would average these gradients over the ranks; here "
-            "each rank keeps its own. If another optimizer trains them, shard both together, "
-            "shardcast.shard(model, [one, other]); if none does, freeze them: "
-            "requires_grad_(False)"
+            f"{listed} of a sharded model: no optimizer that was passed to shardcast.shard holds "
+            "these parameters, but they have gradients. DDP would average the gradients over the "
+            "ranks; here each rank keeps its own. If another optimizer trains them, shard both "
+            "together, shardcast.shard(model, [one, other]), or average the gradients yourself; "
+            "if none does, freeze the parameters: requires_grad_(False)"
         )

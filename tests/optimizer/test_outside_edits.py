@@ -48,6 +48,7 @@ def test_layers_with_gradients_that_no_sharded_optimizer_holds_are_named_once(
     assert len(messages) == told
     assert all("'0.weight', '0.bias' of a sharded model" in message for message in messages)
     assert all("after 1 steps" in message for message in messages)
+    assert all("or average the gradients yourself" in message for message in messages)
 
 
 def test_a_layer_that_another_sharded_model_trains_is_not_warned_of(recwarn: Any):
