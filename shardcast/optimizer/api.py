@@ -59,7 +59,7 @@ def shard(
     Converts ``model`` in place. Its parameters become views of packs in ``param_dtype``, equal on
     all ranks (rank 0's values). This rank keeps the fp32 masters of its spans. Do not wrap the
     model in DDP. By default its modules compute under autocast (option ``autocast``). Peak memory
-    is the fp32 model, one pack and this rank's shard.
+    is the fp32 model, one pack and this rank's shard. Gradients of the parameters are cleared.
 
     Collective: every rank of the group, with the same model and options.
 
