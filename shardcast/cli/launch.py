@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 SECTION = "shardcast_config"
 RUNNER = "shardcast.run"
+FLAGS = {  # of Accelerate's launcher for what distributes by itself
+    "use_deepspeed": "DEEPSPEED",
+    "use_fsdp": "FSDP",
+    "use_megatron_lm": "MEGATRON_LM",
+    "tpu": "XLA",
+}
 
 
 def launch(arguments: list[str]) -> int:
@@ -39,7 +45,7 @@ def launch(arguments: list[str]) -> int:
     parser.epilog = f"The section {SECTION}: of --config_file configures shardcast."
     parsed = parser.parse_args(arguments)
     ours, accelerate_options = split_config(parsed.config_file)
-    _check_launch(parsed, accelerate_options)
+    _check_launch(parsed, ours, accelerate_options)
     _have_it_shard(parsed)
     os.environ.setdefault(STORE, "1")  # else most restarts of the processes fail
     with tempfile.TemporaryDirectory(prefix="shardcast-launch-") as directory:
@@ -79,12 +85,28 @@ def split_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any
     return ours, content
 
 
-def _check_launch(parsed: argparse.Namespace, rest: Mapping[str, Any]) -> None:
-    """Refuse numbers of processes that Accelerate would not start, or not connect."""
+def _check_launch(
+    parsed: argparse.Namespace, ours: Mapping[str, Any] | None, rest: Mapping[str, Any]
+) -> None:
+    """Refuse settings that would fail, or be ignored, in every process."""
     # Not at the top: the other commands do not need Accelerate.
     from accelerate.utils import parse_flag_from_env
 
+    from shardcast.accelerate.guards import resolve_config
+
+    precision = str(parsed.mixed_precision or rest.get("mixed_precision") or "no").lower()
+    if precision == "fp8":
+        raise ValueError(
+            "mixed_precision: expected no, bf16 or fp16, got fp8; shardcast has no fp8"
+        )
+    resolve_config(precision, ours)
     kind = str(rest.get("distributed_type", "")).upper()
+    for flag, name in FLAGS.items():
+        if getattr(parsed, flag) or kind == name:
+            raise ValueError(
+                f"distributed_type: expected MULTI_GPU or NO, got {name}; it shards or distributes "
+                "by itself and cannot be combined with shardcast"
+            )
     processes = parsed.num_processes or rest.get("num_processes") or 1
     several = int(processes) > 1 and (parsed.multi_gpu or kind == "MULTI_GPU")
     if int(processes) > 1 and (parsed.cpu or kind == "MULTI_CPU"):

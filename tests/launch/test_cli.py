@@ -348,6 +348,10 @@ FILES: dict[str, Any] = {
             "typo": {"shardcast_config": {"max_grad_nrm": 1.0}},
             "wrong": {"shardcast_config": {"pack_mb": -1}},
             "list": {"shardcast_config": ["a"]},
+            "two": {"shardcast_config": {"param_dtype": "fp16"}, "mixed_precision": "bf16"},
+            "fp8": {"mixed_precision": "fp8"},
+            "fsdp": {"distributed_type": "FSDP"},
+            "deepspeed": {"distributed_type": "DEEPSPEED"},
             "cpu": {"distributed_type": "MULTI_CPU"},
             "gpus": {"use_cpu": False, "num_processes": 8},
         }.items()
@@ -372,6 +376,13 @@ REFUSED = {
     "launch --config_file typo.yaml script.py": "did you mean 'max_grad_norm'",
     "launch --config_file wrong.yaml script.py": "pack_mb: expected a finite number of MiB above 0",
     "launch --config_file list.yaml script.py": "expected a mapping of options, got list",
+    "launch --config_file two.yaml script.py": (
+        "mixed_precision is 'bf16' but the shardcast configuration has param_dtype 'fp16'"
+    ),
+    "launch --config_file fp8.yaml script.py": "expected no, bf16 or fp16, got fp8",
+    "launch --config_file fsdp.yaml script.py": "expected MULTI_GPU or NO, got FSDP",
+    "launch --config_file deepspeed.yaml script.py": "expected MULTI_GPU or NO, got DEEPSPEED",
+    "launch --config_file both.yaml --use_fsdp script.py": "expected MULTI_GPU or NO, got FSDP",
     "launch --config_file cpu.yaml script.py": (
         "ACCELERATE_USE_CPU=true shardcast launch --multi_gpu --num_processes 2"
     ),
