@@ -759,13 +759,17 @@ class FullState:
             return {MASTER: shard.exact(shard.fragments[number])}
 
         gathered = self._gathered("full_parameters", packed.shards, master_of, on_all=False)
-        masters = {
-            param: values[MASTER] if values else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
-            for slot, param, values in gathered
-        }
-        # Not by the names of slots: a script may have compiled a module in place since.
+        masters: dict[Tensor, Tensor] = {}
+        by_name: dict[str, Tensor] = {}
+        for slot, param, values in gathered:
+            master = values[MASTER] if values else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
+            masters[param] = by_name[slot.name] = master
+        # First by the parameters, whose names change when a script compiles a module in place;
+        # then by their names, because model.to("meta") makes other parameters.
+        names = {param: name for name, param in packed.model.named_parameters()}
         every = packed.model.named_parameters(remove_duplicate=False)
-        return {name: masters[param] for name, param in every if param in masters}
+        found = ((name, masters.get(p, by_name.get(names[p]))) for name, p in every)
+        return {name: master for name, master in found if master is not None}
 
     def _full_state(
         self, values: ValuesOf, on_all: bool, place: int | None = None

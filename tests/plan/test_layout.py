@@ -274,7 +274,7 @@ def test_repr_shows_packs_and_what_makes_them(
     layout = sharded(MLP(), param_dtype=torch.bfloat16, **fields).layout
     assert [[slot.name for slot in pack.slots] for pack in layout.packs] == packs
     first, second, *slots = repr(layout).splitlines()
-    assert f"{len(packs)} packs" in first and told in second
+    assert f"{len(packs)} pack{'s' * (len(packs) > 1)}" in first and told in second
     shown = [line.split()[0] for line in slots if not line.startswith("  pack ")]
     assert shown == [name for names in packs for name in names]
 
