@@ -75,7 +75,7 @@ class ShardcastConfig(ValidatedOptions):
         "computes its own loss; glob patterns of module names, '' is the model itself",
     )
     cast_buffers: bool = option(
-        False, "cast floating-point buffers to param_dtype, except those of keep_fp32 modules"
+        False, "cast floating-point buffers to param_dtype, except in keep_fp32 modules"
     )
     broadcast_buffers: bool | tuple[str, ...] = extension(
         False, "buffers", default=True, needs=lambda stages: any([*m.buffers()] for m in stages)

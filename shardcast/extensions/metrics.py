@@ -98,7 +98,7 @@ class Metrics(StepHook):
         # By patterns, so that a call in each step uploads nothing.
         self._choices: dict[Hashable, tuple[list[str], Tensor, Tensor]] = {}
         self._before: dict[Shard, Before] = {}
-        # By shard, those of its last measured step that was not skipped.
+        # By shard: the sums of its last measured step that was not skipped.
         self._sums: dict[Shard, Tensor] = {}
 
     def before_update(self, decision: Decision) -> None:

@@ -759,17 +759,17 @@ class FullState:
             return {MASTER: shard.exact(shard.fragments[number])}
 
         gathered = self._gathered("full_parameters", packed.shards, master_of, on_all=False)
-        masters: dict[Tensor, Tensor] = {}
-        by_name: dict[str, Tensor] = {}
-        for slot, param, values in gathered:
-            master = values[MASTER] if values else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
-            masters[param] = by_name[slot.name] = master
-        # First by the parameters, whose names change when a script compiles a module in place;
-        # then by their names, because model.to("meta") makes other parameters.
-        names = {param: name for name, param in packed.model.named_parameters()}
+        # By names, because model.to("meta") makes other parameters; without what wrappers add,
+        # because a script may have compiled a module in place since.
+        masters = {
+            _compat.bare_name(slot.name): values[MASTER]
+            if values
+            else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
+            for slot, _, values in gathered
+        }
+        names = {param: _compat.bare_name(name) for name, param in packed.model.named_parameters()}
         every = packed.model.named_parameters(remove_duplicate=False)
-        found = ((name, masters.get(p, by_name.get(names[p]))) for name, p in every)
-        return {name: master for name, master in found if master is not None}
+        return {name: masters[names[p]] for name, p in every if names[p] in masters}
 
     def _full_state(
         self, values: ValuesOf, on_all: bool, place: int | None = None

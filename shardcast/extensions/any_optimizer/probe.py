@@ -81,10 +81,10 @@ def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
 def _hazard(optimizer: torch.optim.Optimizer) -> str:
     """Return the warning about a class that draws random numbers."""
     return (
-        f"optimizer: {type(optimizer).__name__} draws random numbers, and each rank draws those of "
-        "the parameters that it updates: with equal seeds, parameters of different ranks get equal "
-        "numbers. Seed the ranks differently, torch.manual_seed(seed + rank), and draw what all "
-        "ranks need alike, such as a shuffle, from a torch.Generator of its own"
+        f"optimizer: {type(optimizer).__name__} draws random numbers, and each rank draws them "
+        "for the parameters that it updates: with equal seeds, parameters of different ranks get "
+        "equal numbers. Seed the ranks differently, torch.manual_seed(seed + rank), and draw what "
+        "all ranks need alike, such as a shuffle, from a torch.Generator of its own"
     )
 
 
