@@ -1,7 +1,7 @@
 """The Python of the pages, as it stands there, on two ranks.
 
-Other tests run whole pages: :data:`ELSEWHERE`. A block that nothing can run says so in its first
-line, ``# fragment: why``.
+Other tests run whole pages: :data:`ELSEWHERE`. :data:`FRAGMENTS` lists the blocks that nothing can
+run, so that readers of the pages see no marker.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ ELSEWHERE = {"coming-from": "test_guides", "editing": "optimizer/test_editing"}
 SCRIPTS = "GANs, RL and several models"  # below it test_guides runs each one
 WRITTEN_BY_TOOLS = {"evidence", "options", "tested-scripts"}
 Key = tuple[str, str, int]  # of a block: page, heading, and how many are before it there
+FRAGMENTS: dict[Key, str] = {  # why nothing can run it
+    ("hybrid", "Accelerate and Trainer", 0): "needs accelerators",
+    ("optimizers", "Optimizers and averages", 0): "needs Sophia, which is not installed",
+    ("precision", "fp16", 1): "a part of examples/with_trl_grpo.py, which needs TRL",
+    ("troubleshooting", "`step: lr of group 0 differs (rank 0: 0.001; rank 1: 0.0005)`", 0): (
+        "the end of a loop that validates"
+    ),
+}
 
 
 def _blocks() -> Iterator[tuple[Key, str]]:
@@ -46,12 +54,7 @@ def _blocks() -> Iterator[tuple[Key, str]]:
                 headings = [*headings[: len(level)], heading]
                 count = 0
             elif language == "python":
-                is_elsewhere = (
-                    path.stem in ELSEWHERE
-                    or SCRIPTS in headings
-                    or code in EXAMPLES
-                    or code.startswith("# fragment: ")
-                )
+                is_elsewhere = path.stem in ELSEWHERE or SCRIPTS in headings or code in EXAMPLES
                 if not is_elsewhere:
                     yield (path.stem, headings[-1], count), code
                 count += 1
@@ -311,7 +314,15 @@ def sender(group: Any, key: Key) -> None:
     exec(code, plain(shardcast=shards(group)))
 
 
+def save_in_a_loop(group: Any, key: Key) -> None:
+    names = sharded(group, steps=1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(names["optimizer"])
+    run(key, {**names, "scheduler": scheduler, "step": 0, "directory": "runs/a"})
+    assert checkpoint.latest("runs/a").name == "step-000000001"  # type: ignore[union-attr]
+
+
 HERE: dict[Key, Callable[[Any, Key], None]] = {
+    ("getting-started", "3. Save and resume", 1): save_in_a_loop,
     ("getting-started", "5. Watch it", 0): watch,
     ("optimizers", "Several optimizers on one model", 0): muon_and_adamw,
     ("optimizers", "Averages of weights", 0): averages,
@@ -347,8 +358,8 @@ def test_the_guides_and_the_readme_stay_short() -> None:
     assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 150
 
 
-def test_every_block_is_run_or_says_that_it_is_a_fragment() -> None:
-    assert BLOCKS.keys() == {*HERE, *MESHES, *READERS}
+def test_every_block_is_run_or_listed_as_a_fragment() -> None:
+    assert BLOCKS.keys() == {*HERE, *MESHES, *READERS, *FRAGMENTS}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of slow products on this CPU, and of torch's
