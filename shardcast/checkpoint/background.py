@@ -70,7 +70,7 @@ def save_async(
     snapshot.together(lambda: None, "save_async")  # before an earlier save's calls
     earlier = _running.get(optimizer)
     if earlier is not None:
-        earlier.end("save_async")
+        end(earlier, "save_async")
     # Of any optimizer, because this save removes folders that seem to be left over. Every rank has
     # begun its part of those by now.
     saving.finish(base)
@@ -130,18 +130,6 @@ class Saving:
         """Whether this rank's part has ended, successfully or not. Local."""
         return not self._thread.is_alive()
 
-    def end(self, call: str) -> list[str | None]:
-        """Return the error of each rank, once all have ended. Collective: every rank.
-
-        All ranks must have met in ``call`` before, because a rank's part may take long.
-        """
-
-        def outcome() -> str | None:
-            self._thread.join()
-            return None if self._error is None else str(self._error)
-
-        return self._comm.collect(outcome, self._device, call)
-
     def wait(self) -> Path:
         """Wait for the commit, and return the checkpoint's directory.
 
@@ -154,7 +142,7 @@ class Saving:
         call = "wait of save_async"
         if (optimizer := self._optimizer()) is not None:
             packed_of(optimizer).together(lambda: None, call)
-        for error in self.end(call):  # rank 0, which hears of all the others, comes first
+        for error in end(self, call):  # rank 0, which hears of all the others, comes first
             if error is not None:
                 raise RuntimeError(
                     f"checkpoint {str(self.path)!r} is lost, because its background save failed: "
@@ -183,3 +171,16 @@ class Saving:
                 LOG.error("checkpoint %r is lost: %s", str(self.path), error)
         else:
             job.retain()
+
+
+def end(save: Saving, call: str) -> list[str | None]:
+    """Return the error of each rank, once all have ended. Collective: every rank.
+
+    All ranks must have met in ``call`` before, because a rank's part may take long.
+    """
+
+    def outcome() -> str | None:
+        save._thread.join()
+        return None if save._error is None else str(save._error)
+
+    return save._comm.collect(outcome, save._device, call)

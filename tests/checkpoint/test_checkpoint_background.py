@@ -23,7 +23,7 @@ from patience import patience
 from shardcast import checkpoint
 from shardcast.checkpoint import directory as folders
 from shardcast.checkpoint import saving
-from shardcast.checkpoint.background import save_async
+from shardcast.checkpoint.background import end, save_async
 from shardcast.checkpoint.directory import BACKGROUND
 from shardcast.checkpoint.directory import steps as checkpoints
 from shardcast.testing import ThreadedWorld
@@ -204,7 +204,7 @@ def test_an_error_of_one_rank_is_told_once_and_costs_one_checkpoint(
         model, optimizer = job(group)
         lost = save_async(tmp_path, model, optimizer, step=1)
         group.barrier().wait()  # all ranks have begun theirs, as who ends one makes sure
-        lost.end("test")
+        end(lost, "test")
         gate.fails = ""
         second = save_async(tmp_path, model, optimizer, step=2)
         save_async(tmp_path, model, optimizer, step=3).wait()
