@@ -48,13 +48,8 @@ class Edit(NamedTuple):
 class Values:
     """The master, gradient and state of a parameter, or of a part of it, in fp32.
 
-    Tensors are decoded at their first use. Until the block ends, edit them in place or assign other
-    tensors.
-
-    Args:
-        states: names of the state.
-        read: returns a copy of the values of a kind; 1-d fp32.
-        shaped: gives a 1-d tensor the parameter's shape.
+    Each tensor is read at its first use. Until the block ends, edit it in place or assign another
+    tensor.
 
     Attributes:
         name: name of the parameter, as in ``model.named_parameters()``.
@@ -68,6 +63,13 @@ class Values:
         read: Read,
         shaped: Callable[[Tensor], Tensor] = lambda flat: flat,
     ) -> None:
+        """Read nothing yet.
+
+        Args:
+            states: names of the state.
+            read: returns a copy of the values of a kind; 1-d fp32.
+            shaped: gives a 1-d tensor the parameter's shape.
+        """
         self.name, self._read, self._shaped = name, read, shaped
         # by kind: as read, and as the script has it
         self._given: dict[str, tuple[Tensor, Tensor]] = {}
