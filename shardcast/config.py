@@ -265,7 +265,7 @@ class ShardcastConfig(ValidatedOptions):
 
     @property
     def scales_loss(self) -> bool:
-        """Return whether the options ask for a loss scale."""
+        """Whether the options ask for a loss scale."""
         if self.loss_scale is None:
             return self.param_dtype == torch.float16
         return self.loss_scale != 1

@@ -38,14 +38,14 @@ class Estimate:
         world_size: data-parallel ranks.
         layout: the packs that ``shard()`` would make, and over how many ranks they are sharded.
         averages: bytes of averages of weights, on the fullest rank.
-        offload: bytes on the host of means and casts that cross the bus.
+        offload: bytes of host memory for mean gradients and casts in transit over the bus.
         outside: bytes of parameters that the optimizer does not hold, and of buffers; not in
             ``total``.
         frozen: part of ``outside`` in fp32 parameters, which ``convert_rest`` halves.
         host: part of ``total`` in host memory (``offload``).
         encoded: bytes of all ranks' codes and scales during a sync (``published``); not in
             ``total``.
-        sent: bytes per step that ``sender``, the rank that sends most, sends.
+        sent: bytes per step sent by ``sender``, the rank that sends most.
         collectives: launches per step, including the small all-reduce.
         imbalance: masters, state and gradients of the fullest rank, relative to the mean of all
             ranks; 1 is optimal.
@@ -108,7 +108,7 @@ def estimate(
 
     Raises:
         ValueError: the optimizer is of another class, whose state is not known before it runs.
-        TypeError, ValueError: an input that ``shard`` refuses, too.
+        TypeError, ValueError: ``shard()`` would refuse an argument, too.
     """
     originals = OptimizerList.of(optimizer)
     for each in originals.optimizers:

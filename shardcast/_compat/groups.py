@@ -23,7 +23,7 @@ def group_of(ranks: Sequence[int], name: str, backend: str | None = None) -> dis
 
     Groups are shared, and not destroyed when a sharded model is closed. torch names a group by its
     ranks and the number of groups. So a second group of these ranks would find the first one's
-    addresses in the store, and wait for them until the time-out.
+    addresses in the store, and wait for them until the timeout.
     """
     made = _groups.setdefault(dist.group.WORLD, {})  # if ranks are threads, each has its own
     key = tuple(ranks), str(backend)

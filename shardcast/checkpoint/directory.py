@@ -93,7 +93,7 @@ class Manifest:
 
     @property
     def optimizer_steps(self) -> int | None:
-        """The most steps that any parameter has taken; ``None`` if the optimizer counts none.
+        """Largest number of steps of any parameter; ``None`` if the optimizer counts none.
 
         It differs from :attr:`step` if a framework numbers checkpoints in another way.
         """

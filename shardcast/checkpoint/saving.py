@@ -77,7 +77,7 @@ def save(
     Args:
         directory: directory of one run's checkpoints, on a file system that all ranks share;
             created if it is missing. One job at a time may save into it.
-        model: model that was passed to :func:`shardcast.shard`; the stages of a pipeline rank.
+        model: model that was passed to :func:`shardcast.shard`; in a pipeline, the list of stages.
         optimizer: what :func:`shardcast.shard` returned.
         step: number that names the checkpoint. By default an intact checkpoint of the same step is
             not overwritten. Saving identical contents again changes nothing. Saving the checkpoint

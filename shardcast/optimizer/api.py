@@ -57,9 +57,9 @@ def shard(
     """Shard the fp32 masters and the state of ``optimizer`` over the data-parallel ranks.
 
     Converts ``model`` in place. Its parameters become views of packs in ``param_dtype``, equal on
-    all ranks (rank 0's values). This rank keeps the fp32 masters of its spans. Do not wrap the
-    model in DDP. By default its modules compute under autocast (option ``autocast``). Peak memory
-    is the fp32 model, one pack and this rank's shard. Gradients of the parameters are cleared.
+    all ranks (rank 0's values). This rank keeps the fp32 masters of its spans. By default the
+    model's modules compute under autocast (option ``autocast``). Do not wrap the model in DDP. Peak
+    memory is the fp32 model, one pack and this rank's masters. Gradients are cleared.
 
     Collective: every rank of the group, with the same model and options.
 
@@ -80,13 +80,14 @@ def shard(
             ``torch.distributed`` is not initialized.
         mesh: device mesh of a job that is more than data-parallel, instead of ``process_group``.
             Dimensions other than ``dp`` are model-parallel: ranks along them agree on norms, skips
-            and clips, and parameters are DTensors (``Shard`` or ``Replicate``) or plain copies.
+            and clips, and parameters are DTensors (``Shard`` or ``Replicate``) or plain replicas.
         dp: the data-parallel dimension of ``mesh``; or two, ``(replicas, shards)``; or several,
             flattened into one: with context parallelism ``mesh["dp", "cp"]._flatten("dp_cp")``.
         pp: the pipeline dimension of ``mesh``, if it has one. Along it, ranks hold different
             stages.
-        tied: weights that two pipeline stages hold, ``(name on one, name on the other)``. They
-            start equal and stay equal, and their gradients are summed.
+        tied: pairs of weights that two pipeline stages hold, the earlier stage's name first:
+            ``[("tokens.weight", "head.weight")]``. They start equal and stay equal, and their
+            gradients are summed.
         grad_sum_over: by model-parallel dimension, name patterns of plain parameters with a partial
             gradient on each rank, such as norms that see part of the sequence.
         experts: by data-parallel dimension, name patterns of parameters that only the ranks along

@@ -150,10 +150,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: on all ranks, if any rank passed ``options``, or a loss that no guard uses.
             RuntimeError: after ``max_skipped_steps`` skips in a row. On all ranks, if any rank is
-                inside :meth:`no_sync`, did not scale its loss although there is a loss scale,
-                edited gradients after a clip, loaded other weights, or has other group options. On
-                an accelerator these errors come one or two steps later. Until then such steps are
-                skipped, unless ``clip_grad_norm_`` already decided them.
+                inside :meth:`no_sync`, or did not scale its loss although there is a loss scale.
+                On all ranks, if only some of them edited gradients after a clip, or if they loaded
+                different weights or have different group options. On an accelerator these errors
+                come one or two steps later. Until then such steps are skipped, unless
+                ``clip_grad_norm_`` already decided them.
         """
         packed = self._packed
         if packed.is_closed:
@@ -337,9 +338,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Count the tokens of a micro-batch, so that the step uses the mean over all tokens.
 
         Call it before the backward of every micro-batch, with 0 on a rank without a batch. The loss
-        must then be a sum over tokens. The total travels with the norm and needs no extra
-        collective, except in ``clip_grad_value_``. ``gather_gradients`` shows the sum divided by
-        :attr:`divisor`.
+        must then be a sum over tokens. The total is reduced together with the norm, without an
+        extra collective, except in ``clip_grad_value_``. ``gather_gradients`` shows the sum divided
+        by :attr:`divisor`.
 
         Local, but every rank must call it. Does not wait for the device.
 
@@ -435,12 +436,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameter, and 1-d fp32 tensors: ``master``, ``grad`` (the values of
         :meth:`gather_gradients`, or ``None``) and ``state`` with torch's names
         (``part.state["exp_avg"]``). When the block ends, changed elements are written, cast and
-        sent to all ranks. All other elements keep their bits. If several ranks hold an element
-        (replicas, copies), the first one's edit counts.
+        sent to all ranks. All other elements keep their bits. If several ranks own an element
+        (replicas), the first one's edit counts.
 
-        A tensor is decoded at its first use, and held twice. Between a backward and its step, the
-        block first finishes the reduction. If any rank raises inside, nothing is written and all
-        ranks raise.
+        Each tensor is read at its first use, and then takes twice its size in fp32. Between a
+        backward and its step, the block first finishes the reduction. If any rank raises inside,
+        nothing is written and all ranks raise.
 
         Collective: every rank must enter and leave it, even if it owns nothing.
 
@@ -498,7 +499,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters: all trained parameters, as for ``torch.nn.utils.clip_grad_norm_``. Or pass
                 only ``max_norm``: ``clip_grad_norm_(1.0)``.
             max_norm: bound of the norm, above 0.
-            norm_type: must equal the configuration's, if given.
+            norm_type: must equal the option ``norm_type``, if given.
             error_if_nonfinite: must be ``False``; steps with non-finite gradients are skipped.
             foreach: has no effect.
 
@@ -711,8 +712,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         For each parameter that this rank owns a part of, it has torch's state of that part and its
         ``master`` (1-d, fp32). It loads only on the same rank of an equal layout; use
-        :mod:`shardcast.checkpoint` for anything else. If a script saves it on several ranks, it
-        warns once, because the file lacks the other ranks' parts.
+        :mod:`shardcast.checkpoint` for anything else. In a run of several ranks, saving it warns
+        once, because the file lacks the other ranks' parts.
 
         Local. Inside :meth:`as_plain` it is collective and returns the full state.
 
@@ -990,7 +991,7 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     @_compat.uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Note this step; the last handle steps all. Every rank must call all of them."""
+        """Record this step; the last handle steps all. Every rank must call all of them."""
         if closure is not None:
             raise TypeError(
                 f"step: the handle of {_named(self)} takes no closure, which each handle would "

@@ -30,7 +30,7 @@ class RankLeftError(RuntimeError):
 
 
 class RendezvousTimeoutError(TimeoutError):
-    """The ranks ``missing`` did not join a collective within the time-out."""
+    """The ranks ``missing`` did not join a collective within the timeout."""
 
     def __init__(self, message: str, missing: tuple[int, ...]) -> None:
         super().__init__(message)

@@ -184,7 +184,7 @@ class ThreadedRun:
         return None
 
     def watch(self) -> None:
-        """Wait for all ranks, for up to two time-outs: one to fail, one to let them leave."""
+        """Wait for all ranks, for up to two timeouts: one to fail, one to let them leave."""
         with self._changed:
             while len(self.left) < self.world_size:
                 remaining = self.timeout - self._turn_time()

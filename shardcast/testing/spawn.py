@@ -308,7 +308,7 @@ def _answer(task: Task, rank: int, world_size: int) -> TaskResult:
     with open(f"{task.path}.stack-{rank}", "w") as stack:
         faulthandler.dump_traceback_later(max(remaining, 0.001), file=stack)
         try:
-            # The group's own time-out is longer, because the parent knows better which rank is
+            # The group's own timeout is longer, because the parent knows better which rank is
             # missing.
             dist.init_process_group(
                 task.backend,
