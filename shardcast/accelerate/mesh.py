@@ -92,8 +92,8 @@ def refuse_dispatch(accelerator: Accelerator, dispatches: bool) -> None:
         return
     if config.cp_enabled or (config.tp_enabled and config.data_parallel_size > 1):
         raise ValueError(
-            "prepare: a DataLoader that rank 0 reads for all (dispatch_batches=True, and for an "
-            "IterableDataset the default) gives wrong batches with tp and dp, or with cp; "
+            "prepare: a DataLoader that rank 0 reads for all ranks (dispatch_batches=True, the "
+            "default for an IterableDataset) gives wrong batches with tp and dp, or with cp; "
             "expected dispatch_batches=False: DataLoaderConfiguration(dispatch_batches=False)"
         )
 

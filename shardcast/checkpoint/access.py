@@ -124,7 +124,8 @@ class Snapshot:
         pairs = zip(models, stages, strict=False)
         if len(models) != len(stages) or any(model is not stage for model, stage in pairs):
             raise ValueError(
-                "model: it is not the one that the optimizer was sharded with; pass that one"
+                "model: expected the model that was passed to shard() with this optimizer, got "
+                "another one; pass that one"
             )
         parallel_dims = self._process_groups.parallel_dims
         params = {

@@ -273,7 +273,7 @@ def damage(
     except UnreadableError as error:  # though its checksum is right
         raise ValueError(
             f"checkpoint {str(folder)!r}, written by torch {manifest.torch} and Python "
-            f"{manifest.python}, is as it was written, but {error}; load it with the versions that "
+            f"{manifest.python}, is intact, but {error}; load it with the versions that "
             "wrote it, or with a newer release of shardcast"
         ) from error
     except RuntimeError as error:

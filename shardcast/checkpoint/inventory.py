@@ -137,9 +137,9 @@ def _check_tiled(name: str, replicas: Mapping[Replica, int]) -> None:
     if covered > size or len(kinds) > 1:
         shown = " and ".join(str(rank) for rank in list(primary.values())[:2])
         raise ValueError(
-            f"model: parameter {name!r} is a different one on ranks {shown}; name parameters of "
+            f"model: ranks {shown} have different parameters named {name!r}; name parameters of "
             "pipeline stages as in the whole model, make experts DTensors that are sharded over "
-            f"their dimension ({page('hybrid')}), and name weights that two stages share in "
+            f"their dimension ({page('hybrid')}), and pass weights that two stages share as "
             "shard(tied=...)"
         )
 

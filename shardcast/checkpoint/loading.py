@@ -278,12 +278,18 @@ def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
         for number, groups in enumerate(zip(inventory.groups, stored_groups, strict=True)):
             if differing := {*groups[0]} ^ {*groups[1]}:
                 raise ValueError(
-                    f"{where}: parameter {min(differing)!r} is in param_group {number} on one side "
-                    "only; build the optimizer with the same groups"
+                    f"{where}: parameter {min(differing)!r} is in param_group {number} of the "
+                    f"{'optimizer' if min(differing) in groups[0] else 'checkpoint'} only; build "
+                    "the optimizer with the same groups"
                 )
     extra_state = inventory.extra if source.extra_state is None else source.extra_state
     if differing := extra_state.keys() ^ inventory.extra.keys():
-        raise ValueError(f"{where}: extra state {min(differing)!r} is on one side only")
+        name = min(differing)
+        raise ValueError(
+            f"{where}: extra state {name!r} is in the "
+            f"{'model' if name in inventory.extra else 'checkpoint'} only; build the model as it "
+            "was when this was saved"
+        )
     buffers = {name for name, _ in inventory.buffers}
     for name, values in source.state.items():
         if name in buffers:  # averages of them, which go where they are asked for

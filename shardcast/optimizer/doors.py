@@ -194,8 +194,8 @@ class StateOfValues(Mapping[str, Tensor]):
 
 def _over(kind: str) -> Tensor | None:
     raise RuntimeError(
-        f"{kind}: the block of owned() or whole() has ended, and an edit would be lost; enter it "
-        "again"
+        f"{kind}: the block of owned() or whole() has ended, and an edit would be lost; enter a "
+        "new block"
     )
 
 

@@ -107,8 +107,9 @@ def joined(stages: Sequence[nn.Module]) -> nn.Module:
         if params.setdefault(name, param) is not param:
             raise ValueError(
                 f"model: two pipeline stages of this rank have a tensor named {name!r}; keep the "
-                "names of the whole model, as when layers of a copy of it are deleted. For models "
-                "that are no stages, pass nn.ModuleDict({'first': first, 'second': second})"
+                "names of the whole model, for example by deleting layers from copies of it. If "
+                "these models are not stages of a pipeline, pass "
+                "nn.ModuleDict({'first': first, 'second': second})"
             )
     holders = Counter(param for stage in stages for param in set(_compat.parameters(stage)))
     if any(count > 1 and param.requires_grad for param, count in holders.items()):

@@ -159,8 +159,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         packed = self._packed
         if packed.is_closed:
             raise RuntimeError(
-                "step: the optimizer is closed; train the model with a new optimizer, which "
-                "shardcast.shard may shard again"
+                "step: the optimizer is closed; build a new optimizer over the model, and pass "
+                "both to shardcast.shard to shard them again"
             )
         if self._handles:
             check_stepped(self._handles)
@@ -863,8 +863,8 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
 def _refuse_loss(loss: object) -> None:
     if loss is not None:
         raise TypeError(
-            "step: expected no loss= after clip_grad_norm_, which has decided already; set "
-            "max_grad_norm in the configuration instead of the call"
+            "step: expected no loss= after clip_grad_norm_, which has already decided whether to "
+            "skip the step; set max_grad_norm in the configuration instead of the call"
         )
 
 
@@ -940,7 +940,7 @@ def _check_clipped(call: str, groups: Iterable[ParamGroup], given: Iterable[Tens
     if foreign:
         raise ValueError(
             f"{call}: expected the optimizer's own parameters, got {foreign} others that require "
-            "gradients, which nobody averages over the ranks; add them to the optimizer, or "
+            "gradients, which are not averaged over the ranks; add them to the optimizer, or "
             "freeze them with requires_grad_(False)"
         )
 
@@ -1001,10 +1001,10 @@ class OptimizerHandle(torch.optim.Optimizer):
         waiting = [handle for handle in handles if handle._stepped_with is None]
         if self not in waiting:
             raise RuntimeError(
-                f"step() of the handle of {_named(self)} was called twice before that of "
+                f"step() of the handle of {_named(self)} was called twice before step() of "
                 f"{_names(waiting)}: the optimizers step together; call step() of every handle "
                 "once, or step() of the optimizer that shardcast.shard returned; to leave one out "
-                "of a step, set .grad of its parameters to None before"
+                "of a step, set .grad of its parameters to None before the step"
             )
         state = self._packed.reduce.state()
         if any(handle._stepped_with not in (None, state) for handle in handles):
@@ -1045,8 +1045,8 @@ class OptimizerHandle(torch.optim.Optimizer):
             return
         if stepped:
             raise RuntimeError(
-                f"zero_grad() of the handle of {_named(self)} came after step() of that of "
-                f"{_names(stepped)} and before its own: the optimizers step together, with the "
+                f"zero_grad() of the handle of {_named(self)} was called before its own step(), "
+                f"but after step() of {_names(stepped)}: the optimizers step together, with the "
                 f"gradients of the same backwards. {LOSSES}"
             )
         super().zero_grad(set_to_none)

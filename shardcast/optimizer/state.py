@@ -115,7 +115,7 @@ class StateDict:
         plan = self._packed.together(lambda: self._plan_alone(loaded), "load_state_dict")
         if len(set(comm.exchange(("shardcast" in loaded, plan.masters), device))) > 1:
             raise ValueError(
-                "state_dict: some ranks got a local state, or one with masters, and others a "
+                "state_dict: some ranks got their own part, or a state with masters, and others a "
                 "plain one; load on every rank what that rank saved, or the same plain state on "
                 "all ranks"
             )
@@ -144,8 +144,8 @@ class StateDict:
         expected, comm = self._head(), self._packed.comm
         if any(head.get(key) != value for key, value in expected.items()):
             raise ValueError(
-                "state_dict: expected the local state of this rank and layout (rank "
-                f"{comm.rank} of {comm.size}), got one of rank {head.get('rank')}"
+                "state_dict: expected the part of this rank and layout (rank "
+                f"{comm.rank} of {comm.size}), got the part of rank {head.get('rank')}"
                 + (", another layout" if head.get("layout") != expected["layout"] else "")
                 + (", another place in the mesh" if head.get("mesh") != expected["mesh"] else "")
                 + "; a rank's part fits no other rank or layout: save with "
@@ -264,7 +264,7 @@ def plain_state(
     if any("shardcast" in state for state in states):
         raise ValueError(
             "state_dict: expected a list of plain states, as full_state_dicts() gives, got "
-            "a local one in it; pass what state_dict() returned without a list"
+            "one rank's part in it; pass what state_dict() returned without a list"
         )
     sizes = [len(state["param_groups"]) for state in states]
     expected = [list(places).count(place) for place in range(max(places) + 1)]

@@ -61,8 +61,8 @@ def _read(name: str, value: object) -> PublishedForms:
 def _check(config: ShardcastConfig) -> None:
     if config.master != "fp32":
         raise ValueError(
-            f"published: expected master 'fp32' with it, got {config.master!r}: blocks are "
-            "quantized after the update, which does not see their values"
+            f"published: expected master 'fp32', got {config.master!r}, which keeps half of each "
+            "master in its published bf16 value; leave one of the two options out"
         )
     if config.param_dtype != torch.bfloat16:
         raise ValueError(
@@ -133,8 +133,8 @@ class PublishedReader(StepHook):
                     return Published(codes, scales, layout.cast, slot.shape)
                 formed.append(slot.name)
         raise ValueError(
-            f"published: expected the name of a parameter that has a form, got {name!r}; such are "
-            f"{', '.join(map(repr, formed))}"
+            f"published: expected the name of a parameter that has a form, got {name!r}; these "
+            f"have one: {', '.join(map(repr, formed))}"
         )
 
 

@@ -182,7 +182,7 @@ class Serving(Publishing):
             return "", 1
         if len(names) > 1:
             raise ValueError(
-                f"published: {name!r} matches patterns of {' and '.join(names)}; give one"
+                f"published: {name!r} matches patterns of {' and '.join(names)}; give it one form"
             )
         form = FORMS[names[0]]
         if len(shape) not in (2, 3):  # three dimensions are a stack of experts
