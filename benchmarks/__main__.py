@@ -4,7 +4,7 @@
     python -m benchmarks host                        # host time of an accelerator's step, by packs
     python -m benchmarks groups                      # collectives and launches, by parameter groups
     python -m benchmarks peers --model gpt --markdown
-    python -m benchmarks stages --model gpt          # where the time of a step goes
+    python -m benchmarks phases --model gpt          # where the time of a step goes
     python -m benchmarks replicas --ranks 2          # replica_check, amortized over 100 steps
     python -m benchmarks checkpoint --elements 100000000  # beside torch.save and dcp.save
     python -m benchmarks fine-tuning --record        # published forms: what changes in a step
@@ -34,9 +34,9 @@ from benchmarks import (
     fine_tuning,
     groups,
     host,
+    phases,
     replicas,
     report,
-    stages,
     step,
     update,
 )
@@ -78,10 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         title = f"a step of {groups.TENSORS} tensors of {groups.WIDTH}x{groups.WIDTH}, AdamW, "
         title += f"{groups.RANKS} ranks, bf16, by parameter groups; processor time"
         lines, columns = groups.rows(groups.measure(args.groups, args.rounds)), groups.COLUMNS
-    elif args.command == "stages":
-        title = f"{WORKLOADS[args.model].title}, {args.ranks} ranks, stages of a step, ms"
-        lines = stages.rows(on_ranks(stages.measure, args.ranks, args.model, args.rounds))
-        columns = stages.COLUMNS
+    elif args.command == "phases":
+        title = f"{WORKLOADS[args.model].title}, {args.ranks} ranks, phases of a step, ms"
+        lines = phases.rows(on_ranks(phases.measure, args.ranks, args.model, args.rounds))
+        columns = phases.COLUMNS
     elif args.command == "replicas":
         plan = step.Plan(args.model, (), args.rounds, args.micros, args.clock)
         title = (
@@ -128,7 +128,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "update": 9,
         "host": 40,
         "groups": 40,
-        "stages": 15,
+        "phases": 15,
         "replicas": 60,
         "peers": 15,
     }
@@ -162,7 +162,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             continue
         sub.add_argument("--ranks", type=int, default=2)
         sub.add_argument("--model", choices=WORKLOADS, default="gpt")
-        if name == "stages":
+        if name == "phases":
             continue
         sub.add_argument(
             "--clock",

@@ -1,9 +1,9 @@
-"""Where the time of a step goes, by stages, beside the same compute alone and the crude floor.
+"""Time of each phase of a step, beside the same compute alone and the crude floor.
 
-Functions of the library are timed while they run, without the functions that they call, so stages
+Functions of the library are timed while they run, without the functions that they call, so phases
 add up to the step. Timing costs about a microsecond per call: this is a profile, not a comparison
-with other systems. The last row counts page faults of a step, which memory costs that the
-allocator gave back to the system after the step before.
+with other systems. The last row counts page faults of a step. They occur if the allocator has
+returned the memory of the previous step to the system.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardcast.step.update import fusion
 
 OURS, FLOOR = "shardcast", "crude floor"
 NAMES = (OURS, FLOOR, "local, bf16", "local, autocast")
-STAGES = (
+PHASES = (
     "forward",
     "backward",
     "copy and send",
@@ -56,19 +56,19 @@ PLACES: tuple[tuple[Any, str, str], ...] = (
     (Sync, "__call__", "sync"),
 )
 FAULTS = "page faults"
-COLUMNS = ("stage", OURS, "share", FLOOR, "bf16 alone", "autocast alone")
+COLUMNS = ("phase", OURS, "share", FLOOR, "bf16 alone", "autocast alone")
 
 
 class Clock:
-    """Seconds of the wall by stage, of which each is without those that it contains."""
+    """Wall-clock seconds of each phase, without the phases inside it."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._inside: list[float] = []  # seconds of stages within those that run
+        self._inside: list[float] = []  # seconds of finished phases inside each running one
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time what is inside."""
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block."""
         self._inside.append(0.0)
         begin = time.perf_counter()
         try:
@@ -83,14 +83,14 @@ class Clock:
         """Return the function, timed."""
 
         def call(*args: Any, **named: Any) -> Any:
-            with self.stage(name):
+            with self.phase(name):
                 return function(*args, **named)
 
         return call
 
 
 def measure(group: dist.ProcessGroup, model: str, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """The body of one rank: seconds of each stage and faults, in each round, by system."""
+    """Return the seconds of each phase and the faults of each round, by system. Collective."""
     workload = WORKLOADS[model]
     systems: dict[str, System] = {}
     for name in NAMES:
@@ -112,46 +112,46 @@ def measure(group: dist.ProcessGroup, model: str, rounds: int) -> dict[str, dict
 
 
 def _step(system: System, batch: Any) -> dict[str, float]:
-    """Make one step; return seconds by stage."""
+    """Make one step; return seconds by phase."""
     clock = Clock()
     places = [
-        mock.patch.object(owner, name, clock.timed(stage, getattr(owner, name)))
-        for owner, name, stage in PLACES
+        mock.patch.object(owner, name, clock.timed(phase, getattr(owner, name)))
+        for owner, name, phase in PLACES
     ]
     backward = mock.patch.object(torch.Tensor, "backward", _method(clock, torch.Tensor.backward))
     for place in (*places, backward):
         place.start()
     try:
-        with clock.stage("forward"):
+        with clock.phase("forward"):
             system.micro(batch, True, 1)
-        with clock.stage("rest of step()"):
+        with clock.phase("rest of step()"):
             system.step()
     finally:
         mock.patch.stopall()
-    return {stage: clock.seconds.get(stage, 0.0) for stage in STAGES}
+    return {phase: clock.seconds.get(phase, 0.0) for phase in PHASES}
 
 
 def _method(clock: Clock, backward: Any) -> Any:
     def call(self: torch.Tensor, *args: Any, **named: Any) -> None:
-        with clock.stage("backward"):
+        with clock.phase("backward"):
             backward(self, *args, **named)
 
     return call
 
 
 def rows(found: dict[str, dict[str, list[float]]]) -> Sequence[tuple[str, ...]]:
-    """A row for each stage, in ms, and one of faults; medians do not quite add up to `all`."""
+    """Return a row per phase, in ms, and one of faults; medians do not quite add up to `all`."""
     totals = {
-        name: [sum(each) for each in zip(*(stages[stage] for stage in STAGES), strict=True)]
-        for name, stages in found.items()
+        name: [sum(each) for each in zip(*(phases[phase] for phase in PHASES), strict=True)]
+        for name, phases in found.items()
     }
     whole = statistics.median(totals[OURS])
     lines = []
-    for stage in STAGES:
-        own = statistics.median(found[OURS][stage])
-        others = (statistics.median(found[name][stage]) for name in NAMES[1:])
+    for phase in PHASES:
+        own = statistics.median(found[OURS][phase])
+        others = (statistics.median(found[name][phase]) for name in NAMES[1:])
         shown = [f"{1e3 * other:.1f}" if other else "" for other in others]
-        lines.append((stage, f"{1e3 * own:.1f}", f"{own / whole:.1%}", *shown))
+        lines.append((phase, f"{1e3 * own:.1f}", f"{own / whole:.1%}", *shown))
     every = [f"{1e3 * statistics.median(totals[name]):.1f}" for name in NAMES]
     faults = [f"{statistics.median(found[name][FAULTS]):.0f}" for name in NAMES]
     return [
