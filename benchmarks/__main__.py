@@ -102,12 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def on_ranks(measure: Callable[..., Any], ranks: int, *given: Any) -> Any:
-    """What rank 0 measures in a process per rank; every system has the same products."""
+    """Return what rank 0 measures, with one process per rank and equal matrix products."""
     return spawn(multiplied, ranks, measure, *given, timeout=TIMEOUT)[0]
 
 
 def names(args: argparse.Namespace) -> tuple[str, ...]:
-    """The systems to measure: always shardcast, what ratios refer to."""
+    """Return the systems to measure. shardcast is always one, because ratios refer to it."""
     parts = args.systems or [""]
     return tuple(
         name

@@ -1,14 +1,14 @@
-"""Time shardcast's checkpoints next to torch's own ways, of one state on one disk.
+"""Time shardcast's checkpoints and torch's own, for one state on one disk.
 
     python -m benchmarks checkpoint --elements 100000000 --ranks 2 [--only save load]
 
-AdamW over that many fp32 parameters: three times as many elements of state. Rows of one kind
-promise the same: a save survives a power cut, and the one before it is there until the new one is.
-So `torch.save` and `dcp.save` write beside the older file or directory, flush, rename, and delete
-the older one last, as shardcast does by itself. `torch.save` gets a whole state, gathered already,
-on rank 0; `dcp.save` gets it on all ranks, and each writes a part. One run, in interleaved rounds
-of rotated order; the disk has nothing left to write when a row begins. `processor s` is of all
-ranks.
+AdamW with this many fp32 parameters has three times as many elements of state. Rows of one kind
+give the same guarantee: a save survives a power cut, and the previous save stays until the new one
+is complete. So `torch.save` and `dcp.save` write next to the previous file or directory, flush,
+rename, and then delete the previous one, as shardcast does by itself. `torch.save` gets the
+gathered state on rank 0. `dcp.save` gets it on all ranks, and each rank writes a part. Rounds are
+interleaved, in rotated order, and each row starts after the disk has written everything.
+`processor s` is the sum over ranks.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def torch_save(value: Any, path: Path, flush: bool = True) -> None:
 def measure(
     group: Any, folder: str, elements: int, rounds: int, kinds: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Seconds, and processor seconds of all ranks, of each row in each round."""
+    """Return wall seconds, and processor seconds of all ranks, of each row in each round."""
     base, rank = Path(folder), group.rank()
     model = model_of(elements)
     optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), param_dtype="fp32")

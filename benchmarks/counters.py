@@ -1,4 +1,4 @@
-"""What is counted beside the clock: casts of parameters, collectives, memory, bytes on the wire."""
+"""Counts besides time: casts of parameters, collectives, memory, bytes on the wire."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GLIBC = ctypes.CDLL(None)
 
 
 class Casts(TorchDispatchMode):
-    """Counts conversions of parameters to another floating dtype, one per tensor converted."""
+    """Counter of conversions of parameters to another floating dtype, one per tensor."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class Casts(TorchDispatchMode):
 
 
 class Collectives:
-    """Counts what this rank gives to the process group within it, as torch's profiler sees it.
+    """Counter of this rank's collectives inside the block, from torch's profiler.
 
     Attributes:
-        count: collectives that it took part in.
-        messages: that it sent to a single rank.
+        count: collectives of this rank.
+        messages: messages that it sent to one other rank.
     """
 
     def __enter__(self) -> Collectives:
@@ -73,7 +73,7 @@ class Collectives:
 
 
 def in_use() -> int | None:
-    """Bytes that this process holds from glibc's allocator; ``None`` where there is none.
+    """Return the bytes that this process holds from glibc's allocator; ``None`` without glibc.
 
     All ranks must call it. The difference of two calls is what was allocated in between and not
     freed, to the byte, whoever holds it and whichever thread frees it: every storage counts
@@ -98,12 +98,12 @@ class _MallInfo(ctypes.Structure):
 
 
 class Growth:
-    """How far the resident memory of this process rises within it, at its highest moment.
+    """Peak growth of this process's resident memory inside the block.
 
-    Memory that the allocator keeps for reuse is given back first, so that using it shows.
+    The allocator first returns memory that it keeps for reuse, so reuse counts as growth.
 
     Attributes:
-        bytes: ``None`` where the kernel does not let a process reset its peak, or without glibc.
+        bytes: ``None`` without glibc, or if the kernel does not let a process reset its peak.
     """
 
     bytes: int | None = None
@@ -129,7 +129,7 @@ def _resident(key: str) -> int:
 
 
 def sent() -> int | None:
-    """Bytes that the loopback interface has sent so far, or ``None`` where it cannot be read.
+    """Return the bytes that the loopback interface has sent; ``None`` if it cannot be read.
 
     All ranks of the benchmark are on one machine, so this is the sum over them; other programs'
     traffic is in it, so take the least of several steps.

@@ -1,9 +1,9 @@
-"""Hashes of short trainings, to see that a change of the inside changes no bit.
+"""Hashes of short training runs, to check that a refactoring changes no bit.
 
-Each run trains on two ranks or more, with a step that is skipped, accumulation, and gradients that
-are absent. Its hash is of what every rank has at the end of each step: parameters, norm, what
-``.grad`` shows; and in the end of masters, state and options. The bits depend on torch's version
-and on the processor, so hashes are no constants: two trees are compared on one machine.
+Each run trains on two or more ranks, with a skipped step, accumulation and missing gradients. Its
+hash covers what each rank has after each step (parameters, norm, contents of ``.grad``) and, at the
+end, masters, state and options. The bits depend on torch's version and on the processor, so hashes
+are not stored: two trees are compared on one machine.
 
     python -m benchmarks digests                           # of this tree
     python -m benchmarks digests --against ../other-tree   # of both, and whether they are equal
@@ -37,7 +37,7 @@ RUNS: dict[str, Callable[[], list[Any]]] = {}
 
 
 class Net(nn.Module):
-    """Odd sizes, a norm with buffers, a tie, and a branch that not every batch takes."""
+    """Model with odd sizes, a norm with buffers, a tie, and a branch that some batches skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
 
 
 def seen(model: nn.Module, optimizer: Any) -> list[Any]:
-    """What a rank has after a step."""
+    """Return what a rank has after a step."""
     params = [_compat.local_tensor(param) for param in model.parameters()]
     return [hashed([params, [*model.buffers()], optimizer.grad_norm])]
 
@@ -103,7 +103,7 @@ def train(
     after: Callable[[int], Any] = lambda _step: None,
     **options: Any,
 ) -> Iterator[Any]:
-    """Train; gives what is hashed of each step, and in the end of all.
+    """Train, and return the values to hash of each step and of the end.
 
     Args:
         options: ``counts``, ``gives_loss``, ``clips``: which calls a script makes.
@@ -374,7 +374,7 @@ def with_accelerate() -> list[Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the digests; with ``--against`` those of both trees. Not 0 where they differ."""
+    """Print the digests, with ``--against`` of both trees; return 1 if they differ."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--against", type=Path, help="another tree of the repository")
     parser.add_argument(
@@ -397,7 +397,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _of_tree(tree: Path, only: Sequence[str]) -> dict[str, str]:
-    """The digests that this script finds with the package of ``tree``."""
+    """Return the digests that this script computes with the package of ``tree``."""
     command = [sys.executable, __file__, *(["--only", *only] if only else [])]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
     done = subprocess.run(command, env=environment, cwd=tree, stdout=subprocess.PIPE, text=True)

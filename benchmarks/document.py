@@ -1,5 +1,7 @@
-"""The tables of BENCHMARKS.md anew: each command that stands before a table is run, and its table
-takes the place of the one that was there, with a line that says on what it was measured.
+"""Measure the tables of BENCHMARKS.md again.
+
+Each command before a table is run. Its output replaces the table, with a line that names the
+machine.
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ from pathlib import Path
 
 # A paragraph that begins with a command and a colon, and the table under it.
 TABLE = re.compile(r"^`python (-m benchmarks [^`]+)`: (?:.+\n)+\n(?:\|.*\n)+", re.MULTILINE)
-BUSY = " --clock processor"  # what is less wrong beside other work
+BUSY = " --clock processor"  # less wrong on a busy machine
 
 
 def commands(text: str, parts: Sequence[str], idle: bool) -> list[tuple[str, str]]:
-    """Paragraph with table, and command, in the order of the document.
+    """Return each paragraph with its table, and its command, in the document's order.
 
     Args:
-        parts: only commands with one of them, if there are any.
-        idle: whether times are to be of the wall also where they were of the processor.
+        parts: if any are given, only commands that contain one of them.
+        idle: measure by the wall clock everywhere, even if the document has processor time.
     """
     found = [
         (match[0], match[1].replace(BUSY if idle else "\0", "")) for match in TABLE.finditer(text)
@@ -31,7 +33,7 @@ def commands(text: str, parts: Sequence[str], idle: bool) -> list[tuple[str, str
 
 
 def written(command: str, printed: str) -> str:
-    """The paragraph and the table of what ``command`` printed."""
+    """Return the paragraph and the table for the output of ``command``."""
     lines = printed.splitlines()
     facts = dict(line.split(": ", 1) for line in lines if line.startswith(("device: ", "torch: ")))
     title = lines[lines.index(f"device: {facts['device']}") - 2]
@@ -40,8 +42,10 @@ def written(command: str, printed: str) -> str:
 
 
 def measure(path: Path, minutes: float, parts: Sequence[str], idle: bool) -> None:
-    """Run all commands of the document at ``path``, as many as the time allows; writes each table
-    when it is there."""
+    """Run the commands of the document at ``path`` until the time is over.
+
+    Each table is written when its command ends.
+    """
     root, end = Path(__file__).parents[1], time.monotonic() + 60 * minutes
     for old, command in commands(path.read_text(), parts, idle):
         start = time.monotonic()

@@ -1,8 +1,8 @@
-"""Fine-tuning on text by published forms: how many values change in a step, and what is learned.
+"""Fine-tuning on text with published forms: values that change per step, and the losses.
 
-A byte-level GPT is trained on the standard library of Python in bf16, and then, from that
-checkpoint, on the pages of this documentation with several learning rates and with its matrices in
-each form. A change is one of the bits of a published value, from one step to the next.
+A byte-level GPT is first trained in bf16 on Python's standard library. From that checkpoint it is
+then trained on the pages of this documentation, at several learning rates and with its matrices in
+each form. A value has changed if the bits of its published value differ from the step before.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Run(NamedTuple):
     """One fine-tuning.
 
     Attributes:
-        share: of the values of matrices whose bits change in a step, mean after the first ones.
-        losses: on held-out text by step, in nats per byte.
+        share: mean share of matrix values whose bits change in a step, without the first steps.
+        losses: loss on held-out text by step, in nats per byte.
     """
 
     form: str
@@ -45,14 +45,14 @@ class Run(NamedTuple):
 
 
 def measure(_group: Any, pretraining: int, steps: int, interval: int) -> list[Run]:
-    """Train the checkpoint, and fine-tune it in all ways."""
+    """Train the checkpoint, and fine-tune it with each form and learning rate."""
     state = pretrained(pretraining)
     text = Corpus.load(sorted((ROOT / "docs").glob("*.md")), CONFIG.context)
     return [tuned(state, text, form, rate, steps, interval) for rate in RATES for form in FORMS]
 
 
 def pretrained(steps: int) -> dict[str, Tensor]:
-    """Fp32 masters of a model that knows Python."""
+    """Return fp32 masters of a model trained on Python."""
     torch.manual_seed(0)
     model, text = GPT(CONFIG), Corpus.load([], CONFIG.context)
     optimizer = sharded(model, 1e-3)
@@ -111,7 +111,7 @@ def held_out_loss(model: GPT, text: Corpus) -> float:
 
 
 def rows(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
-    """Lines of the table; ``x``: what is learned, over what bf16 learns with the same rate."""
+    """Return the table's rows; ``x``: decrease of the loss relative to bf16 at the same rate."""
     gains = {(run.form, run.rate): run.losses[0] - run.losses[max(run.losses)] for run in runs}
     for run in runs:
         yield (
@@ -125,7 +125,7 @@ def rows(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 
 
 def record(runs: Sequence[Run], path: Path = RECORDED) -> None:
-    """Write what tools/picture.py draws."""
+    """Write the file that tools/picture.py draws."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["form", "rate", "share", "step", "loss"])

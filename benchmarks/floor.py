@@ -1,8 +1,8 @@
-"""A crude hand-written floor: what one model needs when nothing else has to be right.
+"""Crude hand-written floor: the cost of a step for one model without any checks.
 
-Flat buffers, all-to-all of spans after the backward, a sum in fp32, AdamW in chunks, broadcast.
-No overlap, no norm, no check for infinities, absent gradients, groups or states: it is not a
-library, it shows what one could cost.
+It has flat buffers, an all-to-all of spans after the backward, a sum in fp32, AdamW in chunks, and
+a broadcast. It has no overlap, norm or groups, saves no state, and does not check for infinities or
+missing gradients. It is not a library: it shows how little a library could cost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What parameter groups cost a step: collectives, launches on an accelerator, a CPU's time.
+"""Cost of parameter groups per step: collectives, launches on an accelerator, CPU time.
 
-The model has small tensors, so that what a group adds is seen. Collectives are counted with a
-recorded group, launches on the path of accelerators, where a CPU passes for one; times are of the
-processor, with collectives that return at once, in alternating rounds.
+The model has small tensors, so that the cost per group is visible. A recorded group counts the
+collectives. Launches are counted on the path of accelerators, with a CPU in place of one. Times are
+processor times in alternating rounds, with collectives that return at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLUMNS = ("groups", "packs", "collectives", "launches", "CPU step us", "x", "le
 
 @dataclass
 class Cost:
-    """What is counted and measured of one number of groups."""
+    """Counts and times for one number of groups."""
 
     groups: int
     packs: int = 0
@@ -40,7 +40,7 @@ class Cost:
 
 
 class Run:
-    """A training with so many groups, each of neighboring tensors with a rate of its own."""
+    """Training run with groups of neighboring tensors, each with its own learning rate."""
 
     def __init__(self, groups: int, process_group: Any, **fields: Any) -> None:
         self.model = nn.ParameterList(torch.ones(WIDTH, WIDTH) for _ in range(TENSORS))
@@ -65,7 +65,7 @@ class Run:
         torch.autograd.backward(list(self.model), [torch.full_like(p, 1e-3) for p in self.model])
 
     def step(self) -> float:
-        """Step; return the seconds of the processor."""
+        """Make a step, and return its processor seconds."""
         self.backward()
         begin = time.process_time()
         self.optimizer.step()
@@ -75,7 +75,7 @@ class Run:
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations but views and allocations."""
+    """Counter of operations, without views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def accelerator() -> Iterator[None]:
-    """A CPU passes for one, and an update of a range is one operation, as where it is compiled."""
+    """Treat a CPU as an accelerator, with one operation per updated range, as if compiled."""
     is_host, in_pieces = _compat.is_host, fusion.in_pieces
     _compat.is_host = lambda _device: False
     fusion.in_pieces = lambda _fusion, operands, *_: operands[-1].relu_()
@@ -113,7 +113,7 @@ def launches(groups: int, **fields: Any) -> int:
 
 
 def measure(counts: Sequence[int], rounds: int) -> list[Cost]:
-    """Costs for each number of groups."""
+    """Return the costs for each number of groups."""
     torch.set_num_threads(1)
     costs = [Cost(count) for count in counts]
     for cost in costs:
@@ -134,7 +134,7 @@ def measure(counts: Sequence[int], rounds: int) -> list[Cost]:
 
 
 def rows(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
-    """A row for each number of groups; ratios are to the first one, of the same rounds."""
+    """Return a row per number of groups, with ratios to the first one in the same rounds."""
     lines = []
     for cost in costs:
         ratios = [own / one for own, one in zip(cost.seconds, costs[0].seconds, strict=True)]

@@ -1,8 +1,8 @@
-"""What backward and ``step()`` cost the host of an accelerator, by the number of packs, compiled.
+"""Host time of a compiled backward and ``step()`` of an accelerator, by number of packs.
 
-Collectives return at once, and spans are so small that what is computed costs next to nothing.
-Without an accelerator a CPU passes for one, and times are of the processor, on one thread; with one
-they are of the wall, which the host has to itself.
+Collectives return at once, and spans are so small that their computation takes almost no time.
+Without an accelerator a CPU takes its place, and times are processor times on one thread. With an
+accelerator they are wall-clock times, because the host does nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS = ("packs", "ranks", "backward us", "least", "step us", "least", "us per
 
 
 class Idle(FakeGroup):
-    """A fake group without the part of it whose cost grows with the world."""
+    """Fake group without the operations whose cost grows with the world size."""
 
     def _issue(self, call: Any) -> dist.Work:
         raise NotImplementedError
@@ -55,7 +55,7 @@ class _Done(dist.Work):
 
 
 class Given(torch.autograd.Function):
-    """Gives every parameter the same gradient, in one node of the graph."""
+    """Autograd function that gives every parameter the same gradient, in one graph node."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *params: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Given(torch.autograd.Function):
 
 @dataclass
 class Costs:
-    """Seconds of some steps, on the host."""
+    """Host seconds of some steps."""
 
     packs: int
     ranks: int
@@ -79,7 +79,7 @@ class Costs:
 
 
 def measure(counts: Sequence[int], ranks: int, rounds: int) -> list[Costs]:
-    """Costs for each number of packs."""
+    """Return the costs for each number of packs."""
     torch.set_num_threads(1)
     is_host, _compat.is_host = _compat.is_host, lambda _device: False
     try:
@@ -89,7 +89,7 @@ def measure(counts: Sequence[int], ranks: int, rounds: int) -> list[Costs]:
 
 
 def one(costs: Costs, rounds: int, device: torch.device = CPU, fuse: str = "compile") -> Costs:
-    """Train some steps, and note the times."""
+    """Train some steps, and record the times."""
     on_cpu = device.type == "cpu"
     clock = time.process_time if on_cpu else time.perf_counter
     shape = 2, ELEMENTS * costs.ranks // 2
@@ -121,7 +121,7 @@ def one(costs: Costs, rounds: int, device: torch.device = CPU, fuse: str = "comp
 
 
 def rows(results: Sequence[Costs]) -> list[tuple[str, ...]]:
-    """A row for each number of packs; microseconds per pack are of both, the least."""
+    """Return a row per number of packs; the last column adds both minima, per pack."""
     lines = []
     for costs in results:
         times = [

@@ -1,4 +1,4 @@
-"""The models of the benchmark: what they stress, and batches for them."""
+"""Models of the benchmarks, and their batches."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Workload:
     """A model and the shape of a rank's micro-batch.
 
     Attributes:
-        build: makes the model, fp32, from the present random state; it maps (tokens, targets),
+        build: makes an fp32 model from the current random state. The model maps (tokens, targets),
             both int64 (sequences, tokens), to the mean loss, a 0-dim fp32 tensor.
-        block: class of the layers that FSDP wraps one by one.
+        block: class of the layers that FSDP wraps individually.
     """
 
     title: str
@@ -30,7 +30,7 @@ class Workload:
     tokens: int
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Random tokens and targets of one micro-batch; equal for equal seeds."""
+        """Return random tokens and targets of one micro-batch; equal for equal seeds."""
         generator = torch.Generator().manual_seed(seed)
         shape = (self.sequences, self.tokens)
         tokens = torch.randint(self.vocabulary, shape, generator=generator)
@@ -62,7 +62,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A deep and narrow masked language model: many small tensors, the case of fused updates."""
+    """Deep and narrow masked language model: many small tensors, which fused updates suit."""
 
     def __init__(self, vocabulary: int, width: int, depth: int, heads: int, context: int) -> None:
         super().__init__()

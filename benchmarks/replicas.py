@@ -1,4 +1,4 @@
-"""What ``replica_check`` costs: steps with and without a check, beside those without the option."""
+"""Cost of ``replica_check``: steps with and without a check, and without the option."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SYSTEMS = {"without replica_check": 0, "a step between two checks": NEVER, "a st
 
 
 def measure(group: dist.ProcessGroup, plan: Plan) -> dict[str, Result]:
-    """Both in interleaved rounds."""
+    """Measure both in interleaved rounds."""
     workload, systems = WORKLOADS[plan.model], {}
     for name, period in SYSTEMS.items():
         torch.manual_seed(0)
@@ -32,10 +32,10 @@ def measure(group: dist.ProcessGroup, plan: Plan) -> dict[str, Result]:
 
 
 def rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
-    """One row per system; what is more is the median difference to the first, round by round.
+    """Return one row per system, with the median difference to the first one within a round.
 
-    It is that of the optimizer's phase, which has all of it: forwards and backwards take more or
-    less time by themselves. The last column: of one check in so many steps.
+    The difference is that of the optimizer phase, where all checks run, because forwards and
+    backwards vary by themselves. The last column is for one check every :data:`EVERY` steps.
     """
     first = next(iter(results.values()))
     lines = []

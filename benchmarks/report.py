@@ -33,7 +33,7 @@ COLUMNS = (
 
 
 def device() -> str:
-    """The processor and what torch uses of it."""
+    """Return the processor, and the features of it that torch uses."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -42,14 +42,14 @@ def device() -> str:
 
 
 def head(command: str) -> list[str]:
-    """What was run, where, with what."""
+    """Return what ran, on which machine, with which versions."""
     reason = why(torch.device("cpu"))
     every = [f"every system: {reason}"] if reason else []
     return [f"device: {device()}", f"torch: {torch.__version__}", *every, f"command: {command}"]
 
 
 def rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
-    """One row per system that trains; ratios are to shardcast in the same round."""
+    """Return one row per system that trains, with ratios to shardcast in the same round."""
     base = results["shardcast"]
     own = statistics.median(exposed(results, "shardcast"))
     found = []
@@ -81,12 +81,12 @@ def rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
 
 
 def number(value: float | None, unit: float, digits: int) -> str:
-    """A figure, where it could be measured."""
+    """Return a figure as text; ``?`` if it could not be measured."""
     return "?" if value is None else f"{value / unit:.{digits}f}"
 
 
 def title(plan: Plan, ranks: int) -> str:
-    """What the table is about."""
+    """Return the title of the table."""
     workload = WORKLOADS[plan.model]
     params = list(workload.build().parameters())
     numel = sum(param.numel() for param in params)
@@ -100,7 +100,7 @@ def title(plan: Plan, ranks: int) -> str:
 
 
 def table(columns: tuple[str, ...], lines: list[tuple[str, ...]], markdown: bool) -> str:
-    """Lines under columns, aligned."""
+    """Return lines under columns, aligned."""
     everything = [columns, *lines]
     widths = [max(len(line[n]) for line in everything) for n in range(len(columns))]
     padded = [
@@ -117,7 +117,7 @@ def table(columns: tuple[str, ...], lines: list[tuple[str, ...]], markdown: bool
 
 
 def plot(results: dict[str, Result], heading: str, path: Path) -> None:
-    """A bar per system: the compute alone, and what a step takes on top of it."""
+    """Plot a bar per system: the compute alone, and the rest of the step on top of it."""
     from matplotlib.figure import Figure  # draws without a display
 
     names = [name for name in results if name not in LOCAL][::-1]

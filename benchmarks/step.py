@@ -19,28 +19,27 @@ WARM_UP = 6  # steps whose losses are compared with the reference
 
 CLOCKS: dict[str, Callable[[], float]] = {
     "wall": time.perf_counter,
-    # What this process keeps processors busy, the collectives' threads and the kernel included.
-    # Waiting does not count, nor does what other programs take.
+    # Includes the collectives' threads and the kernel, but no waiting and no other programs.
     "processor": time.process_time,
 }
 
 
 @dataclass
 class Result:
-    """What was measured of one system; lists have one entry per round, in the same order.
+    """Measurements of one system; lists have one entry per round, in the same order.
 
     Attributes:
-        local: the system that does the same compute alone.
-        step, phase: seconds of the slowest rank, by the plan's clock: of the step, and of its
-            optimizer phase.
+        local: name of the system that does only the compute.
+        step, phase: seconds of a step, and of its optimizer phase, on the slowest rank, by the
+            plan's clock.
         sent: bytes that all ranks together sent in a step, the least seen.
-        casts: of parameters, in forward and backward, with 1 and with 4 micro-batches.
-        collectives: that a rank takes part in during a step, and messages that it sends.
+        casts: casts of parameters in forwards and backwards, with 1 and with 4 micro-batches.
+        collectives: collectives of a rank in a step, and messages that it sends.
         held: bytes per parameter on the fullest rank between the last backward and the optimizer
             phase of a later step than the first, beyond what was held before the model was built.
         growth: bytes per parameter by which resident memory rises in a step, on the fullest rank:
             gradients that were freed, activations, buffers.
-        off: largest difference of the mean loss from one process in fp32, warm-up steps.
+        off: largest difference of the mean loss from one process in fp32, over the warm-up steps.
     """
 
     local: str
@@ -59,8 +58,8 @@ class Plan:
     """What to run.
 
     Attributes:
-        names: of systems that train; the compute alone is run beside them.
-        clock: of :data:`CLOCKS`.
+        names: systems that train. The compute alone also runs, for comparison.
+        clock: one of :data:`CLOCKS`.
     """
 
     model: str
@@ -71,12 +70,12 @@ class Plan:
 
     @property
     def now(self) -> Callable[[], float]:
-        """The clock: of the wall, or the seconds that this process has kept processors busy."""
+        """Return seconds of the wall clock, or of processor time of this process."""
         return CLOCKS[self.clock]
 
 
 def measure(group: dist.ProcessGroup, plan: Plan) -> dict[str, Result]:
-    """The body of one rank; all ranks return the same times."""
+    """Measure on one rank; all ranks return the same times."""
     workload = WORKLOADS[plan.model]
     expected = reference(workload, plan.micros, group.size())
     systems, results = {}, {}
@@ -94,8 +93,8 @@ def measure(group: dist.ProcessGroup, plan: Plan) -> dict[str, Result]:
 
 
 def prepare(name: str, workload: Workload, plan: Plan) -> tuple[System, Result, list[float]]:
-    """A system after its first steps, what can be counted of it, and its losses."""
-    # Once for nothing: imports, compiled code and the kernels' own buffers belong to no system.
+    """Return a system after its first steps, its counts, and its losses."""
+    # An unmeasured step, because imports, compiled code and kernels' buffers belong to no system.
     one_step(SYSTEMS[name](workload.build(), workload), workload, plan, 0)
     before = in_use()
     torch.manual_seed(0)
@@ -120,7 +119,7 @@ def prepare(name: str, workload: Workload, plan: Plan) -> tuple[System, Result, 
 
 
 def fullest(now: int | None, before: int | None, numel: int) -> float | None:
-    """Bytes per parameter on the rank that has most."""
+    """Return the bytes per parameter on the rank that holds most."""
     if now is None or before is None:
         return None
     most = torch.tensor((now - before) / numel, dtype=torch.float64)
@@ -135,9 +134,9 @@ def one_step(
     number: int,
     between: Callable[[], object] | None = None,
 ) -> tuple[float, float, Tensor]:
-    """Seconds of a step on this rank and of its optimizer phase, and the mean loss here.
+    """Return the seconds of a step and of its optimizer phase, and this rank's mean loss.
 
-    ``between`` is called after the last backward; the times mean nothing then.
+    ``between`` is called after the last backward; the times are then meaningless.
     """
     rank, world, micros, now = dist.get_rank(), dist.get_world_size(), plan.micros, plan.now
     batches = [workload.batch((number * micros + m) * world + rank) for m in range(micros)]
@@ -156,7 +155,7 @@ def one_step(
 
 
 def record(result: Result, system: System, workload: Workload, plan: Plan, number: int) -> None:
-    """Time one step after an unmeasured one, which brings the system's memory into the caches."""
+    """Time one step after an untimed one, which brings the system's memory into the caches."""
     one_step(system, workload, plan, number)
     dist.barrier()
     before = sent()
@@ -173,7 +172,7 @@ def record(result: Result, system: System, workload: Workload, plan: Plan, numbe
 
 
 def casts(system: System, workload: Workload, micros: int) -> int:
-    """Parameters cast on this rank in the forwards and backwards of one step."""
+    """Return the number of parameters cast on this rank in the forwards and backwards of a step."""
     with Casts(system.model.parameters()) as counter:
         for position in range(micros):
             system.micro(workload.batch(position), position + 1 == micros, micros)
@@ -182,13 +181,13 @@ def casts(system: System, workload: Workload, micros: int) -> int:
 
 
 def mean_loss(loss: Tensor) -> float:
-    """The mean over ranks."""
+    """Return the mean over ranks."""
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()
 
 
 def reference(workload: Workload, micros: int, world: int) -> list[float]:
-    """Losses of plain AdamW in fp32 on one process that sees the batches of all ranks."""
+    """Return losses of plain AdamW in fp32 on one process with the batches of all ranks."""
     torch.manual_seed(0)
     model: nn.Module = workload.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -205,16 +204,16 @@ def reference(workload: Workload, micros: int, world: int) -> list[float]:
 
 
 def ratio(times: list[float], of: list[float]) -> float:
-    """Median over rounds of the ratio within a round: what slows a whole round cancels."""
+    """Return the median over rounds of the ratio within a round; slow rounds cancel out."""
     return statistics.median(a / b for a, b in zip(times, of, strict=True))
 
 
 def exposed(results: dict[str, Result], name: str) -> list[float]:
-    """Per round, the step minus the same compute without communication or update."""
+    """Return, per round, the step minus the same compute without communication or update."""
     local = results[results[name].local]
     return [step - alone for step, alone in zip(results[name].step, local.step, strict=True)]
 
 
 def compute(result: Result) -> list[float]:
-    """Per round, forward and backward: the step without the optimizer phase."""
+    """Return, per round, forward and backward: the step without the optimizer phase."""
     return [step - phase for step, phase in zip(result.step, result.phase, strict=True)]

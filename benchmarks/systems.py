@@ -43,7 +43,7 @@ class System:
         self.optimizer: Any = None
 
     def micro(self, batch: Batch, last: bool, of: int) -> Tensor:
-        """Forward and backward of one micro-batch of a step with ``of`` of them; the loss."""
+        """Run forward and backward of one of ``of`` micro-batches, and return the loss."""
         with nullcontext() if last else self.quiet():
             with torch.autocast(batch[0].device.type, BF16, enabled=self.autocast):
                 loss = self.model(*batch)
@@ -51,21 +51,21 @@ class System:
         return loss.detach()
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """Within it nothing is reduced."""
+        """Reduce nothing inside the block."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
     def step(self) -> None:
-        """The optimizer phase, gradients cleared."""
+        """Run the optimizer phase, and clear the gradients."""
         if self.optimizer is not None:
             self.optimizer.step()
         self.model.zero_grad()
 
 
 class Local(System):
-    """The compute alone; its weights never change."""
+    """The compute alone, with constant weights."""
 
     def __init__(self, model: nn.Module, _workload: Workload, *, compute: Compute) -> None:
         super().__init__(model.to(BF16) if compute == "bf16" else model, compute)

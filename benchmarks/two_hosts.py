@@ -1,4 +1,4 @@
-"""Steps of two hosts with a few ranks each: a program for torchrun, which two_hosts.sh starts."""
+"""Time steps of two hosts with a few ranks each; tools/two_hosts.sh starts it by torchrun."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORKLOAD = Workload(
     tokens=32,
 )
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt() in glibc
-STEPS = 2  # that are timed together
+STEPS = 2  # timed together
 WIRE = Path("/sys/class/net/wire/statistics")  # of the link between the hosts
 OWN: dict[str, dict[str, Any]] = {
     "shardcast": {},
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def seconds_of(system: System, number: int) -> float:
-    """Seconds of one of several steps, each of which waits for the sync of the one before it."""
+    """Return the seconds per step of several steps, each of which waits for the previous sync."""
     plan, first = Plan("", (), 0), number * (STEPS + 1)
     one_step(system, WORKLOAD, plan, first)
     start = time.perf_counter()
@@ -101,7 +101,7 @@ def seconds_of(system: System, number: int) -> float:
 
 
 def crossing(system: System) -> tuple[float, float]:
-    """Bytes that cross the link in a step: from the first host, and to it."""
+    """Return the bytes that cross the link in a step: from the first host, and to it."""
 
     def counters() -> list[int]:
         dist.barrier()
@@ -117,8 +117,10 @@ def crossing(system: System) -> tuple[float, float]:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library not give freed memory back: with its defaults every reduction has its
-    buffers from the system anew, and page by page, which is no collective's cost.
+    """Make the C library keep freed memory.
+
+    With its defaults, every reduction gets its buffers from the system again, page by page, which
+    is not a cost of a collective.
     """
     for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
         if not ctypes.CDLL(None).mallopt(parameter, value):
@@ -126,7 +128,7 @@ def keep_freed_memory() -> None:
 
 
 def digest(model: nn.Module) -> str:
-    """The first digits of a hash of all parameters, which all ranks must have."""
+    """Return the first digits of a hash of all parameters, which must be equal on all ranks."""
     hashed = hashlib.sha256()
     for param in model.parameters():
         hashed.update(param.detach().contiguous().view(torch.uint8).numpy().tobytes())

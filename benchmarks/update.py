@@ -1,7 +1,7 @@
-"""The update alone: unscale, clip, AdamW and cast, beside a copy of as many bytes.
+"""Time of the update (unscale, clip, AdamW, cast) beside a copy of the same number of bytes.
 
-First of masters and moments in fp32, in several ways; then by the codecs that hold less, without
-a compiler and with one.
+The first rows have fp32 masters and moments. The others have codecs that take less memory, with and
+without a compiler.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GROUP = {
 
 
 def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds per round of every form of the update, of the copy first."""
+    """Return the seconds per round of the copy, then of every kind of update."""
     torch.set_num_threads(threads)
     fusion, operands = fused(elements)
     by_torch, _ = fused(0, by_torch=True)
@@ -90,7 +90,7 @@ def fused(
     by_torch: bool = False,
     epilogues: tuple[Epilogue, ...] = (),
 ) -> tuple[Fusion, list[Tensor]]:
-    """AdamW; random weights and gradients in whole rows, state of zeros."""
+    """Return AdamW on random weights and gradients in whole rows, with zero state."""
     elements -= elements % ROW
     rule = rules.rule_of(torch.optim.AdamW, GROUP, by_torch)
     config = shardcast.ShardcastConfig(master=master, moments=moments)
@@ -111,7 +111,7 @@ def fused(
 
 
 def runner(executor: Executor, fusion: Fusion, operands: list[Tensor]) -> Callable[[], None]:
-    """One update with a clipping factor."""
+    """Return a function that makes one update with a clipping factor."""
     factor, skip, step = torch.tensor(0.5), torch.tensor(False), torch.tensor(3.0)
 
     def run() -> None:
@@ -130,7 +130,7 @@ def runner(executor: Executor, fusion: Fusion, operands: list[Tensor]) -> Callab
 
 
 def on_host(executor: Executor, fusion: Fusion, operands: list[Tensor]) -> Callable[[], None]:
-    """One update of option ``offload``, with copies that on a GPU go over the bus."""
+    """Return a function that makes one ``offload`` update, with its copies over a GPU's bus."""
     copies, host = Copies(), [*operands]
     host[:2] = [torch.empty_like(operand) for operand in operands[:2]]
     host[1].copy_(operands[1])
@@ -145,7 +145,7 @@ def on_host(executor: Executor, fusion: Fusion, operands: list[Tensor]) -> Calla
 
 
 def passes(operands: list[Tensor]) -> Callable[[], None]:
-    """What a mixed-precision wrapper does: cast and unscale, torch's step, cast back."""
+    """Return a mixed-precision wrapper's update: cast and unscale, torch's step, cast back."""
     grad, published, weights, *_ = operands
     factor = torch.tensor(0.5)
     master = torch.nn.Parameter(weights)
@@ -160,7 +160,7 @@ def passes(operands: list[Tensor]) -> Callable[[], None]:
 
 
 def rows(times: dict[str, list[float]]) -> list[tuple[str, ...]]:
-    """Milliseconds and the ratio to the copy in the same round."""
+    """Return milliseconds, and the ratio to the copy in the same round."""
     first = next(iter(times.values()))
     return [
         (
