@@ -194,7 +194,7 @@ class Exported:
 OPTION = Option(
     help="train parameters in a quantized form: a mapping from mxfp8, mxfp4, fp8_block128, "
     "mxfp8_rceil or mxfp4_rceil to patterns of names, {mxfp8: ['*.mlp.*.weight']}; the rest is "
-    "bf16; wire: bf16 sends values instead of codes and scales",
+    "bf16; add wire: bf16 to send values instead of codes and scales",
     within=("forms with patterns of names", lambda _: True),
     read=_read,
     publishing=Serving,
