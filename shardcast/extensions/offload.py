@@ -332,8 +332,8 @@ def _fits(plan: Plan, _parallel_dims: ParallelDims) -> None:
     if available is not None and needed > available:
         raise ValueError(
             f"offload: expected {needed / 1e9:.2f} GB of host memory for masters, state and copies "
-            f"of {ranks} ranks of this host, got {available / 1e9:.2f} GB; use moments='bf16' or "
-            "'int8', master='split16', more hosts, or leave offload off"
+            f"of {ranks} ranks of this node, got {available / 1e9:.2f} GB; use moments='bf16' or "
+            "'int8', master='split16', more nodes, or leave offload off"
         )
 
 

@@ -365,7 +365,7 @@ def _refuse(config: ShardcastConfig, conflicts: Mapping[str, bool]) -> None:
     if names := [name for name, is_so in conflicts.items() if is_so]:
         raise ValueError(
             f"on_error: expected 'raise' with {names[0]}, got {config.on_error.action!r}; the "
-            "others could not continue without a rank that fails"
+            "other ranks could not continue without a rank that fails"
         )
 
 

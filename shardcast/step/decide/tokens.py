@@ -130,10 +130,9 @@ class Tokens(Signal):
             return error_of(facts, everyone, self._device)
         counts = known(repr(self), everyone, self._device)
         return RuntimeError(
-            "optimizer.count: expected more than 0 tokens in a step, and one number on all "
-            f"model-parallel ranks of a data-parallel one, got {by_rank(counts.items())}; skip "
-            "steps without tokens, and give tensor-parallel ranks and pipeline stages one "
-            "number"
+            "optimizer.count: expected more than 0 tokens in a step, and equal counts on "
+            f"model-parallel ranks that share a batch, got {by_rank(counts.items())}; skip steps "
+            "without tokens, and pass the same count on tensor-parallel ranks and pipeline stages"
         )
 
     def local(self) -> Tensor:
