@@ -266,7 +266,7 @@ def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
     if source.optimizer not in (None, optimizer):
         raise ValueError(
             f"{where}: it has the state of {source.optimizer}, expected {optimizer}; use "
-            "the same optimizer, or export() the weights and start with fresh state"
+            "the same optimizer, or load(..., state=False), which starts with fresh state"
         )
     if source.groups is not None:
         stored_groups = [group["params"] for group in source.groups]
