@@ -241,6 +241,12 @@ def test_metrics_without_the_option_are_refused_by_name():
         sharded(CASES["mlp"].build(), metrics=-1)
 
 
+class Patterns(UserDict[str, str]):
+    """A mapping whose text does not tell what is in it."""
+
+    __repr__ = object.__repr__
+
+
 def test_a_mapping_measures_the_parameters_that_each_pattern_matches_as_one():
     def run(group: Any) -> None:
         model = CASES["gpt"].build()
@@ -248,7 +254,8 @@ def test_a_mapping_measures_the_parameters_that_each_pattern_matches_as_one():
         install(model, 0)
         optimizer.step()
         each = optimizer.metrics()
-        groups = optimizer.metrics({"all": "*", "blocks": "blocks.*"})
+        patterns = Patterns({"all": "*", "blocks": "blocks.*"})
+        groups = optimizer.metrics(patterns)
         assert list(groups) == ["all", "blocks"]
         for label, found in groups.items():
             members = [m for n, m in each.items() if label == "all" or n.startswith("blocks.")]
@@ -259,28 +266,13 @@ def test_a_mapping_measures_the_parameters_that_each_pattern_matches_as_one():
             torch.testing.assert_close(found["update_to_weight"], ratio)
             assert min(m["swallowed"] for m in members) <= found["swallowed"]
             assert found["swallowed"] <= max(m["swallowed"] for m in members)
+        patterns.data = {"weights": "*weight"}
+        assert [*optimizer.metrics(patterns)] == ["weights"], "read in each call"
         assert optimizer.metrics("nothing.*") == {}
         with pytest.raises(ValueError, match="'attention'"):
             optimizer.metrics({"attention": "*.attention.*", "all": "*"})
 
     run_world(2, run)
-
-
-class Patterns(UserDict[str, str]):
-    """A mapping whose text does not tell what is in it."""
-
-    __repr__ = object.__repr__
-
-
-def test_patterns_of_any_mapping_are_read_in_each_call():
-    model = nn.Linear(3, 2)
-    optimizer = sharded(model, metrics=True)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    patterns = Patterns(one="*")
-    assert [*optimizer.metrics(patterns)] == ["one"]
-    patterns.data = {"weights": "*weight", "biases": "*bias"}
-    assert [*optimizer.metrics(patterns)] == ["weights", "biases"]
 
 
 def test_metrics_of_a_first_step_that_was_skipped_are_none_or_nothing():
