@@ -120,6 +120,7 @@ def with_fsdp(group: Any, folder: str) -> Any:
         CASES["gpt"].loss(model, CASES["gpt"].batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
     return get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
@@ -130,6 +131,7 @@ def importing(group: Any, folder: str, fields: dict[str, Any]) -> Any:
     optimizer.param_groups[0]["weight_decay"] = 0.5  # must be overwritten
     import_dcp(folder, model, optimizer)
     assert optimizer.param_groups[0]["weight_decay"] == 0.0
+    assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.25))
     return parts(optimizer), values(model)
 
 
@@ -145,18 +147,3 @@ def test_fsdp2_files_are_taken_to_the_bit(tmp_path: Path, gloo: SpawnedWorld, pa
         for key, value in values_.items():
             expected[f"{name}/{key}"] = value.reshape(-1) if value.dim() else value
     assert_same_bits(found, expected)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_rate_in_dcp_files_may_be_a_tensor(tmp_path: Path):
-    model = nn.Linear(3, 2)
-    inner = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
-    dcp.save(
-        dict(zip(("model", "optim"), get_state_dict(model, inner), strict=True)),
-        checkpoint_id=tmp_path,
-        no_dist=True,
-    )
-    other = nn.Linear(3, 2)
-    optimizer = sharded(other, None, lambda m: torch.optim.AdamW(m.parameters()))
-    import_dcp(tmp_path, other, optimizer)
-    assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.25))

@@ -87,6 +87,11 @@ def test_one_ranks_bad_gradient_skips_the_step_everywhere_and_changes_nothing(
         warnings.simplefilter("always")
         ranks_of(size, skipping, value, size - 1, fields, kind)
     assert len(skips(caught)) == 2, "one rank says it for all"
+    if size > 1:
+        assert [text.rpartition(" (")[2] for text in skips(caught)] == [
+            "after 2 steps)",
+            "after 3 steps)",
+        ]
     assert all("parameter 'b.weight', element 17" in message for message in skips(caught))
 
 
