@@ -273,7 +273,8 @@ def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
         if len(inventory.groups) != len(stored_groups):
             raise ValueError(
                 f"{where}: expected {len(inventory.groups)} param_groups, got "
-                f"{len(stored_groups)}; build the optimizer with the same groups"
+                f"{len(stored_groups)}; build the optimizer with the same groups, or load the "
+                "weights alone"
             )
         for number, groups in enumerate(zip(inventory.groups, stored_groups, strict=True)):
             if differing := {*groups[0]} ^ {*groups[1]}:
@@ -296,7 +297,8 @@ def compare(snapshot: Snapshot, source: StateSource) -> StateSource:
             continue
         if name not in inventory.trained:
             raise ValueError(
-                f"{where}: it has optimizer state of {name!r}, which is not trained here"
+                f"{where}: it has optimizer state of {name!r}, which is not trained here; add the "
+                "parameter to the optimizer, or load the weights alone"
             )
         for key, value in values.items():
             shape = value.shape if isinstance(value, Stored) else ()

@@ -12,8 +12,8 @@ from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.directory import is_checkpoint, steps
 
 CHECKPOINT_HELP = (
-    "a checkpoint, or a directory of checkpoints, whose newest is used; Accelerate's and Trainer's "
-    "directories work, too"
+    "a checkpoint, or a directory of checkpoints (the newest one is used); directories of "
+    "Accelerate and Trainer work, too"
 )
 FOLDER = "shardcast"  # in folders of the adapters
 NUMBERED = re.compile(r"(?:state-|checkpoint[-_])(\d+)")  # by Accelerate and Trainer

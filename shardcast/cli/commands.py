@@ -24,7 +24,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "launch": Command(
         "launch",
-        "Start a script as `accelerate launch` does, from one file that also configures shardcast.",
+        "Start a script like `accelerate launch`; its file may also configure shardcast.",
     ),
     "config": Command(
         "configuration",

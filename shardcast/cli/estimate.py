@@ -52,7 +52,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "model",
         metavar="MODULE:FUNCTION",
-        help="called without arguments; returns a model, or a model and its optimizer",
+        help="called without arguments; returns a model, or a model and its optimizers",
     )
     names = sorted(kind.__name__ for kind in ELEMENTWISE)
     parser.add_argument("--optimizer", choices=names, help="class of torch.optim (default: AdamW)")
@@ -80,7 +80,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         type=_positive,
         default=8,
         metavar="RANKS",
-        help="ranks per node (default: 8)",
+        help="data-parallel ranks per node (default: 8)",
     )
     parser.add_argument(
         "--micro_batches",

@@ -30,7 +30,7 @@ FLAGS = {  # of Accelerate's launcher for what distributes by itself
 
 
 def launch(arguments: list[str]) -> int:
-    """Start a script as `accelerate launch` does, from one file that also configures shardcast.
+    """Start a script like `accelerate launch`; its file may also configure shardcast.
 
     The section ``shardcast_config:`` of ``--config_file`` is checked before any process starts
     and reaches the processes through ``SHARDCAST_CONFIG``. All other flags and sections are
