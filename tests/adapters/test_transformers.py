@@ -244,13 +244,6 @@ def test_the_stock_trainer_resumes_as_the_note_in_the_checkpoint_says(
         assert resumed == pytest.approx(whole, abs=1e-5, rel=1e-5)
 
 
-def test_the_stock_trainer_does_not_begin_with_a_fresh_optimizer_in_silence(tmp_path: Path):
-    trainer_of(str(tmp_path), steps=3).train()
-    with pytest.raises(Exception, match="THE_STATE_IS_IN_shardcast__SEE_optimizer_pt_txt"):
-        trainer_of(str(tmp_path), **STOCK, steps=4).train(resume_from_checkpoint=True)
-    assert "shardcast export" in (tmp_path / "checkpoint-3" / "optimizer.pt.txt").read_text()
-
-
 def test_a_checkpoint_of_one_rank_goes_on_on_two(tmp_path: Path, gloo: SpawnedWorld):
     with started(1) as alone:
         one = alone.run(run, str(tmp_path / "one"))[0]
@@ -304,8 +297,11 @@ def test_every_saved_form_loads_without_shardcast(tmp_path: Path, monkeypatch: p
     assert equal(again.bfloat16().state_dict(), low)
 
 
-def test_a_checkpoint_without_the_optimizers_state_is_not_resumed_in_silence(tmp_path: Path):
+def test_neither_trainer_resumes_in_silence_without_the_optimizers_state(tmp_path: Path):
     trainer_of(str(tmp_path), steps=3).train()
+    with pytest.raises(Exception, match="THE_STATE_IS_IN_shardcast__SEE_optimizer_pt_txt"):
+        trainer_of(str(tmp_path), **STOCK, steps=4).train(resume_from_checkpoint=True)
+    assert "shardcast export" in (tmp_path / "checkpoint-3" / "optimizer.pt.txt").read_text()
     shutil.rmtree(tmp_path / "checkpoint-3" / "shardcast")
     with pytest.raises(FileNotFoundError, match=r"lacks 'shardcast'.*delete 'optimizer\.pt'"):
         trainer_of(str(tmp_path), steps=4).train(resume_from_checkpoint=True)

@@ -189,26 +189,16 @@ def test_memory_that_was_kept_may_come_back_unless_its_values_were_overwritten(
         optimizer.step()
 
 
-def packed_model(dtype: str) -> nn.Module:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_parameter_has_a_storage_of_its_own_and_is_saved_in_all_ways(dtype: str):
+    safetensors = pytest.importorskip("safetensors.torch")
     model = GPT()
     sharded(model, param_dtype=dtype, **({"keep_fp32": "norms"} if dtype == "bf16" else {}))
-    return model
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_every_parameter_has_a_storage_of_its_own(dtype: str):
-    model = packed_model(dtype)
     storages = [param.untyped_storage() for param in model.parameters()]
     assert len({storage.data_ptr() for storage in storages}) == len(storages)
     for storage, param in zip(storages, model.parameters(), strict=True):
         assert param.storage_offset() == 0
         assert storage.nbytes() == param.nbytes, "nothing of the neighbours would be saved"
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_all_ways_of_saving_keep_every_parameter(dtype: str):
-    safetensors = pytest.importorskip("safetensors.torch")
-    model = packed_model(dtype)
     expected = values(model)
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
