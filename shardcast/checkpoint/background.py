@@ -14,10 +14,7 @@ import logging
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,10 +23,10 @@ from shardcast.checkpoint.access import Model, Snapshot
 from shardcast.checkpoint.directory import absolute
 from shardcast.checkpoint.region import ShardView
 from shardcast.comm import Comm
-from shardcast.optimizer.sharded import packed_of
+from shardcast.optimizer.packed import PackedOptimizer
+from shardcast.optimizer.sharded import ShardedOptimizer, packed_of
 
 LOG = logging.getLogger("shardcast.checkpoint")
-_running: weakref.WeakKeyDictionary[object, Saving] = weakref.WeakKeyDictionary()  # by optimizer
 
 
 def save_async(
@@ -68,7 +65,9 @@ def save_async(
     base = absolute(directory)
     snapshot = Snapshot(model, optimizer)
     snapshot.together(lambda: None, "save_async")  # before an earlier save's calls
-    earlier = _running.get(optimizer)
+    assert isinstance(optimizer, ShardedOptimizer)  # of which the snapshot makes sure
+    packed = packed_of(optimizer)
+    earlier: Saving | None = packed.saving
     if earlier is not None:
         end(earlier, "save_async")
     # Of any optimizer, because this save removes folders that seem to be left over. Every rank has
@@ -86,11 +85,11 @@ def save_async(
 
     try:
         views = snapshot.together(copied, "save_async")
-        running = Saving(optimizer, snapshot.comm, snapshot.device, job, views)
+        running = Saving(packed, snapshot.comm, snapshot.device, job, views)
     except Exception:
         job.abandon()
         raise
-    _running[optimizer] = running
+    packed.saving = running
     return running
 
 
@@ -99,7 +98,7 @@ def _copied(view: ShardView) -> ShardView:
 
 
 class Saving:
-    """A running save of :func:`save_async`.
+    """A running save of :func:`save_async`. It keeps masters and state in memory until ``wait()``.
 
     Attributes:
         path: the checkpoint's directory, which exists once it is committed.
@@ -107,15 +106,16 @@ class Saving:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        packed: PackedOptimizer,
         comm: Comm,
         device: torch.device,
         job: saving.RankSave,
         views: list[ShardView],
     ) -> None:
         self.path = job.target
-        # No more of the snapshot: it would keep its key in _running alive.
-        self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
+        # Held for the first wait(), in which all ranks must meet: whether it is still in memory
+        # depends on each rank's garbage collector.
+        self._packed: PackedOptimizer | None = packed
         self._comm, self._device = comm, device
         self._error: Exception | None = None
         self._awaited = False
@@ -140,8 +140,9 @@ class Saving:
         """
         self._awaited = True
         call = "wait of save_async"
-        if (optimizer := self._optimizer()) is not None:
-            packed_of(optimizer).together(lambda: None, call)
+        if self._packed is not None:
+            self._packed.together(lambda: None, call)
+            self._packed = None
         for error in end(self, call):  # rank 0, which hears of all the others, comes first
             if error is not None:
                 raise RuntimeError(

@@ -70,10 +70,12 @@ class PackedOptimizer:
             where the model or the state is temporarily another one.
         plain_names: names that stand for all ranks' state inside ``as_plain()``, because DCP asks
             only for names.
+        saving: the latest save in the background, if any.
     """
 
     is_closed = in_no_sync = False
     block = ""
+    saving: Any = None
     plain_names: dict[nn.Parameter, dict[str, None]] | None = None
 
     def __init__(

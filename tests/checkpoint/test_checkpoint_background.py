@@ -26,6 +26,7 @@ from shardcast.checkpoint import saving
 from shardcast.checkpoint.background import end, save_async
 from shardcast.checkpoint.directory import BACKGROUND
 from shardcast.checkpoint.directory import steps as checkpoints
+from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import ThreadedWorld
 
 
@@ -191,6 +192,29 @@ def test_a_save_that_is_over_keeps_neither_model_nor_optimizer_in_memory(tmp_pat
     del model, optimizer
     gc.collect()
     assert [it() for it in left] == [None, None]
+
+
+def test_ranks_wait_for_a_save_alike_although_one_has_collected_the_optimizer(tmp_path: Path):
+    def run(group: Any) -> Path:
+        model, optimizer = job(group)
+        save = save_async(tmp_path, model, optimizer, step=1)
+        late = [optimizer] if group.rank() == 1 else []  # as an older garbage collection leaves it
+        del model, optimizer
+        gc.collect()
+        path = save.wait()
+        late.clear()
+        return path
+
+    assert all(path.exists() for path in ThreadedWorld(2, timeout=20).run(run))
+
+
+def test_a_save_that_nobody_waits_for_keeps_no_optimizer(tmp_path: Path):
+    model, optimizer = job()
+    save_async(tmp_path, model, optimizer, step=1)._thread.join()
+    left = weakref.ref(model), weakref.ref(optimizer), weakref.ref(packed_of(optimizer))
+    del model, optimizer
+    gc.collect()
+    assert [it() for it in left] == [None, None, None]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
