@@ -147,9 +147,10 @@ class ShardcastTrainerMixin(_Trainer):
             module.Accelerator = stock
         if not isinstance(self.accelerator, ShardcastAccelerator):
             raise TypeError(
-                "ShardcastTrainer: expected a Trainer that makes its accelerator by the name "
-                f"{Trainer.__module__}.Accelerator, got a {type(self.accelerator).__name__}; let "
-                "the overridden method make a shardcast.accelerate.ShardcastAccelerator"
+                "ShardcastTrainer: expected create_accelerator_and_postprocess() to make an "
+                f"accelerator of {Trainer.__module__}.Accelerator, got a "
+                f"{type(self.accelerator).__name__}; if your Trainer overrides this method, make a "
+                "shardcast.accelerate.ShardcastAccelerator there"
             )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

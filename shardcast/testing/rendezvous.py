@@ -216,8 +216,8 @@ class ThreadedRun:
         known_ranks = self._groups.setdefault(key, ranks)
         if known_ranks != ranks:
             raise ValueError(
-                f"process group {key} of this rank has the {name_ranks(ranks)}, that of "
-                f"others the {name_ranks(known_ranks)}: all ranks must make all groups (new_group, "
+                f"process group {key} has the {name_ranks(ranks)} on this rank, but the "
+                f"{name_ranks(known_ranks)} on others: all ranks must make all groups (new_group, "
                 "meshes) in the same order"
             )
 
