@@ -1,4 +1,4 @@
-"""The checkpoints of a run: resume from the newest, save every so often and when told to stop."""
+"""Checkpoints of a run: resume from the newest, save at intervals and on SIGTERM."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardcast import checkpoint
 
 
 class Checkpoints:
-    """Of one run with shardcast. All processes must make the same calls.
+    """Checkpoints of one run with shardcast. All processes must make the same calls.
 
-    SIGTERM (a preempted job, `torchrun` that stops) is noted, and acted on after the step: the
-    processes agree on it, save and stop together.
+    A SIGTERM (from a preempted job, or from `torchrun`) takes effect after the step. The processes
+    agree on it, save, and stop together.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Checkpoints:
         self._told = True
 
     def resume(self) -> int:
-        """The step of the newest committed checkpoint, after loading it; 0 in a new run."""
+        """Load the newest committed checkpoint, and return its step; 0 in a new run."""
         resumed = checkpoint.resume(self._directory, self._model, self._optimizer)
         if resumed is None:
             return 0
@@ -55,7 +55,7 @@ class Checkpoints:
         return resumed.step
 
     def after(self, step: int, last: int) -> bool:
-        """Save if it is time to; whether to stop now."""
+        """Save if a save is due, and return whether to stop now."""
         told = torch.tensor(float(self._told), device=self._processes.device)
         stop = bool(self._processes.sum(told) > 0)
         if stop or step % self._interval == 0 or step == last:

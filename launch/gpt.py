@@ -30,12 +30,12 @@ class GPTConfig:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> GPTConfig:
-        """From the flags of a training script; it has more of them."""
+        """Read the fields from the flags of a training script, which has more flags."""
         return cls(**{f.name: vars(arguments)[f.name] for f in fields(cls) if f.name in arguments})
 
 
 def gpt_7b() -> GPT:
-    """6.7 billion parameters, as Llama 7B: for ``shardcast estimate gpt:gpt_7b``."""
+    """Return 6.7 B parameters, like Llama 7B, for ``shardcast estimate gpt:gpt_7b``."""
     return GPT(GPTConfig(vocabulary=32_000, context=2048, width=4096, depth=32, heads=32))
 
 
@@ -74,7 +74,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model, or what :meth:`keep` leaves of it."""
+    """The whole model, or the layers that :meth:`keep` leaves."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T) int64 -> logits (B, T, V), or the mean loss in nats per token (fp32 scalar).
 
-        A pipeline stage takes (B, T, D) from the one before it, and gives it to the one after it.
+        A pipeline stage takes (B, T, D) from the previous stage, and returns it for the next one.
         """
         x = tokens
         if self.tokens is not None and self.positions is not None:

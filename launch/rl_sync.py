@@ -30,14 +30,14 @@ PATIENCE = 120.0  # seconds that one side waits for the other
 
 
 def log_probabilities(model: GPT, texts: Tensor) -> Tensor:
-    """(B, T + 1) bytes -> (B, T) fp32, of each byte but the first."""
+    """Return log-probabilities of all bytes but the first: (B, T + 1) bytes -> (B, T) fp32."""
     logits = model(texts[:, :-1]).float().log_softmax(-1)
     return logits.gather(-1, texts[:, 1:, None])[..., 0]
 
 
 @torch.no_grad()
 def sample(model: GPT, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """(count, length + 1) bytes, the first of which is a space."""
+    """Return (count, length + 1) bytes; the first byte of each text is a space."""
     texts = torch.full((count, 1), ord(" "), device=model.head.weight.device)
     for _ in range(length):
         odds = model(texts)[:, -1].float().softmax(-1).cpu()
@@ -47,7 +47,7 @@ def sample(model: GPT, count: int, length: int, generator: torch.Generator) -> T
 
 
 def wait_for(path: Path) -> None:
-    """Return when another process has put the file there."""
+    """Wait until another process has written the file."""
     deadline = time.monotonic() + PATIENCE
     while not path.exists():
         if time.monotonic() > deadline:
@@ -56,7 +56,7 @@ def wait_for(path: Path) -> None:
 
 
 def read_and_sample(args: argparse.Namespace, folder: Path, model: GPT, trainers: int) -> None:
-    """The reader: follow the folder to the last step, and sample with each version."""
+    """Follow the folder to the last step, and sample with each version."""
     reader, generator = publish.FolderReader(folder), torch.Generator().manual_seed(0)
     deadline, step = time.monotonic() + PATIENCE, -1
     while step < args.steps:
@@ -77,7 +77,7 @@ def read_and_sample(args: argparse.Namespace, folder: Path, model: GPT, trainers
 
 
 def train(args: argparse.Namespace, folder: Path, model: GPT, group: dist.ProcessGroup) -> None:
-    """A trainer: learn from the texts that were sampled with the weights of just now."""
+    """Train on texts that were sampled with the current weights."""
     rank, device = group.rank(), model.head.weight.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     sharded = shardcast.shard(
@@ -92,7 +92,7 @@ def train(args: argparse.Namespace, folder: Path, model: GPT, group: dist.Proces
         told = torch.load(path, map_location=device)
         path.unlink()
         texts = told["texts"]
-        with torch.no_grad():  # as the reader computed them, without the graph of the training
+        with torch.no_grad():  # as the reader computed them, without an autograd graph
             gap = (log_probabilities(model, texts) - told["log_probabilities"]).abs().max()
         rewards = torch.isin(texts[:, 1:], VOWELS.to(device)).float().mean(1)
         facts = torch.stack([rewards.mean(), torch.tensor(float(sender.values), device=device)])

@@ -5,8 +5,8 @@
         launch/train.py --config configs/bf16.yaml
     python launch/train.py --compare runs/ddp runs/shardcast
 
-With `--baseline ddp` it trains the baseline, with `--checkpoint-dir runs/checkpoints` it saves and
-resumes. `--help` lists every flag.
+`--baseline ddp` trains the baseline. `--checkpoint-dir runs/checkpoints` saves and resumes.
+`--help` lists all flags.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace, processes: Processes) -> None:
 
 
 def schedule(step: int, warmup: int, steps: int) -> float:
-    """Factor of the learning rate at `step` (from 1): linear warm-up, then cosine to 0.1."""
+    """Return the learning-rate factor of `step` (from 1): linear warm-up, then cosine to 0.1."""
     if step <= warmup:
         return step / warmup
     return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / (steps - warmup))
@@ -153,7 +153,7 @@ def validation_loss(
     processes: Processes,
     autocast: AbstractContextManager[None],
 ) -> float:
-    """Mean over the held-out sequences of all ranks, in nats per byte."""
+    """Return the mean over the held-out sequences of all ranks, in nats per byte."""
     device = processes.device
     total = torch.zeros(2, device=device)  # sum of losses, number of sequences
     for tokens, targets in corpus.held_out_batches(
@@ -172,7 +172,7 @@ def sample(
     device: torch.device,
     autocast: AbstractContextManager[None],
 ) -> str:
-    """Text that the model writes after the prompt."""
+    """Return text that the model generates after the prompt."""
     prompt = torch.tensor([list(PROMPT)], device=device)
     with autocast:
         generator = torch.Generator().manual_seed(args.seed)
@@ -181,7 +181,7 @@ def sample(
 
 
 def shown(text: str) -> str:
-    """The text for a terminal, which control characters would set to anything."""
+    """Escape control characters, which could change a terminal's state."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
