@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from language import PARTS, Language, batches, loss_of, parallel
 from oracle import BATCH, check, equal, on_ranks, sgd
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 
 import shardcast
@@ -202,36 +200,6 @@ def test_gradients_in_fp16_are_gathered_with_their_loss_scale():
 
     for ratio in on_ranks(script, param_dtype="fp16", loss_scale=64.0):
         torch.testing.assert_close(ratio, torch.tensor(64.0), rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("backwards", [1, 2])
-def test_tensor_parallel_gradients_are_the_mean_over_data_parallel_ranks(backwards: int):
-    (batch,) = batches(1)
-
-    def language() -> Language:
-        torch.manual_seed(0)
-        return Language()
-
-    def run(mesh: DeviceMesh) -> dict[str, Tensor]:
-        model = parallel(language(), mesh["tp"])
-        optimizer = shardcast.shard(
-            model, sgd(model), mesh=mesh, param_dtype="fp32", grad_sum_over=PARTS
-        )
-        mine = batch.chunk(2)[mesh.get_local_rank("dp")]
-        for _ in range(backwards):
-            loss_of(model, mine).backward()
-            optimizer.gather_gradients()
-        grads = {name: param.grad for name, param in model.named_parameters()}
-        found = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
-        optimizer.step()
-        torch.testing.assert_close(get_total_norm(list(found.values())), optimizer.grad_norm)
-        return found
-
-    model = language()
-    (backwards * loss_of(model, batch)).backward()
-    expected = {name: param.grad for name, param in model.named_parameters()}
-    for found in threaded_world({"dp": 2, "tp": 2}, run):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("is_host", [True, False])
