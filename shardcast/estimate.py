@@ -132,9 +132,8 @@ def estimate(
     allocated = cache(partial(held_of, originals, config.replace(offload=False)))
     copies = world_size // size
     # Gradients of micro-batches stay on each rank until the last one, in addition to the mean.
-    accumulates = world_size > 1 and micro_batches > 1 and config.accumulate == "local"
-    sums = exact_sums(micro_batches, config) if world_size == 1 else micro_batches > 1
-    sums = sums and not accumulates
+    accumulates = micro_batches > 1 and config.accumulate == "local"
+    sums = micro_batches > 1 and not accumulates
     publishing, costs = publishing_of(config), dict[str, float]()
     local = encoded = 0
     shares: list[list[_Share]] = [[] for _ in range(size)]

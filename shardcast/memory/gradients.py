@@ -41,8 +41,8 @@ class Gradients:
 
     The mean of the own span is a 1-d tensor in ``low`` that stays allocated. Once a reduction adds
     to it, and until it is cleared, it is in fp32, in other memory. After a gather ``.grad``s are
-    views of the means of all owners. A lone rank sends nothing, and its ``.grad``s are views of the
-    mean.
+    views of the means of all owners. A lone rank owns everything: it sends nothing, and gathers
+    after each reduction, which costs nothing.
 
     Args:
         dtype: dtype of ``.grad``, and of a mean to which nothing was added.
@@ -54,14 +54,14 @@ class Gradients:
 
     Attributes:
         low: ``dtype``.
-        alone: whether nothing is sent; see :meth:`.Reducer.divide_by`.
+        alone: whether there is one rank.
         owned: per slot, whether part of it lies in the own span.
         has: slots for which this rank's gradient is part of the mean.
         additions: per slot, number of gradients that earlier backwards accumulated since it was
             sent or cleared.
         arrived: slots that got a gradient in the running backward, and how many, the last one last.
         shown: slots whose ``.grad`` shows the mean, unless a script changed it afterwards, or they
-            are in ``arrived``; on a lone rank those with a stand-in, after a clip.
+            are in ``arrived``.
         adds: slots to whose mean the next reduction adds.
         held: gradients of this rank that the next reduction adds to a mean that ``.grad`` shows,
             after a backward that failed or sent nothing; for a DTensor, DTensors. ``None``: other
@@ -134,9 +134,8 @@ class Gradients:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the mean, and of gradients that are not reduced."""
-        held = {id(t): t.nbytes for t in (self._mean, self._own, self._full) if t is not None}
-        if self._full is not None:
-            held.pop(id(self._own), None)  # part of the mean's memory
+        stores = [t.untyped_storage() for t in (self._mean, self._own, self._full) if t is not None]
+        held = {store.data_ptr(): store.nbytes() for store in stores}
         grads = (param.grad for param in self.pack.params)
         with _compat.without_torch_function():
             local: int = sum(
@@ -201,7 +200,7 @@ class Gradients:
 
     def own_mean(self) -> tuple[Tensor | None, Tensor]:
         """Return a mean to add to, in fp32, if there is one, and ``own``, which gets the sum."""
-        own, adds, is_gathered = self.own, self.adds, self._full is not None
+        own, adds, is_gathered = self.own, self.adds, self._full is not None and not self.alone
         self._full = None
         if not adds:
             self._own = None  # allocates ``low`` again
@@ -224,6 +223,8 @@ class Gradients:
     def landed(self, pieces: Sequence[Tensor], holders: Tensor | None) -> None:
         """Adopt the mean of ``pieces`` that was written to ``own`` (one piece: a finished sum)."""
         self.in_flight, self.culprits, self.holders = False, (), holders
+        if self.alone:
+            self.gather(self.presence(), self.own.dtype)
         self.adds = set(self.shown)
         own = self.own
         self.has_come(self)
@@ -243,6 +244,7 @@ class Gradients:
         """
         has_taken = False
         if not self.shown and not self.adds:
+            self.part_with_all()
             self.own.zero_()  # it still has values of cleared gradients
         for position, param in enumerate(self.pack.params):
             grad = param.grad
@@ -282,7 +284,7 @@ class Gradients:
     @property
     def readable(self) -> range:
         """Addresses of the mean where ``.grad``s are views of it; empty elsewhere."""
-        data = self._own if self._full is None and self.alone else self._full
+        data = self._full
         return range(0) if data is None else range(data.data_ptr(), data.data_ptr() + data.nbytes)
 
     def copy_assigned(self, memory: Sequence[range]) -> None:
@@ -304,9 +306,9 @@ class Gradients:
             return own is not None and (
                 grad is own or (grad.root is own and grad.shape == own.shape)
             )
-        if grad is not self._views[position]():
+        data = self._full
+        if data is None or grad is not self._views[position]():
             return False
-        data = self.own if self._full is None else self._full
         offset = self.pack.layout.slots[position].offset if data.numel() else 0
         return grad.data_ptr() == data.data_ptr() + offset * data.element_size() or not grad.numel()
 
@@ -326,8 +328,6 @@ class Gradients:
 
     def _view(self, position: int, data: Tensor) -> Tensor:
         """Return a new view of one slot."""
-        if self.alone:
-            self._part_with(position)
         slot = self.pack.layout.slots[position]
         # One call, because a slice and its view take twice as long, for each parameter in each
         # step. Detached, so that autograd does not treat it as a view and a script may call
@@ -346,6 +346,11 @@ class Gradients:
         self._views[position] = nothing
         if last is not None and (self.alone or self._full is not None):
             last.data = last.detach().clone()
+
+    def part_with_all(self) -> None:
+        """Do so for all slots of a lone rank, whose views show the mean itself."""
+        for position in range(len(self._views)) if self.alone else ():
+            self._part_with(position)
 
     def given(self, position: int) -> Tensor | None:
         """Return the ``.grad`` that is this rank's own; note what a script did to the mean.
@@ -408,8 +413,6 @@ class Gradients:
             refuses: the means are of this step, and a reduction follows.
         """
         self.arrived = {}
-        if self.alone:
-            self.restart()
         if refuses:
             self._refuse_local()
 
@@ -521,6 +524,7 @@ class Gradients:
             left_out: returns whether other ranks send the same gradient of a slot.
         """
         layout, params = self.pack.layout, self.pack.params
+        self.part_with_all()
         grads: dict[int, Tensor] = {}
         for position, param in enumerate(params):
             grad = self.given(position) if self.shown else param.grad
@@ -540,7 +544,7 @@ class Gradients:
         self.arrived = {}
         self.additions = [0] * len(params)
         self.in_flight = True
-        for position, param in enumerate(params):
+        for position, param in enumerate(params) if not self.alone else ():
             if param.requires_grad or position in grads or position in self.shown:
                 self.show(position)
         return sent
@@ -581,10 +585,7 @@ class Gradients:
 
     def _widen(self, position: int) -> None:
         """Accumulate one gradient in fp32 from now on, until it is sent or cleared."""
-        if self.alone:
-            self._widen_all()
-        else:
-            self._set_dtype(position, MASTER_DTYPE)
+        self._set_dtype(position, MASTER_DTYPE)
 
     def _widen_all(self) -> None:
         """Keep the mean, and what ``.grad`` shows of it, in fp32 from now on."""
@@ -598,10 +599,8 @@ class Gradients:
             self._own, self._mean = wide, None
         for position in views:
             params[position].grad = None  # so that they are not cast one by one
-        for position in range(len(params)) if self.alone else views:
-            if type(params[position].grad) is not StandIn:
-                self._set_dtype(position, MASTER_DTYPE)
         for position in views:
+            self._set_dtype(position, MASTER_DTYPE)
             params[position].grad = self._view(position, wide)
 
     def narrow(self) -> None:
@@ -614,78 +613,6 @@ class Gradients:
     def _set_dtype(self, position: int, dtype: torch.dtype) -> None:
         # After clearing a gradient, a script may set one in the parameter's dtype.
         set_grad_dtype(self.pack.params[position], dtype, is_only=dtype == self.low)
-
-    # -- a lone rank: nothing is sent -------------------------------------------------------------
-
-    def end_alone(self) -> None:
-        """Send gradients from now on. What ``.grad`` shows becomes this rank's own gradient."""
-        self.show_views(retires=True)
-        for position in range(len(self.pack.params)):
-            self._part_with(position)
-        self.has.clear()
-        self.alone = False
-
-    def hide_clip(self) -> None:
-        """Show stand-ins, because a clip that the update applies is not in the mean."""
-        for position in self.kept():
-            self.show(position)
-        self.adds = set(self.shown)
-
-    def show_views(self, retires: bool = False) -> None:
-        """Show views in place of stand-ins.
-
-        Args:
-            retires: stand-ins that a script keeps no longer show the mean.
-        """
-        self.shown, self.adds = set(), set()
-        for position in range(len(self._stand_ins)):
-            if self._stand_ins[position] is None:
-                continue
-            param = self.pack.params[position]
-            shows = param.grad is not None and self.holds(position, param.grad)
-            if retires:
-                self._retire(position)
-            if shows:
-                param.grad = None
-            self._set_dtype(position, self.own.dtype)  # also of those that were cleared
-            if shows:
-                param.grad = self._view(position, self.own)
-
-    def adopt(self) -> None:
-        """Copy gradients from autograd or a script into ``own``, and show views of it."""
-        params = self.pack.params
-        grads: dict[int, Tensor] = {}
-        for position, param in enumerate(params):
-            grad = param.grad
-            if (
-                grad is not None
-                and not self.holds(position, grad)
-                and self._accepts(position, grad)
-            ):
-                grads[position] = grad
-        if grads:
-            own = self.own
-            views = [self._view(position, own) for position in grads]
-            self._copy(views, [*grads.values()])
-            for position, view in zip(grads, views, strict=True):
-                self._set_dtype(position, own.dtype)  # a stand-in had ``low``
-                params[position].grad = view
-
-    def adopt_all(self) -> None:
-        """Copy all gradients of a single rank into ``own``, with zeros for absent ones."""
-        self.adopt()
-        self.has = {n for n, param in enumerate(self.pack.params) if param.grad is not None}
-        for position in range(len(self.pack.params)):
-            if position not in self.has:
-                self._part_with(position)
-                self.part(position).zero_()
-
-    def restart(self) -> None:
-        """Start in ``low`` again, if all gradients were cleared one by one."""
-        if self.own.dtype != self.low and not self.kept():
-            self._own = None
-            for position in range(len(self.pack.params)):
-                self._set_dtype(position, self.low)
 
     # -- after a step -----------------------------------------------------------------------------
 
@@ -711,8 +638,6 @@ class Gradients:
             self._own = self._full = self.holders = None
             self.narrow()
             return
-        if self.alone:
-            self.show_views()  # zeros show no clip
         held, self.held = self.held, {}
         for position in held:
             if self.pack.params[position].grad is not None:  # not cleared before
@@ -723,10 +648,8 @@ class Gradients:
         if self._full is not None:  # gathered means are at their owners again
             for position in self.kept():
                 self.show(position)
+            self.part_with_all()
             self._own = self._full = None
-        for position, param in enumerate(self.pack.params) if self.alone else ():
-            if param.grad is not self._views[position]():
-                self._part_with(position)
         self.own.zero_()
 
     def _retire(self, position: int) -> None:
@@ -771,8 +694,12 @@ class Gradients:
             present: per slot, whether some rank has a gradient.
         """
         pack, own, span = self.pack, self.own.to(dtype), self.pack.own
-        self._full = full = own.new_zeros(pack.layout.numel)
-        self._own = full[span.start : span.stop].copy_(own)
+        if self.alone:
+            full = own
+        else:
+            full = own.new_zeros(pack.layout.numel)
+            own = full[span.start : span.stop].copy_(own)
+        self._full, self._own = full, own
         self.share()
         for position, param in enumerate(pack.params):
             param.grad = None  # for a DTensor, a partial gradient, which is whole now
@@ -780,9 +707,17 @@ class Gradients:
                 self._drop(position)
                 continue
             self._set_dtype(position, dtype)
-            param.grad = self._view(position, full)
+            last = self._views[position]()  # a lone rank's script may have kept it
+            is_shown = last is not None and self.holds(position, last)
+            param.grad = last if is_shown else self._view(position, full)
             self.shown.add(position)
             self.has.add(position)
+
+    def hide_clip(self) -> None:
+        """Show stand-ins, because a clip that the update applies is not in the mean."""
+        for position in self.kept():
+            self.show(position)
+        self._full = None
 
     @torch.no_grad()
     def share(self) -> None:
@@ -804,7 +739,7 @@ class Gradients:
         would cost precision, and keeping all of them in fp32 would cost memory. See
         :meth:`hide_clip`.
         """
-        return self._full is not None or (self.alone and self.own.dtype == MASTER_DTYPE)
+        return self._full is not None and (not self.alone or self.own.dtype == MASTER_DTYPE)
 
     def multiply(self, factors: Mapping[GroupId, Tensor | None]) -> None:
         """Multiply the mean, and what ``.grad`` shows of it, by a clip's factor for each group.

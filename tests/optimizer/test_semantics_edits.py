@@ -273,11 +273,14 @@ def test_gradients_of_one_rank_can_be_read_where_no_clip_is_left_to_the_update()
     optimizer = shardcast.shard(model, sgd(model), param_dtype="bf16")
     backward_of(model)
     optimizer.clip_grad_norm_(0.1)
-    with pytest.raises(RuntimeError, match=r"applies the last clip.*gather_gradients"):
+    with pytest.raises(RuntimeError, match=r"after clip_grad_norm_.*gather_gradients"):
         model[0].weight.grad.clone()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    assert not model[0].weight.grad.clone().any()  # zeros lack no clip
+    with pytest.raises(RuntimeError, match=r"or zero_grad.set_to_none=False.*gather_gradients"):
+        model[0].weight.grad.clone()
+    optimizer.gather_gradients()
+    assert not model[0].weight.grad.clone().any()
 
 
 def test_what_was_kept_before_a_clip_is_not_edited_as_if_it_were_clipped():

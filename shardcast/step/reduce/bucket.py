@@ -120,40 +120,24 @@ class Bucket:
             )
             self.grads.refuse(lost)
 
-    def adopt(self, synchronizes: bool) -> None:
-        """Adopt one rank's gradients of a backward that sends nothing.
-
-        Args:
-            synchronizes: it is not inside ``no_sync()``, so this may be the mean of the step.
-        """
-        self._wait_for_streams()
-        self.grads.adopt()
-        if synchronizes:
-            self.grads.has_come(self.grads)
-
-    def end_local(self, synchronizes: bool) -> None:
-        """End a backward that has sent nothing.
-
-        Args:
-            synchronizes: see :meth:`adopt`; false for a pack that was adopted already.
-        """
-        if self.grads.arrived and self.grads.alone:
-            self.adopt(synchronizes)
-        self.grads.keep()
-
     def send(self, buffers: Buffers) -> None:
-        """Launch the collective, with memory from ``buffers``."""
+        """Launch the collective, with memory from ``buffers``; a lone rank has the mean at once."""
         assert not self.grads.in_flight
         grads, layout = self.grads, self.grads.pack.layout
         self._wait_for_streams()
         device, self._packed = grads.pack.data.device, None
 
         def empty(numel: int, dtype: torch.dtype) -> Tensor:
+            if grads.alone and not grads.adds:
+                return grads.own_mean()[1]
             self._packed = buffers.take(numel, dtype, device)
             return self._packed.data
 
         sent = grads.collect(empty, self._is_repeated if self.repeated else None)
-        # there is none with one rank
+        if grads.alone:
+            self._write_mean(buffers, [sent], mean_in_chunks_)
+            return
+        # some packs need none, but their ranks may be divided otherwise
         reduction = REDUCTIONS[layout.algorithms.reduce or "all_to_all"]
         take = partial(buffers.take, dtype=sent.dtype, device=device)
         own = sent[grads.pack.own.start : grads.pack.own.stop]
@@ -179,22 +163,31 @@ class Bucket:
         Args:
             buffers: get back the buffers that it used.
         """
-        reduction, grads = self._reduction, self.grads
+        reduction, holders = self._reduction, None
         if reduction is None:
             return
-        pieces, divisor, holders = reduction.wait(), self.divisor.value, None
+        pieces = reduction.wait()
         if self.late:
-            total, holders = self._sum_of_copies(pieces, grads.pack.layout)
+            total, holders = self._sum_of_copies(pieces, self.grads.pack.layout)
             pieces = [total]
         usual = self.divisor.given is None and not self.sums
         mean = self.mean if usual else mean_in_chunks_  # compiled again for each other divisor
-        if reduction.mean_ is not None:
-            mean = reduction.mean_
-        mean(pieces, divisor, *grads.own_mean())
         self._reduction = None
-        grads.landed(pieces if reduction.by_rank else pieces[:1], holders)
-        # Hazard: from here on nothing may read the sent or received data.
+        self._write_mean(buffers, pieces, reduction.mean_ or mean, reduction.by_rank, holders)
+        # Hazard: from here on nothing may read the received data.
         buffers.give(reduction.received)
+
+    def _write_mean(
+        self,
+        buffers: Buffers,
+        pieces: Sequence[Tensor],
+        mean: Mean,
+        by_rank: bool = True,
+        holders: Tensor | None = None,
+    ) -> None:
+        mean(pieces, self.divisor.value, *self.grads.own_mean())
+        self.grads.landed(pieces if by_rank else pieces[:1], holders)
+        # Hazard: from here on nothing may read the sent data.
         if self._packed is not None:
             buffers.give(self._packed)
             self._packed = None
