@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from shardcast import checkpoint
 from shardcast.checkpoint.dcp import Reader
 from shardcast.checkpoint.directory import is_checkpoint, steps
+from shardcast.cli.commands import parser_of
 
 CHECKPOINT_HELP = (
     "a checkpoint, or a directory of checkpoints (the newest one is used); directories of "
@@ -21,7 +21,7 @@ NUMBERED = re.compile(r"(?:state-|checkpoint[-_])(\d+)")  # by Accelerate and Tr
 
 def inspect(arguments: list[str]) -> int:
     """Show a checkpoint: step, ranks, size, and every tensor."""
-    parser = argparse.ArgumentParser(prog="shardcast inspect", allow_abbrev=False)
+    parser = parser_of("inspect")
     parser.add_argument("directory", help=CHECKPOINT_HELP)
     folder = _located(parser.parse_args(arguments).directory)
     print("\n".join(_table(checkpoint.inspect(folder))))
@@ -81,7 +81,7 @@ def _table(info: checkpoint.Manifest) -> list[str]:
 
 def export(arguments: list[str]) -> int:
     """Write a checkpoint's model as safetensors and its plain torch optimizer state."""
-    parser = argparse.ArgumentParser(prog="shardcast export", allow_abbrev=False)
+    parser = parser_of("export")
     parser.add_argument("directory", help=CHECKPOINT_HELP)
     parser.add_argument("out", help="directory to write, new or empty")
     parser.add_argument(

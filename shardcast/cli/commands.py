@@ -6,6 +6,7 @@ It returns the exit status; the first line of its docstring is its help.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -49,6 +50,13 @@ COMMANDS = {
     ),
 }
 AT_ONCE = {"test": "importing torch; then one process, two over gloo, and NCCL if there are GPUs"}
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """Return a parser for the arguments of a command, without any yet."""
+    return argparse.ArgumentParser(
+        prog=f"shardcast {name}", description=COMMANDS[name].help, allow_abbrev=False
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import textwrap
 from pathlib import Path
 
 import yaml
 
+from shardcast.cli.commands import parser_of
 from shardcast.config import ShardcastConfig
 from shardcast.option_files import PRESETS, preset
 
 
 def config(arguments: list[str]) -> int:
     """Write an annotated configuration file with every option and its default, or a preset."""
-    parser = argparse.ArgumentParser(prog="shardcast config", allow_abbrev=False)
+    parser = parser_of("config")
     parser.add_argument(
         "--preset", choices=PRESETS, help=("start from this preset instead of the defaults")
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import shardcast
+from shardcast.cli.commands import parser_of
 from shardcast.config import ShardcastConfig
 from shardcast.messages import namesake
 from shardcast.option_files import CONFIG_VARIABLE
@@ -24,7 +24,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 def env(arguments: list[str]) -> int:
     """Print what a bug report needs: versions, devices, variables, resolved configuration."""
-    argparse.ArgumentParser(prog="shardcast env", allow_abbrev=False).parse_args(arguments)
+    parser_of("env").parse_args(arguments)
     names = sorted(os.environ)
     variables = [name for name in names if name.startswith(PREFIXES) or name in LAUNCHER]
     sections: dict[str, Mapping[str, str]] = {

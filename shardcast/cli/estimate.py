@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcast.cli.commands import parser_of
 from shardcast.config import ShardcastConfig
 from shardcast.estimate import Estimate, peers, state_tensors
 from shardcast.estimate import estimate as estimated
@@ -43,11 +44,10 @@ def estimate(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="shardcast estimate",
-        epilog="Example: shardcast estimate my_module:build --config lean --world_size 8 64. "
-        f"The figures are explained in {page('memory')}",
-        allow_abbrev=False,
+    parser = parser_of("estimate")
+    parser.epilog = (
+        "Example: shardcast estimate my_module:build --config lean --world_size 8 64. "
+        f"The figures are explained in {page('memory')}"
     )
     parser.add_argument(
         "model",

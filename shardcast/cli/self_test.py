@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardcast
+from shardcast.cli.commands import parser_of
 from shardcast.config import ShardcastConfig
 from shardcast.testing import spawn
 
@@ -18,7 +18,7 @@ TRIED_STEPS = 5
 
 def test(arguments: list[str]) -> int:
     """Check this installation: one process, two over gloo, and NCCL if there are GPUs."""
-    parser = argparse.ArgumentParser(prog="shardcast test", allow_abbrev=False)
+    parser = parser_of("test")
     parser.add_argument(
         "--timeout",
         type=float,
