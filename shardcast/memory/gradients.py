@@ -75,6 +75,12 @@ class Gradients:
         has_come: called with this object when the mean has arrived.
     """
 
+    has_a_part = (
+        "of which the mean has only a part, after a failed backward, or one inside no_sync() "
+        "without zero_grad() before it: call optimizer.zero_grad() first, or set every .grad to "
+        "None"
+    )
+
     def __init__(
         self,
         pack: Pack,
@@ -181,11 +187,9 @@ class Gradients:
                 is only a part of the gradient.
         """
         if self.in_flight or position in self.held:
+            name = self.pack.layout.slots[position].name
             raise RuntimeError(
-                f"backward: .grad of {self.pack.layout.slots[position].name!r} was edited or "
-                "zeroed in place while the mean had only a part of it, after a failed backward, or "
-                "one inside no_sync() without zero_grad(): call optimizer.zero_grad() first, or "
-                "set every .grad to None"
+                f"backward: .grad of {name!r} was edited or zeroed in place, {self.has_a_part}"
             )
         self._before_edit()
         self.adds.add(position)

@@ -360,6 +360,8 @@ def _local(value: object, hidden: DistributedStandIn, local: StandIn) -> object:
 @_compat.untraced  # the walk over frames breaks a graph, after which torch 2.11 cannot raise
 def _refuse_read(name: str, hidden: StandIn) -> NoReturn:
     grads = _grads_of(hidden)
+    if grads is not None and hidden.position in grads.held:
+        raise RuntimeError(f"{name} reads .grad of {hidden.of!r}, {grads.has_a_part}")
     why = "after the backward each rank holds only the elements of the mean gradient that it owns"
     if grads is not None and grads.alone:
         why = (
