@@ -323,6 +323,8 @@ class Gradients:
         if param.grad_dtype != self.low:
             param.grad = None
             self._set_dtype(position, self.low)
+        if held is not None and param.grad is held:
+            return
         # References: from the list, ``held``, and the call.
         if held is None or sys.getrefcount(held) > 3:
             if held is not None:

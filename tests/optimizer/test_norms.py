@@ -42,16 +42,21 @@ READS: dict[str, Read] = {
 
 
 def told(read: Read, seen: list[Any]) -> Callable[..., None]:
-    """A loop that notes what ``read`` returns after each backward, of two in a step."""
+    """A loop that notes what ``read`` returns after each backward, of two in a step, and after it."""
 
     def script(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
-        numbers = []
+        numbers: list[float] = []
+
+        def note() -> None:
+            found = read(model)
+            numbers.extend(map(float, found if isinstance(found, (list, tuple)) else [found]))
+
         for _ in range(3):
             for part in range(2):
                 model(batch).square().mean().div(1 + part).backward()
-                found = read(model)
-                numbers += map(float, found if isinstance(found, (list, tuple)) else [found])
+                note()
             optimizer.step()
+            note()
             optimizer.zero_grad()
         seen.append(numbers)
 
