@@ -22,15 +22,14 @@ def check_kinds(named: Mapping[str, nn.Parameter]) -> None:
     """Raise TypeError for a parameter that is not fp32, bf16 or fp16."""
     for name, param in named.items():
         if param.dtype not in PACKABLE:
-            kind, remedy = (
-                str(param.dtype).removeprefix("torch."),
-                "call model.float() before shard()",
-            )
+            kind, remedy = str(param.dtype).removeprefix("torch."), ""
             if param.is_complex():
-                kind, remedy = "complex", "train a real view of it (torch.view_as_real)"
+                kind, remedy = "complex", "train a real view of it (torch.view_as_real), or "
+            elif param.is_floating_point():
+                remedy = "call model.float() before shard(), or "
             raise TypeError(
                 f"optimizer: parameter {name!r} is {kind}; expected float32, bfloat16 or float16; "
-                f"{remedy}, or leave it out of this optimizer's groups"
+                f"{remedy}leave it out of this optimizer's groups"
             )
 
 

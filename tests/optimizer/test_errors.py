@@ -68,7 +68,8 @@ def normalized(model: nn.Module) -> torch.optim.Optimizer:
 def with_odd(kind: torch.dtype) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = MLP()
-        model.odd = nn.Parameter(torch.ones(2, dtype=kind))
+        trains = kind.is_floating_point or kind.is_complex
+        model.odd = nn.Parameter(torch.ones(2, dtype=kind), requires_grad=trains)
         return model
 
     return build
@@ -114,6 +115,9 @@ AT_SHARD = {
         with_odd(torch.complex64),
     ),
     "float64": Refusal(r"'odd' is float64; .*model\.float\(\)", TypeError, with_odd(torch.float64)),
+    "int64": Refusal(
+        "'odd' is int64; expected .* or float16; leave it out", TypeError, with_odd(torch.int64)
+    ),
     "on meta": Refusal(r"'a\.weight' is on the meta device", model=lambda: MLP().to("meta")),
     "another parameter on meta": Refusal(r"model: 'c\.weight' is on the meta", optimizer=but_c),
     "a buffer on meta": Refusal("model: 'stray' is on the meta", model=with_stray_buffer),
