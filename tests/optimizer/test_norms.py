@@ -42,7 +42,7 @@ READS: dict[str, Read] = {
 
 
 def told(read: Read, seen: list[Any]) -> Callable[..., None]:
-    """A loop that notes what ``read`` returns after each backward, of two in a step, and after it."""
+    """A loop that notes what ``read`` returns after both backwards of a step, and after it."""
 
     def script(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
         numbers: list[float] = []
