@@ -306,6 +306,11 @@ def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return list((tensor._backward_hooks or {}).values())
 
 
+def has_hooks_of_grad(tensor: Tensor) -> bool:
+    """Return whether a hook was passed to ``tensor.register_post_accumulate_grad_hook``."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
 def is_ddp(model: nn.Module) -> bool:
     """Return whether ``model`` is, or wraps, a DistributedDataParallel."""
     return any(isinstance(layer, DistributedDataParallel) for layer in _wrappers(model))

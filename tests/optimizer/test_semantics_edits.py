@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -281,6 +282,40 @@ def test_gradients_of_one_rank_can_be_read_where_no_clip_is_left_to_the_update()
         model[0].weight.grad.clone()
     optimizer.gather_gradients()
     assert not model[0].weight.grad.clone().any()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_hooks_that_miss_the_earlier_gradients_of_a_step_are_named(
+    size: int, accumulate: str, is_quiet: bool
+):
+    """Under DDP a second backward's hooks see the sum."""
+
+    def run(group: Any) -> Any:
+        model = nn.Linear(2, 2, bias=False)
+        fields = {"param_dtype": "fp32", "process_group": group, "accumulate": accumulate}
+        optimizer = shardcast.shard(model, sgd(model), **fields)
+        seen: list[float] = []
+        model.weight.register_post_accumulate_grad_hook(
+            lambda param: seen.append(float(param.grad.sum()))  # type: ignore[union-attr]
+        )
+        for _ in range(2):
+            for number in range(2):
+                quiet = is_quiet and number == 0
+                with optimizer.no_sync() if quiet else contextlib.nullcontext():
+                    model.weight.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    is_summed = is_quiet and accumulate == "local"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = ThreadedWorld(size).run(run)
+    assert found == [[4.0, 8.0 if is_summed else 4.0] * 2] * size
+    names = [it for it in told if "register_post_accumulate_grad_hook" in str(it.message)]
+    assert len(names) == (0 if is_summed else 1)
 
 
 def test_what_was_kept_before_a_clip_is_not_edited_as_if_it_were_clipped():

@@ -574,6 +574,8 @@ class Reducer:
             is_sent = backward.sends and reduce_pass is not None and bucket not in reduce_pass.left
             is_outer = running == backward.number
             is_complete = bucket.arrive(position, backward.sends, is_outer, is_sent)
+            if position in bucket.grads.adds:
+                self._warn_of_hooks(bucket.grads.pack.in_model[position])
             # A full pack is sent when the next gradient arrives, whichever pack that belongs to.
             self.counting = running if is_outer and not is_complete else None
         except BaseException:
@@ -661,6 +663,14 @@ class Reducer:
             "so a loss that is computed from .grad trains nothing; take the gradients for it from "
             "torch.autograd.grad(..., create_graph=True)"
         )
+
+    def _warn_of_hooks(self, param: Tensor) -> None:
+        if _compat.has_hooks_of_grad(param):
+            self._warn_once(
+                "backward: a hook of register_post_accumulate_grad_hook gets the gradient of this "
+                "backward alone, while .grad under DDP would include the earlier ones, which were "
+                "reduced; run earlier backwards inside no_sync(), or edit .grad after the last one"
+            )
 
     def _warn_once(self, message: str) -> None:
         if message not in self._told:
