@@ -248,7 +248,7 @@ class Gradients:
         """
         has_taken = False
         if not self.shown and not self.adds:
-            self.part_with_all()
+            self._part_with_all()
             self.own.zero_()  # it still has values of cleared gradients
         for position, param in enumerate(self.pack.params):
             grad = param.grad
@@ -268,6 +268,8 @@ class Gradients:
                 self.adds.add(position)
                 self.show(position)
                 has_taken = True
+        if has_taken and self.alone:
+            self.gather(self.presence(), self.own.dtype)
         return has_taken
 
     def replaced(self) -> bool:
@@ -353,10 +355,14 @@ class Gradients:
         if last is not None and (self.alone or self._full is not None):
             last.data = last.detach().clone()
 
-    def part_with_all(self) -> None:
-        """Do so for all slots of a lone rank, whose views show the mean itself."""
+    def _part_with_all(self) -> None:
+        """Do so for slots of a lone rank that no longer show the mean.
+
+        Views of the others show the sum with the next gradients, as under plain torch.
+        """
         for position in range(len(self._views)) if self.alone else ():
-            self._part_with(position)
+            if position not in self.shown:
+                self._part_with(position)
 
     def given(self, position: int) -> Tensor | None:
         """Return the ``.grad`` that is this rank's own; note what a script did to the mean.
@@ -530,15 +536,17 @@ class Gradients:
             left_out: returns whether other ranks send the same gradient of a slot.
         """
         layout, params = self.pack.layout, self.pack.params
-        self.part_with_all()
         grads: dict[int, Tensor] = {}
         for position, param in enumerate(params):
             grad = self.given(position) if self.shown else param.grad
             if position in self.held:
                 self._lend(position)
                 grad = param.grad
+            elif self.alone and grad is None:
+                param.grad = None  # a view of the mean, which the next gather shows again
             if grad is not None and self._accepts(position, grad):
                 grads[position] = grad
+        self._part_with_all()
         absent = [position for position in range(len(params)) if position not in grads]
         without = [n for n in grads if left_out(n)] if left_out is not None else []
         # Others are not copied, and a pack's only gradient, which a script may keep, is not zeroed.
@@ -549,7 +557,7 @@ class Gradients:
         self.has |= grads.keys()
         self.arrived = {}
         self.additions = [0] * len(params)
-        self.in_flight = True
+        self.in_flight = not self.alone  # which has the mean at once, or not at all
         for position, param in enumerate(params) if not self.alone else ():
             if param.requires_grad or position in grads or position in self.shown:
                 self.show(position)
@@ -602,7 +610,9 @@ class Gradients:
         if self._full is not None:
             self._full, self._own = wide, wide[span.start : span.stop]
         else:
-            self._own, self._mean = wide, None
+            self._own = wide
+        if self._full is None or self.alone:
+            self._mean = None
         for position in views:
             params[position].grad = None  # so that they are not cast one by one
         for position in views:
@@ -651,11 +661,17 @@ class Gradients:
                 self.show(position)
         if self._own is None:
             return
-        if self._full is not None:  # gathered means are at their owners again
-            for position in self.kept():
-                self.show(position)
-            self.part_with_all()
-            self._own = self._full = None
+        if self._full is not None:
+            kept = self.kept()
+            for position in range(len(self._views)):
+                if position not in kept or self._own is not self._mean:
+                    self._part_with(position)
+            if self.alone and self.low == MASTER_DTYPE:
+                self.adds.update(kept)  # a script may write to what it sees, or keeps
+            else:
+                for position in kept:  # gathered means are at their owners again
+                    self.show(position)
+                self._own = self._full = None
         self.own.zero_()
 
     def _retire(self, position: int) -> None:

@@ -67,7 +67,7 @@ class Bucket:
             Whether all gradients have arrived.
         """
         grads, first = self.grads, self.grads.pack.layout.slots[0].name
-        if is_sent:  # other ranks may not launch it again
+        if is_sent and not grads.alone:  # other ranks may not launch it again
             grads.refuse(
                 RuntimeError(
                     f"backward: a re-entrant checkpoint produced another gradient of {first!r}, "
@@ -101,7 +101,15 @@ class Bucket:
             _compat.wait_streams(self.streams, [param.grad for param in self.grads.pack.params])
             self.streams.clear()
 
-    def failed(self, waits: bool) -> None:
+    def keep(self, buffers: Buffers, has_failed: bool = False) -> None:
+        """End a backward that sent nothing; a lone rank adds its gradients to a mean, if any."""
+        arrived, grads = bool(self.grads.arrived), self.grads
+        grads.keep(has_failed)
+        if arrived and grads.alone and grads.shown:
+            with _compat.without_grad():
+                self.send(buffers)
+
+    def failed(self, buffers: Buffers, waits: bool) -> None:
         """Called when the backward failed, possibly before the last gradient was accumulated.
 
         Args:
@@ -109,7 +117,7 @@ class Bucket:
         """
         try:
             # Now, because the next backward may write before its first hook runs.
-            self.grads.keep(has_failed=True)
+            self.keep(buffers, has_failed=True)
             if waits:
                 self.grads.show_all()
         except Exception as error:  # most likely out of memory, like the backward itself

@@ -572,6 +572,8 @@ class Reducer:
             if reduce_pass is not None and not (backward.waits or self._meets):
                 reduce_pass.advance(bucket.grads.pack.data.device)
             is_sent = backward.sends and reduce_pass is not None and bucket not in reduce_pass.left
+            if is_sent and self.alone and reduce_pass is not None:
+                reduce_pass.left[bucket] = None  # again, as nobody else sends it
             is_outer = running == backward.number
             is_complete = bucket.arrive(position, backward.sends, is_outer, is_sent)
             if position in bucket.grads.adds:
@@ -600,9 +602,11 @@ class Reducer:
         self._backward = None
         if backward.sends and not backward.started:
             self._open(backward)
+        if self.alone:
+            self._pass = None  # no other rank waits for the rest
         waiting = self._pass.left if backward.sends and self._pass is not None else ()
         for bucket in self.buckets.values():
-            bucket.failed(bucket in waiting)
+            bucket.failed(self.buffers, bucket in waiting)
 
     @_compat.untraced
     def _end(self, backward: Backward) -> None:
@@ -617,7 +621,7 @@ class Reducer:
                 return
         self._pass = None
         for bucket in self.buckets.values():
-            bucket.grads.keep()
+            bucket.keep(self.buffers)
 
     def complete(self) -> None:
         """End the pass of a failed backward, before another call that all ranks make.
