@@ -272,7 +272,7 @@ class Attempts(StepHook):
         if self._is_open:
             self._misuse = RuntimeError("attempt: another attempt is still open; leave it first")
             raise self._misuse
-        if not reduce.due:
+        if not reduce.due and reduce.has_gradients:
             raise RuntimeError(
                 "attempt: gradients of this step were already reduced outside an attempt; run "
                 "all backwards of a step inside attempts, or call zero_grad() first"

@@ -121,12 +121,15 @@ def test_a_rank_that_fails_before_it_counts_divides_as_the_others_do(action: str
 
 
 @pytest.mark.parametrize("action", ["drop", "skip"])
-@pytest.mark.parametrize("way", ["zero_grad", "sleep"])
+@pytest.mark.parametrize("way", ["zero_grad", "sleep", "zero_grad outside"])
 def test_a_failure_goes_with_the_gradients_that_a_script_drops(way: str, action: str):
     def run(group: Any, fails: bool) -> dict[str, Tensor]:
         model = CASE.build()
         optimizer: Any = sharded(model, group, on_error=action)
         for step in range(3):
+            if fails and way == "zero_grad outside":
+                CASE.loss(model, CASE.batch(step)).backward()
+                optimizer.zero_grad()
             for again in range(2):
                 with optimizer.attempt():
                     CASE.loss(model, CASE.batch(10 * step + again)).backward()
