@@ -131,7 +131,8 @@ def estimate(
     plan = dataclasses.replace(plan, layout=layout)
     allocated = cache(partial(held_of, originals, config.replace(offload=False)))
     copies = world_size // size
-    # Gradients of micro-batches stay on each rank until the last one, in addition to the mean.
+    # Gradients of micro-batches stay on each rank until the last one, in addition to the mean; on
+    # one rank in place of it.
     accumulates = micro_batches > 1 and config.accumulate == "local"
     sums = micro_batches > 1 and not accumulates
     publishing, costs = publishing_of(config), dict[str, float]()
@@ -164,7 +165,7 @@ def estimate(
         world_size,
         layout,
         parameters=parameters,
-        gradients=fullest.gradients + local,
+        gradients=(max(fullest.gradients, local) if world_size == 1 else fullest.gradients + local),
         masters=fullest.masters,
         state=fullest.state,
         averages=fullest.averages,

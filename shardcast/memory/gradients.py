@@ -690,6 +690,11 @@ class Gradients:
                 self.pack.params[position].grad = None
             self._drop(position)
 
+    def release(self) -> None:
+        """Free a mean that was cleared, while gradients accumulate in memory of their own."""
+        if not self.shown and not self.adds:
+            self._mean = self._own = None
+
     def free(self) -> None:
         """Free all memory after a clear; the next gradient allocates it again."""
         self.close()

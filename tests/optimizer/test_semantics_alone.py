@@ -191,3 +191,20 @@ def test_a_clip_that_is_shown_at_once_leaves_one_copy_of_the_mean():
     optimizer.clip_grad_norm_(0.1)
     elements = sum(shard.pack.layout.numel for shard in packed_of(optimizer).shards)
     assert optimizer.memory_report()["gradients"] == 4 * elements
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_sync_takes_a_lone_rank_no_more_memory_than_one_backward(dtype: str):
+    model = nn.Linear(64, 64)
+    optimizer: Any = shardcast.shard(model, sgd(model), param_dtype=dtype)
+    batch, reports = torch.ones(1, 64, dtype=model.weight.dtype), []
+    for in_no_sync in (False, True):
+        for _ in range(2 if in_no_sync else 0):
+            with optimizer.no_sync():
+                model(batch).sum().backward()
+            reports.append(optimizer.memory_report()["gradients"])
+        model(batch).sum().backward()
+        reports.append(optimizer.memory_report()["gradients"])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert max(reports) == reports[0]

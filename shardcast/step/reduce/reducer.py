@@ -539,6 +539,8 @@ class Reducer:
         refuses = sends and self.history[BACKWARDS] > 0 and not self.alone
         for grads in self.grads:
             grads.begin(refuses)
+            if self.alone and not sends:
+                grads.release()  # so that accumulation takes no memory that one backward does not
         self.counting = None
         if sends:
             self._pass = ReducePass(self.buckets.values(), self.buffers)
