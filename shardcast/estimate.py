@@ -131,10 +131,10 @@ def estimate(
     plan = dataclasses.replace(plan, layout=layout)
     allocated = cache(partial(held_of, originals, config.replace(offload=False)))
     copies = world_size // size
-    # Gradients of micro-batches stay on each rank until the last one, in addition to the mean; on
-    # one rank in place of it.
-    accumulates = micro_batches > 1 and config.accumulate == "local"
-    sums = micro_batches > 1 and not accumulates
+    # Gradients of micro-batches stay on each rank until the last one, in addition to the mean.
+    accumulates = world_size > 1 and micro_batches > 1 and config.accumulate == "local"
+    sums = exact_sums(micro_batches, config) if world_size == 1 else micro_batches > 1
+    sums = sums and not accumulates
     publishing, costs = publishing_of(config), dict[str, float]()
     local = encoded = 0
     shares: list[list[_Share]] = [[] for _ in range(size)]
@@ -165,7 +165,7 @@ def estimate(
         world_size,
         layout,
         parameters=parameters,
-        gradients=(max(fullest.gradients, local) if world_size == 1 else fullest.gradients + local),
+        gradients=fullest.gradients + local,
         masters=fullest.masters,
         state=fullest.state,
         averages=fullest.averages,

@@ -272,7 +272,7 @@ class Attempts(StepHook):
         if self._is_open:
             self._misuse = RuntimeError("attempt: another attempt is still open; leave it first")
             raise self._misuse
-        if not reduce.due and reduce.has_gradients:
+        if not (reduce.due or reduce.alone) and reduce.has_gradients:
             raise RuntimeError(
                 "attempt: gradients of this step were already reduced outside an attempt; run "
                 "all backwards of a step inside attempts, or call zero_grad() first"
@@ -313,7 +313,7 @@ class Attempts(StepHook):
             raise self._misuse
         optimizer, signal = self._optimizer, self._signal
         reduce, tokens = optimizer.reduce, optimizer.decider.tokens
-        if signal.error_here and reduce.due:
+        if signal.error_here and (reduce.due or reduce.alone):
             for shard in optimizer.shards:
                 for param in shard.pack.in_model:
                     param.grad = None

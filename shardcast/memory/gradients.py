@@ -41,8 +41,8 @@ class Gradients:
 
     The mean of the own span is a 1-d tensor in ``low`` that stays allocated. Once a reduction adds
     to it, and until it is cleared, it is in fp32, in other memory. After a gather ``.grad``s are
-    views of the means of all owners. A lone rank owns everything: it sends nothing, and gathers
-    after each reduction, which costs nothing.
+    views of the means of all owners. A lone rank sends nothing, and its ``.grad``s are views of the
+    mean.
 
     Args:
         dtype: dtype of ``.grad``, and of a mean to which nothing was added.
@@ -54,14 +54,14 @@ class Gradients:
 
     Attributes:
         low: ``dtype``.
-        alone: whether there is one rank.
+        alone: whether nothing is sent; see :meth:`.Reducer.divide_by`.
         owned: per slot, whether part of it lies in the own span.
         has: slots for which this rank's gradient is part of the mean.
         additions: per slot, number of gradients that earlier backwards accumulated since it was
             sent or cleared.
         arrived: slots that got a gradient in the running backward, and how many, the last one last.
         shown: slots whose ``.grad`` shows the mean, unless a script changed it afterwards, or they
-            are in ``arrived``.
+            are in ``arrived``; on a lone rank those with a stand-in, after a clip.
         adds: slots to whose mean the next reduction adds.
         held: gradients of this rank that the next reduction adds to a mean that ``.grad`` shows,
             after a backward that failed or sent nothing; for a DTensor, DTensors. ``None``: other
@@ -140,8 +140,9 @@ class Gradients:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the mean, and of gradients that are not reduced."""
-        stores = [t.untyped_storage() for t in (self._mean, self._own, self._full) if t is not None]
-        held = {store.data_ptr(): store.nbytes() for store in stores}
+        held = {id(t): t.nbytes for t in (self._mean, self._own, self._full) if t is not None}
+        if self._full is not None:
+            held.pop(id(self._own), None)  # part of the mean's memory
         grads = (param.grad for param in self.pack.params)
         with _compat.without_torch_function():
             local: int = sum(
@@ -204,7 +205,7 @@ class Gradients:
 
     def own_mean(self) -> tuple[Tensor | None, Tensor]:
         """Return a mean to add to, in fp32, if there is one, and ``own``, which gets the sum."""
-        own, adds, is_gathered = self.own, self.adds, self._full is not None and not self.alone
+        own, adds, is_gathered = self.own, self.adds, self._full is not None
         self._full = None
         if not adds:
             self._own = None  # allocates ``low`` again
@@ -227,8 +228,6 @@ class Gradients:
     def landed(self, pieces: Sequence[Tensor], holders: Tensor | None) -> None:
         """Adopt the mean of ``pieces`` that was written to ``own`` (one piece: a finished sum)."""
         self.in_flight, self.culprits, self.holders = False, (), holders
-        if self.alone:
-            self.gather(self.presence(), self.own.dtype)
         self.adds = set(self.shown)
         own = self.own
         self.has_come(self)
@@ -248,7 +247,6 @@ class Gradients:
         """
         has_taken = False
         if not self.shown and not self.adds:
-            self._part_with_all()
             self.own.zero_()  # it still has values of cleared gradients
         for position, param in enumerate(self.pack.params):
             grad = param.grad
@@ -268,8 +266,6 @@ class Gradients:
                 self.adds.add(position)
                 self.show(position)
                 has_taken = True
-        if has_taken and self.alone:
-            self.gather(self.presence(), self.own.dtype)
         return has_taken
 
     def replaced(self) -> bool:
@@ -290,7 +286,7 @@ class Gradients:
     @property
     def readable(self) -> range:
         """Addresses of the mean where ``.grad``s are views of it; empty elsewhere."""
-        data = self._full
+        data = self._own if self._full is None and self.alone else self._full
         return range(0) if data is None else range(data.data_ptr(), data.data_ptr() + data.nbytes)
 
     def copy_assigned(self, memory: Sequence[range]) -> None:
@@ -312,9 +308,9 @@ class Gradients:
             return own is not None and (
                 grad is own or (grad.root is own and grad.shape == own.shape)
             )
-        data = self._full
-        if data is None or grad is not self._views[position]():
+        if grad is not self._views[position]():
             return False
+        data = self.own if self._full is None else self._full
         offset = self.pack.layout.slots[position].offset if data.numel() else 0
         return grad.data_ptr() == data.data_ptr() + offset * data.element_size() or not grad.numel()
 
@@ -336,6 +332,8 @@ class Gradients:
 
     def _view(self, position: int, data: Tensor) -> Tensor:
         """Return a new view of one slot."""
+        if self.alone:
+            self._part_with(position)
         slot = self.pack.layout.slots[position]
         # One call, because a slice and its view take twice as long, for each parameter in each
         # step. Detached, so that autograd does not treat it as a view and a script may call
@@ -354,15 +352,6 @@ class Gradients:
         self._views[position] = nothing
         if last is not None and (self.alone or self._full is not None):
             last.data = last.detach().clone()
-
-    def _part_with_all(self) -> None:
-        """Do so for slots of a lone rank that no longer show the mean.
-
-        Views of the others show the sum with the next gradients, as under plain torch.
-        """
-        for position in range(len(self._views)) if self.alone else ():
-            if position not in self.shown:
-                self._part_with(position)
 
     def given(self, position: int) -> Tensor | None:
         """Return the ``.grad`` that is this rank's own; note what a script did to the mean.
@@ -425,6 +414,8 @@ class Gradients:
             refuses: the means are of this step, and a reduction follows.
         """
         self.arrived = {}
+        if self.alone:
+            self.restart()
         if refuses:
             self._refuse_local()
 
@@ -542,11 +533,8 @@ class Gradients:
             if position in self.held:
                 self._lend(position)
                 grad = param.grad
-            elif self.alone and grad is None:
-                param.grad = None  # a view of the mean, which the next gather shows again
             if grad is not None and self._accepts(position, grad):
                 grads[position] = grad
-        self._part_with_all()
         absent = [position for position in range(len(params)) if position not in grads]
         without = [n for n in grads if left_out(n)] if left_out is not None else []
         # Others are not copied, and a pack's only gradient, which a script may keep, is not zeroed.
@@ -557,8 +545,8 @@ class Gradients:
         self.has |= grads.keys()
         self.arrived = {}
         self.additions = [0] * len(params)
-        self.in_flight = not self.alone  # which has the mean at once, or not at all
-        for position, param in enumerate(params) if not self.alone else ():
+        self.in_flight = True
+        for position, param in enumerate(params):
             if param.requires_grad or position in grads or position in self.shown:
                 self.show(position)
         return sent
@@ -599,7 +587,10 @@ class Gradients:
 
     def _widen(self, position: int) -> None:
         """Accumulate one gradient in fp32 from now on, until it is sent or cleared."""
-        self._set_dtype(position, MASTER_DTYPE)
+        if self.alone:
+            self._widen_all()
+        else:
+            self._set_dtype(position, MASTER_DTYPE)
 
     def _widen_all(self) -> None:
         """Keep the mean, and what ``.grad`` shows of it, in fp32 from now on."""
@@ -610,13 +601,13 @@ class Gradients:
         if self._full is not None:
             self._full, self._own = wide, wide[span.start : span.stop]
         else:
-            self._own = wide
-        if self._full is None or self.alone:
-            self._mean = None
+            self._own, self._mean = wide, None
         for position in views:
             params[position].grad = None  # so that they are not cast one by one
+        for position in range(len(params)) if self.alone else views:
+            if type(params[position].grad) is not StandIn:
+                self._set_dtype(position, MASTER_DTYPE)
         for position in views:
-            self._set_dtype(position, MASTER_DTYPE)
             params[position].grad = self._view(position, wide)
 
     def narrow(self) -> None:
@@ -629,6 +620,78 @@ class Gradients:
     def _set_dtype(self, position: int, dtype: torch.dtype) -> None:
         # After clearing a gradient, a script may set one in the parameter's dtype.
         set_grad_dtype(self.pack.params[position], dtype, is_only=dtype == self.low)
+
+    # -- a lone rank: nothing is sent -------------------------------------------------------------
+
+    def end_alone(self) -> None:
+        """Send gradients from now on. What ``.grad`` shows becomes this rank's own gradient."""
+        self.show_views(retires=True)
+        for position in range(len(self.pack.params)):
+            self._part_with(position)
+        self.has.clear()
+        self.alone = False
+
+    def hide_clip(self) -> None:
+        """Show stand-ins, because a clip that the update applies is not in the mean."""
+        for position in self.kept():
+            self.show(position)
+        self.adds = set(self.shown)
+
+    def show_views(self, retires: bool = False) -> None:
+        """Show views in place of stand-ins.
+
+        Args:
+            retires: stand-ins that a script keeps no longer show the mean.
+        """
+        self.shown, self.adds = set(), set()
+        for position in range(len(self._stand_ins)):
+            if self._stand_ins[position] is None:
+                continue
+            param = self.pack.params[position]
+            shows = param.grad is not None and self.holds(position, param.grad)
+            if retires:
+                self._retire(position)
+            if shows:
+                param.grad = None
+            self._set_dtype(position, self.own.dtype)  # also of those that were cleared
+            if shows:
+                param.grad = self._view(position, self.own)
+
+    def adopt(self) -> None:
+        """Copy gradients from autograd or a script into ``own``, and show views of it."""
+        params = self.pack.params
+        grads: dict[int, Tensor] = {}
+        for position, param in enumerate(params):
+            grad = param.grad
+            if (
+                grad is not None
+                and not self.holds(position, grad)
+                and self._accepts(position, grad)
+            ):
+                grads[position] = grad
+        if grads:
+            own = self.own
+            views = [self._view(position, own) for position in grads]
+            self._copy(views, [*grads.values()])
+            for position, view in zip(grads, views, strict=True):
+                self._set_dtype(position, own.dtype)  # a stand-in had ``low``
+                params[position].grad = view
+
+    def adopt_all(self) -> None:
+        """Copy all gradients of a single rank into ``own``, with zeros for absent ones."""
+        self.adopt()
+        self.has = {n for n, param in enumerate(self.pack.params) if param.grad is not None}
+        for position in range(len(self.pack.params)):
+            if position not in self.has:
+                self._part_with(position)
+                self.part(position).zero_()
+
+    def restart(self) -> None:
+        """Start in ``low`` again, if all gradients were cleared one by one."""
+        if self.own.dtype != self.low and not self.kept():
+            self._own = None
+            for position in range(len(self.pack.params)):
+                self._set_dtype(position, self.low)
 
     # -- after a step -----------------------------------------------------------------------------
 
@@ -654,6 +717,8 @@ class Gradients:
             self._own = self._full = self.holders = None
             self.narrow()
             return
+        if self.alone:
+            self.show_views()  # zeros show no clip
         held, self.held = self.held, {}
         for position in held:
             if self.pack.params[position].grad is not None:  # not cleared before
@@ -661,17 +726,13 @@ class Gradients:
                 self.show(position)
         if self._own is None:
             return
-        if self._full is not None:
-            kept = self.kept()
-            for position in range(len(self._views)):
-                if position not in kept or self._own is not self._mean:
-                    self._part_with(position)
-            if self.alone and self.low == MASTER_DTYPE:
-                self.adds.update(kept)  # a script may write to what it sees, or keeps
-            else:
-                for position in kept:  # gathered means are at their owners again
-                    self.show(position)
-                self._own = self._full = None
+        if self._full is not None:  # gathered means are at their owners again
+            for position in self.kept():
+                self.show(position)
+            self._own = self._full = None
+        for position, param in enumerate(self.pack.params) if self.alone else ():
+            if param.grad is not self._views[position]():
+                self._part_with(position)
         self.own.zero_()
 
     def _retire(self, position: int) -> None:
@@ -689,11 +750,6 @@ class Gradients:
             if grad is not None and self.holds(position, grad):
                 self.pack.params[position].grad = None
             self._drop(position)
-
-    def release(self) -> None:
-        """Free a mean that was cleared, while gradients accumulate in memory of their own."""
-        if not self.shown and not self.adds:
-            self._mean = self._own = None
 
     def free(self) -> None:
         """Free all memory after a clear; the next gradient allocates it again."""
@@ -721,12 +777,8 @@ class Gradients:
             present: per slot, whether some rank has a gradient.
         """
         pack, own, span = self.pack, self.own.to(dtype), self.pack.own
-        if self.alone:
-            full = own
-        else:
-            full = own.new_zeros(pack.layout.numel)
-            own = full[span.start : span.stop].copy_(own)
-        self._full, self._own = full, own
+        self._full = full = own.new_zeros(pack.layout.numel)
+        self._own = full[span.start : span.stop].copy_(own)
         self.share()
         for position, param in enumerate(pack.params):
             param.grad = None  # for a DTensor, a partial gradient, which is whole now
@@ -734,17 +786,9 @@ class Gradients:
                 self._drop(position)
                 continue
             self._set_dtype(position, dtype)
-            last = self._views[position]()  # a lone rank's script may have kept it
-            is_shown = last is not None and self.holds(position, last)
-            param.grad = last if is_shown else self._view(position, full)
+            param.grad = self._view(position, full)
             self.shown.add(position)
             self.has.add(position)
-
-    def hide_clip(self) -> None:
-        """Show stand-ins, because a clip that the update applies is not in the mean."""
-        for position in self.kept():
-            self.show(position)
-        self._full = None
 
     @torch.no_grad()
     def share(self) -> None:
@@ -766,7 +810,7 @@ class Gradients:
         would cost precision, and keeping all of them in fp32 would cost memory. See
         :meth:`hide_clip`.
         """
-        return self._full is not None and (not self.alone or self.own.dtype == MASTER_DTYPE)
+        return self._full is not None or (self.alone and self.own.dtype == MASTER_DTYPE)
 
     def multiply(self, factors: Mapping[GroupId, Tensor | None]) -> None:
         """Multiply the mean, and what ``.grad`` shows of it, by a clip's factor for each group.

@@ -558,6 +558,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Assign a number, or a 0-dim tensor on the device (the tokens of all ranks), on every rank
         before the first backward of a step outside :meth:`no_sync`. ``None`` restores the default.
+        A single rank then reduces its gradients too: gather them before you read ``.grad``.
         """
         return self._packed.reduce.divisor.value
 
@@ -565,7 +566,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def divisor(self, value: float | Tensor | None) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
         if value is None or number or (isinstance(value, Tensor) and value.dim() == 0):
-            self._packed.reduce.divisor.given = value
+            self._packed.reduce.divide_by(value)
             return
         with self._packed.decider.refusal.held():
             raise ValueError(

@@ -165,7 +165,7 @@ def accumulated(group: Any, fields: dict[str, Any], micro_batches: int) -> dict[
         optimizer.step()
         reports.append(optimizer.memory_report())
         optimizer.zero_grad()
-    waits = micro_batches > (1 if group.size() > 1 else 8) and fields["accumulate"] == "local"
+    waits = micro_batches > 1 and fields["accumulate"] == "local" and group.size() > 1
     # As the last backward begins, all gradients are here; what is sent meanwhile is not.
     return max(reports, key=lambda report: report["gradients"]) if waits else reports[-1]
 

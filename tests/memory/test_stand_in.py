@@ -7,6 +7,7 @@ import gc
 import io
 import operator
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -450,7 +451,7 @@ def test_a_script_behaves_alike_with_every_number_of_ranks_that_share_a_mean():
 
 
 @pytest.mark.parametrize("before", ["nothing", "a backward in no_sync", "a kept mean"])
-def test_a_lone_rank_divides_its_gradients_by_the_divisor(before: str):
+def test_a_lone_rank_with_a_divisor_reduces_as_several_ranks_do(before: str):
     model = nn.Linear(3, 2, bias=False)
     make = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer: Any = shardcast.shard(model, make, param_dtype="fp32")
@@ -465,8 +466,11 @@ def test_a_lone_rank_divides_its_gradients_by_the_divisor(before: str):
         optimizer.zero_grad()
     optimizer.divisor = 4.0
     model.weight.sum().backward()
+    with pytest.raises(RuntimeError, match=r"reads \.grad of"):
+        model.weight.grad.sum()
     model.weight.sum().backward()
     expected = torch.full((2, 3), 0.75 if before == "a backward in no_sync" else 0.5)
+    optimizer.gather_gradients()
     assert torch.equal(model.weight.grad, expected)
     optimizer.step()
     torch.testing.assert_close(model.weight.detach(), start - expected)
@@ -476,3 +480,35 @@ def test_a_lone_rank_divides_its_gradients_by_the_divisor(before: str):
     model.weight.sum().backward()
     optimizer.step()
     torch.testing.assert_close(model.weight.detach(), start - expected - 1.0)
+
+
+def test_a_lone_rank_that_sets_a_divisor_keeps_the_clip_of_the_coming_step():
+    found = []
+    for divisor in None, 4.0:
+        model = nn.Linear(3, 2, bias=False)
+        nn.init.constant_(model.weight, 0.5)
+        make = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = shardcast.shard(model, make, param_dtype="bf16")
+        model(torch.arange(3, dtype=torch.bfloat16)).sum().backward()
+        optimizer.clip_grad_norm_(0.25)
+        optimizer.divisor = divisor
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+        found.append(optimizer.full_parameters()["weight"])
+    assert torch.equal(*found)
+
+
+def test_a_lone_rank_that_sets_a_divisor_trains_no_parameter_without_a_gradient():
+    model = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(2))
+    make = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer: Any = shardcast.shard(model, make, param_dtype="fp32")
+    (model[0].sum() + model[1].sum()).backward()
+    optimizer.step()
+    model.zero_grad()
+    before = model[1].detach().clone()
+    optimizer.divisor = 2.0
+    model[0].sum().backward()
+    optimizer.step()
+    assert torch.equal(model[1], before)
+    assert model[1].grad is None

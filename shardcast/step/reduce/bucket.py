@@ -67,7 +67,7 @@ class Bucket:
             Whether all gradients have arrived.
         """
         grads, first = self.grads, self.grads.pack.layout.slots[0].name
-        if is_sent and not grads.alone:  # other ranks may not launch it again
+        if is_sent:  # other ranks may not launch it again
             grads.refuse(
                 RuntimeError(
                     f"backward: a re-entrant checkpoint produced another gradient of {first!r}, "
@@ -101,15 +101,7 @@ class Bucket:
             _compat.wait_streams(self.streams, [param.grad for param in self.grads.pack.params])
             self.streams.clear()
 
-    def keep(self, buffers: Buffers, has_failed: bool = False) -> None:
-        """End a backward that sent nothing; a lone rank adds its gradients to a mean, if any."""
-        arrived, grads = bool(self.grads.arrived), self.grads
-        grads.keep(has_failed)
-        if arrived and grads.alone and grads.shown:
-            with _compat.without_grad():
-                self.send(buffers)
-
-    def failed(self, buffers: Buffers, waits: bool) -> None:
+    def failed(self, waits: bool) -> None:
         """Called when the backward failed, possibly before the last gradient was accumulated.
 
         Args:
@@ -117,7 +109,7 @@ class Bucket:
         """
         try:
             # Now, because the next backward may write before its first hook runs.
-            self.keep(buffers, has_failed=True)
+            self.grads.keep(has_failed=True)
             if waits:
                 self.grads.show_all()
         except Exception as error:  # most likely out of memory, like the backward itself
@@ -128,24 +120,40 @@ class Bucket:
             )
             self.grads.refuse(lost)
 
+    def adopt(self, synchronizes: bool) -> None:
+        """Adopt one rank's gradients of a backward that sends nothing.
+
+        Args:
+            synchronizes: it is not inside ``no_sync()``, so this may be the mean of the step.
+        """
+        self._wait_for_streams()
+        self.grads.adopt()
+        if synchronizes:
+            self.grads.has_come(self.grads)
+
+    def end_local(self, synchronizes: bool) -> None:
+        """End a backward that has sent nothing.
+
+        Args:
+            synchronizes: see :meth:`adopt`; false for a pack that was adopted already.
+        """
+        if self.grads.arrived and self.grads.alone:
+            self.adopt(synchronizes)
+        self.grads.keep()
+
     def send(self, buffers: Buffers) -> None:
-        """Launch the collective, with memory from ``buffers``; a lone rank has the mean at once."""
+        """Launch the collective, with memory from ``buffers``."""
         assert not self.grads.in_flight
         grads, layout = self.grads, self.grads.pack.layout
         self._wait_for_streams()
         device, self._packed = grads.pack.data.device, None
 
         def empty(numel: int, dtype: torch.dtype) -> Tensor:
-            if grads.alone and not grads.adds:
-                return grads.own_mean()[1]
             self._packed = buffers.take(numel, dtype, device)
             return self._packed.data
 
         sent = grads.collect(empty, self._is_repeated if self.repeated else None)
-        if grads.alone:
-            self._write_mean(buffers, [sent], mean_in_chunks_)
-            return
-        # some packs need none, but their ranks may be divided otherwise
+        # there is none with one rank
         reduction = REDUCTIONS[layout.algorithms.reduce or "all_to_all"]
         take = partial(buffers.take, dtype=sent.dtype, device=device)
         own = sent[grads.pack.own.start : grads.pack.own.stop]
@@ -171,31 +179,22 @@ class Bucket:
         Args:
             buffers: get back the buffers that it used.
         """
-        reduction, holders = self._reduction, None
+        reduction, grads = self._reduction, self.grads
         if reduction is None:
             return
-        pieces = reduction.wait()
+        pieces, divisor, holders = reduction.wait(), self.divisor.value, None
         if self.late:
-            total, holders = self._sum_of_copies(pieces, self.grads.pack.layout)
+            total, holders = self._sum_of_copies(pieces, grads.pack.layout)
             pieces = [total]
         usual = self.divisor.given is None and not self.sums
         mean = self.mean if usual else mean_in_chunks_  # compiled again for each other divisor
+        if reduction.mean_ is not None:
+            mean = reduction.mean_
+        mean(pieces, divisor, *grads.own_mean())
         self._reduction = None
-        self._write_mean(buffers, pieces, reduction.mean_ or mean, reduction.by_rank, holders)
-        # Hazard: from here on nothing may read the received data.
+        grads.landed(pieces if reduction.by_rank else pieces[:1], holders)
+        # Hazard: from here on nothing may read the sent or received data.
         buffers.give(reduction.received)
-
-    def _write_mean(
-        self,
-        buffers: Buffers,
-        pieces: Sequence[Tensor],
-        mean: Mean,
-        by_rank: bool = True,
-        holders: Tensor | None = None,
-    ) -> None:
-        mean(pieces, self.divisor.value, *self.grads.own_mean())
-        self.grads.landed(pieces if by_rank else pieces[:1], holders)
-        # Hazard: from here on nothing may read the sent data.
         if self._packed is not None:
             buffers.give(self._packed)
             self._packed = None

@@ -62,10 +62,6 @@ def mean_in_chunks_(
         pieces: of equal shape and dtype; ``out`` itself may be one of them.
         out: overwritten.
     """
-    if len(pieces) == size == 1 and carry is None:
-        if out is not pieces[0]:
-            out.copy_(pieces[0])
-        return
     low = out.dtype == pieces[0].dtype != MASTER_DTYPE
     two = isinstance(size, int) and len(pieces) == size == 2
     if two and carry is None and low:

@@ -85,19 +85,26 @@ class ReducePass:
         self._buffers = buffers
         self._flying: list[Bucket] = []
 
-    def advance(self, device: torch.device) -> None:
+    def advance(self, device: torch.device, synchronizes: bool) -> None:
         """Launch packs that are complete, in order.
 
         Hooks run on one thread per device. A gradient that was counted on another thread may not be
         accumulated yet, so its pack is launched later.
+
+        Args:
+            synchronizes: this is not inside ``no_sync()``.
         """
         while self.left:
             bucket = next(iter(self.left))
             is_at_end = bucket.late or bucket.at_end
             if is_at_end or not bucket.complete or bucket.grads.pack.data.device != device:
                 return
-            with _compat.without_grad():  # a backward with create_graph runs hooks with it on
-                self._launch(bucket)
+            if bucket.grads.alone:
+                del self.left[bucket]
+                bucket.adopt(synchronizes)
+            else:
+                with _compat.without_grad():  # a backward with create_graph runs hooks with it on
+                    self._launch(bucket)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -109,6 +116,9 @@ class ReducePass:
 
     def _launch(self, bucket: Bucket) -> None:
         del self.left[bucket]
+        if bucket.grads.alone:
+            bucket.grads.adopt_all()
+            return
         bucket.send(self._buffers)
         self._flying.append(bucket)
         if len(self._flying) > 1:

@@ -57,7 +57,7 @@ class Reducer:
     Attributes:
         grads: gradients of the packs, in the order of :meth:`add`; it grows.
         divisor: number that divides sums over ranks.
-        alone: whether there is one rank, which sends nothing, and gathers after each reduction.
+        alone: whether there is one rank, which sends nothing: its gradients are the means.
         at_step: whether :meth:`finish` sends instead of backwards, because a pipeline has many in a
             step.
         last_backward: the engine's number of the last backward with gradients; ``None``: there was
@@ -92,7 +92,7 @@ class Reducer:
         self.buffers = Buffers()
         self._syncs = True
         self._mistake: Exception | None = None  # error of the last finish()
-        self._gathered = self.alone  # since the last backward; then all edits are allowed
+        self._gathered = False  # since the last backward; then all edits are allowed
         # Versions of the means at the last clip; ``None`` if a script edited them since.
         self._seen: list[int] | None = None
         self._told: set[str] = set()
@@ -124,6 +124,11 @@ class Reducer:
         return self._syncs and not self.at_step
 
     @property
+    def _local(self) -> bool:
+        """Return whether backwards currently send nothing."""
+        return not self.synchronises or self.alone
+
+    @property
     def has_gradients(self) -> bool:
         """Return whether there is any gradient."""
         return any(param.grad is not None for grads in self.grads for param in grads.pack.params)
@@ -140,7 +145,7 @@ class Reducer:
         grads = Gradients(
             pack,
             grad_dtype(low, self._config),
-            (grad_dtype if self.alone else wire_dtype)(low, self._config),
+            wire_dtype(low, self._config),
             exact_sums(SHORT_SUM + 1, self._config),
             lambda: None if (reducer := me()) is None else reducer.multiply_in(),
             lambda *of: None if (reducer := me()) is None else reducer._norm(*of),
@@ -167,6 +172,19 @@ class Reducer:
         if not self.due:
             ReducePass([bucket], self.buffers).flush()
         return grads
+
+    def divide_by(self, divisor: float | Tensor | None) -> None:
+        """Divide sums over ranks by ``divisor``, or by their number.
+
+        A lone rank then reduces its gradients, as several ranks do.
+        """
+        self.divisor.given = divisor
+        if self.alone and divisor is not None:
+            self.multiply_in()
+            self.alone, self._pass = False, None
+            self._gathered = True  # what ``.grad`` shows is the mean, unless a backward follows
+            for grads in self.grads:
+                grads.end_alone()
 
     @contextmanager
     def no_sync(self, sends: bool = False) -> Iterator[None]:
@@ -211,7 +229,7 @@ class Reducer:
         zeros for it. Otherwise ranks wait for one another until the process group's timeout, as
         under DDP, except inside ``attempt()``.
         """
-        if self.synchronises and self._backward is None and _compat.accumulates():
+        if not self._local and self._backward is None and _compat.accumulates():
             self._begin()
 
     def finish(self, call: str) -> None:
@@ -232,9 +250,9 @@ class Reducer:
                 "block before the last backward and this call"
             )
         self._complete()
-        if self.due:
+        if self.due or self.alone:  # with one rank no backward makes a pass due
             with self.own_edits():
-                self._start(True)
+                self._start(not self.alone)
                 self._flush()
         else:
             self.settle()
@@ -276,6 +294,10 @@ class Reducer:
         # First: clipped means are in fp32 and are gathered so, because rounding them again would
         # make a step after a gather differ from one without.
         self.multiply_in()
+        if self.alone:
+            for grads in self.grads:
+                grads.show_views()
+            return
         with self.own_edits():
             for pack, (*present, is_wide) in self._anywhere("gather_gradients").items():
                 grads = self.buckets[pack].grads
@@ -447,7 +469,7 @@ class Reducer:
         only the update applies the factors.
         """
         clip = self.clip
-        if clip is None or not self._lacks_clip:
+        if clip is None or all(factor is clip.unscale for factor in clip.factors.values()):
             return
         self.clip = clip.without_factors()
         known: dict[Tensor | None, Tensor | None] = {None: None, clip.unscale: None}
@@ -462,11 +484,6 @@ class Reducer:
             for grads in self.grads:
                 if any(factors[group] is not None for group in grads.pack.layout.groups):
                     grads.multiply(factors)
-
-    @property
-    def _lacks_clip(self) -> bool:
-        clip = self.clip
-        return clip is not None and any(it is not clip.unscale for it in clip.factors.values())
 
     @contextmanager
     def own_edits(self) -> Iterator[None]:
@@ -487,11 +504,13 @@ class Reducer:
 
     def refuse_edits(self) -> None:
         """Raise RuntimeError if a script edited means that lack the clip, by what it kept."""
-        if self.alone and self._lacks_clip and self._seen != self.versions():
-            raise RuntimeError(
-                "step: a .grad that the script kept from before clip_grad_norm_ was edited "
-                "after it, and does not show the clip; read param.grad again after the clip"
-            )
+        seen = [-1] * len(self.grads) if self._seen is None else self._seen
+        for grads, version in zip(self.grads, seen, strict=True):
+            if self.alone and not grads.shows and grads.version != version:
+                raise RuntimeError(
+                    "step: a .grad that the script kept from before clip_grad_norm_ was edited "
+                    "after it, and does not show the clip; read param.grad again after the clip"
+                )
 
     def state(self) -> Any:
         """Return a value that changes when a gradient comes, is edited, replaced or cleared."""
@@ -511,7 +530,7 @@ class Reducer:
         the first complete pack depends on a rank's gradients.
         """
         self._complete()
-        sends, peers, me = self.synchronises, self._peers, weakref.ref(self)
+        sends, peers, me = not self._local, self._peers, weakref.ref(self)
         first = sends and self._meets is None
         waits = first and (bool(peers) or _compat.reaches_checkpoint())
 
@@ -534,15 +553,11 @@ class Reducer:
             self.clip = None if self.due else self.clip.without_factors()
         self._copy_assigned()
         self.due = True  # stays true if a backward fails
-        self._gathered = self.alone
-        # A lone rank's own gradient and its mean may be added up in any order.
-        refuses = sends and self.history[BACKWARDS] > 0 and not self.alone
+        self._gathered = False
         for grads in self.grads:
-            grads.begin(refuses)
-            if self.alone and not sends:
-                grads.release()  # so that accumulation takes no memory that one backward does not
+            grads.begin(refuses=sends and self.history[BACKWARDS] > 0)
         self.counting = None
-        if sends:
+        if sends or self.alone:
             self._pass = ReducePass(self.buckets.values(), self.buffers)
 
     def _copy_assigned(self) -> None:
@@ -572,10 +587,8 @@ class Reducer:
                 self._open(backward)
             reduce_pass = self._pass
             if reduce_pass is not None and not (backward.waits or self._meets):
-                reduce_pass.advance(bucket.grads.pack.data.device)
+                reduce_pass.advance(bucket.grads.pack.data.device, self._syncs)
             is_sent = backward.sends and reduce_pass is not None and bucket not in reduce_pass.left
-            if is_sent and self.alone and reduce_pass is not None:
-                reduce_pass.left[bucket] = None  # again, as nobody else sends it
             is_outer = running == backward.number
             is_complete = bucket.arrive(position, backward.sends, is_outer, is_sent)
             if position in bucket.grads.adds:
@@ -591,6 +604,8 @@ class Reducer:
         backward.started, self.last_backward = True, backward.number
         self._start(backward.sends)
         for grads in self.grads:
+            if self.alone:
+                grads.show_views(retires=True)
             grads.widen()
 
     def _failed(self, number: int) -> None:
@@ -604,11 +619,9 @@ class Reducer:
         self._backward = None
         if backward.sends and not backward.started:
             self._open(backward)
-        if self.alone:
-            self._pass = None  # no other rank waits for the rest
         waiting = self._pass.left if backward.sends and self._pass is not None else ()
         for bucket in self.buckets.values():
-            bucket.failed(self.buffers, bucket in waiting)
+            bucket.failed(bucket in waiting)
 
     @_compat.untraced
     def _end(self, backward: Backward) -> None:
@@ -621,9 +634,10 @@ class Reducer:
             if self._pass is not None:  # false if step() was called in a hook
                 self._flush()
                 return
+        left = {} if self._pass is None else self._pass.left
         self._pass = None
         for bucket in self.buckets.values():
-            bucket.keep(self.buffers)
+            bucket.end_local(self._syncs and bucket in left)
 
     def complete(self) -> None:
         """End the pass of a failed backward, before another call that all ranks make.
@@ -641,7 +655,7 @@ class Reducer:
         other ranks may have averaged what it replaces. In a hook of a running backward, the rest of
         its own pass is sent, and gradients that are not the mean have just come.
         """
-        if self._pass is None:
+        if self._pass is None or self.alone:
             return
         self.history[FAILED] += 1
         for grads in self.grads if self._backward is None else ():
