@@ -687,11 +687,19 @@ class Gradients:
                 self.part(position).zero_()
 
     def restart(self) -> None:
-        """Start in ``low`` again, if all gradients were cleared one by one."""
-        if self.own.dtype != self.low and not self.kept():
-            self._own = None
-            for position in range(len(self.pack.params)):
-                self._set_dtype(position, self.low)
+        """Start in ``low`` again, if all gradients were cleared one by one.
+
+        A script that keeps views of them (PCGrad) keeps their memory.
+        """
+        is_wide, mean = self.own.dtype != self.low, self._mean
+        is_shared = mean is not None and _compat.is_shared(mean)
+        if not (is_wide or is_shared) or self.kept():
+            return
+        self._own = None
+        if is_shared:
+            self._mean = None
+        for position in range(len(self.pack.params)) if is_wide else ():
+            self._set_dtype(position, self.low)
 
     # -- after a step -----------------------------------------------------------------------------
 
