@@ -284,7 +284,11 @@ class Centred(nn.Module):
         return self.head(features) + distance.square().mean()
 
 
-@recipe("center loss with its own optimizer, which is not sharded", "torch", warned="average these")
+@recipe(
+    "center loss with its own optimizer, which is not sharded",
+    "torch",
+    warned="average the gradients",
+)
 def own_optimizer(variant: Variant) -> Report:
     plain = Centred()
     variant.starts(plain)
