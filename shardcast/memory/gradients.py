@@ -695,7 +695,7 @@ class Gradients:
         is_shared = mean is not None and _compat.is_shared(mean)
         if not (is_wide or is_shared) or self.kept():
             return
-        self._own = None
+        self._own, self._views = None, [nothing] * len(self._views)
         if is_shared:
             self._mean = None
         for position in range(len(self.pack.params)) if is_wide else ():
@@ -738,6 +738,8 @@ class Gradients:
             for position in self.kept():
                 self.show(position)
             self._own = self._full = None
+        if self.alone:
+            self.restart()
         for position, param in enumerate(self.pack.params) if self.alone else ():
             if param.grad is not self._views[position]():
                 self._part_with(position)

@@ -73,6 +73,26 @@ def keeps_views_and_clears_one_by_one(model: Any, _optimizer: Any) -> None:
         param.grad = grad.clone() if param.grad is None else param.grad + 0.5 * grad
 
 
+def zeroes_in_place_after_a_clear(model: Any, optimizer: Any) -> None:
+    both(model)
+    kept = [param.grad.detach() for param in model]
+    for param in model:
+        param.grad = None
+    optimizer.zero_grad(set_to_none=False)
+    for param, grad in zip(model, kept, strict=True):
+        param.grad = grad
+
+
+def edits_what_it_keeps_through_a_view(model: Any, optimizer: Any) -> None:
+    both(model)
+    kept = [(param.grad, param.grad.detach()) for param in model]
+    optimizer.zero_grad()
+    both(model)
+    for param, (grad, view) in zip(model, kept, strict=True):
+        view.mul_(3)
+        param.grad = param.grad + grad
+
+
 def steps_without_gradients(model: Any, optimizer: Any) -> None:
     both(model)
     kept = [param.grad.data for param in model]
@@ -119,6 +139,8 @@ SCRIPTS = (
     keeps_one_that_it_clears,
     keeps_views_of_them,
     keeps_views_and_clears_one_by_one,
+    zeroes_in_place_after_a_clear,
+    edits_what_it_keeps_through_a_view,
     steps_without_gradients,
     assigns_before_a_step,
     zeroes_in_place,
