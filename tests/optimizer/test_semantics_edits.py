@@ -332,6 +332,7 @@ def test_hooks_that_miss_the_earlier_gradients_of_a_step_are_named(
     assert found == [[4.0, 8.0 if is_summed else 4.0] * 2] * size
     names = [it for it in told if "register_post_accumulate_grad_hook" in str(it.message)]
     assert len(names) == (0 if is_summed else 1)
+    assert all("no_sync(), with accumulate 'local'" in str(it.message) for it in names)
 
 
 def test_what_was_kept_before_a_clip_is_not_edited_as_if_it_were_clipped():

@@ -689,7 +689,8 @@ class Reducer:
             self._warn_once(
                 "backward: a hook of register_post_accumulate_grad_hook gets the gradient of this "
                 "backward alone, while .grad under DDP would include the earlier ones, which were "
-                "reduced; run earlier backwards inside no_sync(), or edit .grad after the last one"
+                "reduced; run earlier backwards inside no_sync(), with accumulate 'local', or edit "
+                ".grad after the last one"
             )
 
     def _warn_once(self, message: str) -> None:
