@@ -212,6 +212,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._conclude(decision, is_edited)
         return result
 
+    def _optimizer_step_code(self) -> None:
+        """Do nothing: in torch's method of this name a profiler with stacks reads all state."""
+
     def _decided_again(self) -> Decision:
         """Return the decision on gradients that a script has edited after the clip.
 
@@ -1035,6 +1038,8 @@ class OptimizerHandle(torch.optim.Optimizer):
                 set_to_none, handle._zero_grad_after = handle._zero_grad_after, None
                 if set_to_none is not None:
                     handle.zero_grad(set_to_none)
+
+    _optimizer_step_code = ShardedOptimizer._optimizer_step_code
 
     @_compat.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -78,6 +78,21 @@ def test_hooks_of_the_original_and_of_all_optimizers_run_once_per_step(kind: Any
     assert sorted(calls) == ["ShardedOptimizer", "post, sharded", "pre, original"]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_profiler_with_stacks_sees_steps_and_reads_no_state(count: int):
+    model = mlp()
+    parts_of_it = [model] if count == 1 else [model[:2], model[2:]]
+    optimizer: Any = shardcast.shard(model, [adamw(layers) for layers in parts_of_it])
+    with torch.profiler.profile(with_stack=True) as seen:
+        for _ in range(2):
+            model(BATCH.bfloat16()).float().square().mean().backward()
+            for each in optimizer.optimizers:
+                each.step()
+            optimizer.zero_grad()
+    names = [event.name for event in seen.events()]
+    assert names.count("Optimizer.step#ShardedOptimizer.step") == 2
+
+
 def test_state_dict_hooks_of_the_original_go_on():
     model = mlp()
     inner, seen = sgd(model), []
