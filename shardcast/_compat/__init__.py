@@ -94,10 +94,10 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     return function
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Return whether another tensor shares this tensor's memory."""
+def is_shared(tensor: Tensor, known: int = 0) -> bool:
+    """Return whether another tensor, besides ``known`` ones, shares this tensor's memory."""
     storage = tensor.untyped_storage()  # this reference counts, besides ``tensor``
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2 + known)
 
 
 _NOTHING = nullcontext()

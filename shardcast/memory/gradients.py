@@ -689,13 +689,20 @@ class Gradients:
     def restart(self) -> None:
         """Start in ``low`` again, if all gradients were cleared one by one.
 
-        A script that keeps views of them (PCGrad) keeps their memory.
+        A script that keeps other views of them (PCGrad) keeps their memory. A ``.grad`` that it
+        keeps gets a copy later, so that a loop's last variable does not keep a whole pack.
         """
         is_wide, mean = self.own.dtype != self.low, self._mean
         is_shared = mean is not None and _compat.is_shared(mean)
         if not (is_wide or is_shared) or self.kept():
             return
-        self._own, self._views = None, [nothing] * len(self._views)
+        if is_shared and mean is not None:
+            memory = mean.untyped_storage().data_ptr()
+            shown = [view for it in self._views if (view := it()) is not None]
+            known = sum(view.untyped_storage().data_ptr() == memory for view in shown)
+            is_shared = _compat.is_shared(mean, known)
+        if is_wide or is_shared:
+            self._own, self._views = None, [nothing] * len(self._views)
         if is_shared:
             self._mean = None
         for position in range(len(self.pack.params)) if is_wide else ():

@@ -174,6 +174,17 @@ def test_gradients_of_a_lone_rank_are_plain_tensors(script: Any, pack_params: in
     assert all(own is None or torch.equal(plain, own) for plain, own in pairs)
 
 
+def test_a_gradient_that_a_loop_keeps_does_not_keep_the_memory_of_its_neighbours():
+    model = two()
+    optimizer = shardcast.shard(model, sgd(model), param_dtype="fp32")
+    both(model)
+    kept, address = model[0].grad, model[1].grad.data_ptr()  # type: ignore[union-attr]
+    optimizer.zero_grad()
+    both(model)
+    assert model[1].grad.data_ptr() == address  # type: ignore[union-attr]
+    assert kept.untyped_storage().nbytes() == kept.nbytes  # type: ignore[union-attr]
+
+
 class Tiled(torch.autograd.Function):
     """Runs ``layer`` and its backward inside the backward, for one half of the batch at a time."""
 
