@@ -398,12 +398,13 @@ class Gradients:
         self.mistake = self.mistake or error.with_traceback(None)
 
     def _drop(self, position: int, act: Act | None = None) -> None:
-        """Drop the mean of one slot, because of a script's act."""
+        """Drop the mean of one slot, also from ``.grad``, for example because of a script's act."""
         if act is not None and position in self.adds:
             self.acts[position] = act
         for positions in (self.shown, self.adds, self.has):
             positions.discard(position)
         self.held.pop(position, None)
+        self._retire(position)
 
     # -- a backward -----------------------------------------------------------------------------
 
@@ -763,9 +764,6 @@ class Gradients:
     def hide(self, present: Sequence[bool]) -> None:
         """Show no gradient if no rank had one, as far as is known."""
         for position in [n for n in self.shown if not present[n] and n not in self.has]:
-            grad = self.pack.params[position].grad
-            if grad is not None and self.holds(position, grad):
-                self.pack.params[position].grad = None
             self._drop(position)
 
     def free(self) -> None:

@@ -283,13 +283,18 @@ def test_what_was_kept_before_the_gather_is_told_of_and_not_read():
     on_ranks(script)
 
 
-def test_what_was_kept_over_a_clear_is_told_of_and_does_not_train_as_zeros():
+@pytest.mark.parametrize("steps", [False, True])
+def test_what_was_kept_over_a_clear_is_told_of_and_does_not_train_as_zeros(steps: bool):
     """Scripts put gradients aside, clear them for another loss, and put them back."""
 
     def script(model: Any, optimizer: Any, batch: Tensor) -> None:
         model(batch).square().mean().backward()
         kept = [param.grad for param in model.parameters()]
-        optimizer.zero_grad()
+        if steps:
+            model[0].weight.grad = None
+            optimizer.step()
+        else:
+            optimizer.zero_grad()
         before = [param.detach().clone() for param in model.parameters()]
         for param, grad in zip(model.parameters(), kept, strict=True):
             param.grad = grad
@@ -300,6 +305,24 @@ def test_what_was_kept_over_a_clear_is_told_of_and_does_not_train_as_zeros():
         model(batch).square().mean().backward()
         optimizer.step()  # the next step has its own gradients again
         assert not torch.equal(before[0], model[0].weight)
+
+    on_ranks(script)
+
+
+@pytest.mark.parametrize("way", ["cleared", "assigned", "zeroed"])
+def test_what_was_kept_over_a_clear_of_one_gradient_does_not_edit_the_next_mean(way: str):
+    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
+        param = model[0].weight
+        model(batch).square().mean().backward()
+        kept = param.grad
+        if way == "zeroed":
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            param.grad = None if way == "cleared" else torch.ones_like(param)
+        with optimizer.no_sync():
+            param.sum().backward()
+        with pytest.raises(RuntimeError, match=r"edits an old \.grad"):
+            kept.mul_(0.5)
 
     on_ranks(script)
 
