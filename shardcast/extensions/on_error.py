@@ -272,10 +272,12 @@ class Attempts(StepHook):
         if self._is_open:
             self._misuse = RuntimeError("attempt: another attempt is still open; leave it first")
             raise self._misuse
-        if not (reduce.due or reduce.alone) and reduce.has_gradients:
+        # Since a call that all ranks make, so that all of them raise.
+        has_run = reduce.last_backward is not None
+        if has_run and not (reduce.due or reduce.alone):
             raise RuntimeError(
                 "attempt: gradients of this step were already reduced outside an attempt; run "
-                "all backwards of a step inside attempts, or call zero_grad() first"
+                "all backwards of a step inside attempts, or call optimizer.zero_grad() first"
             )
         if self._optimizer.comm.size > 1 and self._synchronized:
             raise RuntimeError(

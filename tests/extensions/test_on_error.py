@@ -188,7 +188,10 @@ MISUSES: dict[str, tuple[str, Callable[[nn.Module, Any], Any]]] = {
     "still open; leave it": ("inside", lambda _, optimizer: optimizer.attempt().__enter__()),
     "leave the block": ("inside", lambda _, optimizer: optimizer.step()),
     "divisor": ("before", lambda _, optimizer: setattr(optimizer, "divisor", 3.0)),
-    "call zero_grad": ("before", lambda model, _: CASE.loss(model, CASE.batch(0)).backward()),
+    r"call optimizer\.zero_grad": (
+        "before",
+        lambda model, _: CASE.loss(model, CASE.batch(0)).backward(),
+    ),
 }
 
 
@@ -320,3 +323,23 @@ def test_packs_that_wake_while_a_rank_fails_are_woken_on_all(group: Any):
         optimizer.step()
         optimizer.zero_grad()
     assert packed_of(optimizer).comm.steps == 3
+
+
+def test_an_attempt_after_a_backward_raises_on_all_ranks_whatever_one_has_cleared():
+    def run(group: Any) -> str:
+        model = CASE.build()
+        optimizer: Any = sharded(model, group, on_error="drop")
+        CASE.loss(model, CASE.batch(0)).backward()
+        if group.rank() == 0:
+            model.zero_grad()
+        with pytest.raises(RuntimeError, match="already reduced outside an attempt") as told:
+            optimizer.attempt().__enter__()
+        optimizer.zero_grad(set_to_none=False)
+        with optimizer.attempt():
+            CASE.loss(model, CASE.batch(1)).backward()
+        optimizer.step()
+        assert optimizer.failures() == []
+        return str(told.value)
+
+    first, second = run_world(2, run)[0]
+    assert first == second
