@@ -51,6 +51,7 @@ Parameters = Iterable[Tensor] | Tensor
 STEP_AFTER_EDIT = "step (gradients were edited, replaced or cleared after the clip)"
 
 REASON = "it no longer owns gradients and state"
+AFTER_CLOSE = ", or after its close() make a new torch optimizer"
 LOSSES = (
     "If each optimizer has its own loss, shard the models separately (GAN). Within one model "
     "(DARTS), set .grad to None for parameters that must not change, and call step() of the "
@@ -1146,7 +1147,7 @@ class GoneState:
     def _refuse(self, *_args: object, **_named: object) -> NoReturn:
         raise RuntimeError(
             f"state of the original optimizer was used: {REASON}; use the optimizer that "
-            "shardcast.shard returned"
+            f"shardcast.shard returned{AFTER_CLOSE}"
         )
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
@@ -1164,7 +1165,7 @@ def refused(call: str, owner: str, reason: str) -> Callable[..., NoReturn]:
     def refuse(*_args: object, **_kwargs: object) -> NoReturn:
         raise RuntimeError(
             f"{call}() of {owner} was called: {reason}; call {call}() of the optimizer that "
-            "shardcast.shard returned"
+            f"shardcast.shard returned{AFTER_CLOSE}"
         )
 
     return refuse

@@ -211,12 +211,15 @@ def test_tensor_parallel_weights_come_back_too():
 
 def test_a_step_after_close_is_refused_by_name_and_changes_nothing():
     model = nn.Linear(4, 4)
-    optimizer = shardcast.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    original = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = shardcast.shard(model, original)
     optimizer.close()
     before = model.weight.detach().clone()
     model(torch.ones(2, 4)).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"step: the optimizer is closed; .*shardcast\.shard"):
         optimizer.step()
+    with pytest.raises(RuntimeError, match=r"original optimizer.*close\(\) make a new"):
+        original.step()
     assert torch.equal(model.weight, before)
 
 
