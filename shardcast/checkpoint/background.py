@@ -65,7 +65,7 @@ def save_async(
     base = absolute(directory)
     snapshot = Snapshot(model, optimizer)
     snapshot.together(lambda: None, "save_async")  # before an earlier save's calls
-    assert isinstance(optimizer, ShardedOptimizer)  # of which the snapshot makes sure
+    assert isinstance(optimizer, ShardedOptimizer)  # the snapshot has checked it
     packed = packed_of(optimizer)
     earlier: Saving | None = packed.saving
     if earlier is not None:

@@ -54,7 +54,7 @@ def keeps_one_that_it_clears(model: Any, optimizer: Any) -> None:
 
 
 def keeps_views_of_them(model: Any, optimizer: Any) -> None:
-    """PCGrad: a task's gradients, before those of the next one."""
+    """PCGrad keeps a task's gradients while it computes the next task's."""
     both(model)
     kept = [param.grad.detach() for param in model]
     optimizer.zero_grad()
