@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-BAD = ("| SURVIVED", "| STALE", "| BROKEN")
+BAD = ("| SURVIVED", "| STALE", "| BROKEN", "| UNDECIDED")
 DATA = Path(__file__).with_suffix(".txt")
 
 
@@ -77,7 +77,11 @@ class Noticed:
 
 
 def ended(folder: Path, tests: tuple[str, ...], limit: float) -> str:
-    """Run tests in a copy, in a fork of this process; return the test that failed, or ``""``."""
+    """Run tests in a copy, in a fork of this process.
+
+    Returns:
+        The test that failed; ``""`` if none did; in capitals why that is not known.
+    """
     noticed = folder / "noticed"
     noticed.unlink(missing_ok=True)
     child = os.fork()
@@ -105,14 +109,14 @@ def ended(folder: Path, tests: tuple[str, ...], limit: float) -> str:
         if time.monotonic() - since > limit:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return "time limit"
+            return "UNDECIDED: time limit"  # under load it may be that of a survivor
         time.sleep(0.1)
     if noticed.exists():
         return noticed.read_text()
     status = os.waitstatus_to_exitcode(done[1])
     if status in (4, 5):  # as pytest says that it was given a wrong name, or a word in none
         return "BROKEN: there is no such test"
-    return f"status {status}" if status else ""
+    return f"UNDECIDED: status {status}" if status else ""
 
 
 def tried(mutation: Mutation, folder: Path, limit: float) -> str:

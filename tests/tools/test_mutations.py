@@ -3,6 +3,9 @@
 import runpy
 from pathlib import Path
 
+from commands import python
+from patience import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,3 +28,28 @@ def test_each_mistake_of_the_table_can_be_made():
     assert len(rows) > 50
     assert not wrong, wrong
     assert not missing, missing
+
+
+def test_a_mistake_is_noticed_by_a_test_that_fails_and_by_nothing_else(tmp_path):
+    """Neither a time limit nor the end of the process is a notice: both happen to survivors."""
+    (tmp_path / "shardcast").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "shardcast" / "a.py").write_text("MISTAKE = 0")
+    (tmp_path / "tests" / "test_a.py").write_text(
+        "import os, time\nexec(open('shardcast/a.py').read())\ndef test_a():\n"
+        "    assert MISTAKE != 1\n    MISTAKE != 2 or time.sleep(60)\n"
+        "    MISTAKE != 3 or os._exit(9)\n"
+    )
+    code = (
+        "import pathlib, runpy, sys, pytest\ntool = runpy.run_path('tools/mutations.py')\n"
+        "for n in range(4):\n"
+        "    row = tool['Mutation']('a', 'a.py', '0', str(n), ('test_a.py',))\n"
+        f"    print(tool['tried'](row, pathlib.Path({str(tmp_path)!r}), {patience(4.0)}))"
+    )
+    noticed = python("-c", code)
+    assert noticed.stdout.splitlines() == [
+        "SURVIVED",
+        "tests/test_a.py::test_a",
+        "UNDECIDED: time limit",
+        "UNDECIDED: status 9",
+    ], noticed.stderr
