@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import multiprocessing
 import os
 import random
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +29,27 @@ from shardcast.testing import SpawnedWorld, spawn_world
 
 WORLDS: dict[SpawnedWorld, float] = {}  # those that are shared, and the time limits of their runs
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give all processes of a run one temporary folder, which goes when this process has ended.
+
+    It goes even if this one is killed: a shell waits for the end of a pipe. Folders of ``tmp_path``
+    stay, of which pytest keeps three runs, and so do compiled kernels.
+    """
+    if hasattr(config, "workerinput"):  # of pytest-xdist: the folder is in its variables
+        return
+    outer = Path(tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="sc-")  # short, for the paths of sockets
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(outer))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(outer / f"torchinductor_{os.getuid()}"))
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    remover = subprocess.Popen(
+        ["sh", "-c", 'cat; rm -rf "$0" || { sleep 3; rm -rf "$0"; }', folder],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    atexit.register(remover.communicate)
 
 
 @pytest.fixture(autouse=True)
