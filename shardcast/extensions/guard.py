@@ -261,8 +261,9 @@ def _signal(config: ShardcastConfig, process_groups: ProcessGroups, device: torc
 
 OPTION = Option(
     help="skip spikes: {norm: 6.0, window: 128} skips a step whose gradient norm exceeds the mean "
-    "of the last 128 accepted steps by more than 6 standard deviations; loss: the same for "
-    "step(loss=...); action: clip instead; or a function of norm and loss; null: off",
+    "of the last 128 accepted steps by more than 6 standard deviations; add action: clip to clip "
+    "it instead, or loss: 6.0 for the same rule on step(loss=...); or a function of norm and loss; "
+    "null: off",
     within=("a mapping or a function", lambda _: True),
     read=_read,
     signal=_signal,
