@@ -42,7 +42,7 @@ SUITE = Suite(
         "tinyshakespeare: 2,000 steps of 12 sequences, for which nanoGPT reports a validation "
         f"loss of 1.88. The loss must be within {APART} ({OF_FORMS} with published forms) of the "
         "same script's under DDP, with equal processes and batches. On one process, the "
-        f"unmodified script replaces DDP, and its loss must be within {APART} of 1.88"
+        f"unmodified script runs without DDP, and its loss must be within {APART} of 1.88"
     ),
     source="karpathy/nanoGPT",
     commit="3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
