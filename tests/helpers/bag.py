@@ -1,4 +1,4 @@
-"""A model whose gradients are what one says: for known answers."""
+"""A model whose gradients the test chooses, so that the answers are known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 
 class Bag(nn.Module):
-    """Parameters of zeros by name; the loss gives each one the gradient that it is told."""
+    """Named parameters of zeros; the loss gives each one the gradient passed to `forward`."""
 
     def __init__(self, **shapes: tuple[int, ...]) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Bag(nn.Module):
             self.register_parameter(name, nn.Parameter(param))
 
     def forward(self, grads: dict[str, Tensor], partial: Iterable[str] = ()) -> Tensor:
-        """The sum over parameters of parameter times gradient, of a DTensor its local part."""
+        """Return the sum of parameter times gradient; a DTensor counts with its local part."""
         total = torch.zeros(())
         for name, grad in grads.items():
             param = getattr(self, name)

@@ -1,4 +1,4 @@
-"""Commands in processes of their own, of which nothing is left when a test is over."""
+"""Commands in their own processes, which are all killed when the test ends."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def python(*arguments: str, timeout: float = 100, **env: str) -> subprocess.Comp
 
 
 def command(*words: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run ``words`` in the checkout, without options of shardcast and Accelerate in its variables.
+    """Run ``words`` in the checkout, without environment variables of shardcast and Accelerate.
 
     Raises:
-        subprocess.TimeoutExpired: it was killed, with every process that it had started.
+        subprocess.TimeoutExpired: the process and all that it had started were killed.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDCAST_", "ACCELERATE_"))}
     process = subprocess.Popen(
@@ -46,7 +46,7 @@ def command(*words: str, timeout: float = 100, **env: str) -> subprocess.Complet
 
 @contextmanager
 def killed_at_last(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Leave nothing of ``process`` behind that runs still, its grandchildren included."""
+    """Kill ``process`` and its descendants at the end if it still runs."""
     try:
         yield
     finally:
@@ -56,7 +56,7 @@ def killed_at_last(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and its descendants: torchrun puts each worker into a session of its own."""
+    """Kill a process and its descendants; torchrun gives each worker its own session."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         for each in (process, *process.children(recursive=True)):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Rule(torch.optim.Optimizer):
-    """Subclasses say what to subtract from a parameter."""
+    """Subclasses return the update to subtract from a parameter."""
 
     def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
@@ -37,14 +37,14 @@ class Signs(Rule):
 
 
 class Normalized(Rule):
-    """An element's update needs its tensor's norm."""
+    """The update of an element depends on the norm of its tensor."""
 
     def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad / (1 + grad.norm())
 
 
 class RarelyNormalized(Rule):
-    """Only gradients that the first element of the parameter says need a norm."""
+    """Depends on the norm only if the parameter's first element has a certain value."""
 
     def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         norm = grad.norm()
@@ -52,7 +52,7 @@ class RarelyNormalized(Rule):
 
 
 class Factored(Rule):
-    """One second moment a row for matrices of 128 columns or more, one an element for others."""
+    """One second moment per row for matrices of at least 128 columns, else one per element."""
 
     def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         square = grad * grad
@@ -62,21 +62,21 @@ class Factored(Rule):
 
 
 class DecaysMatrices(Rule):
-    """No decay of vectors, which pieces of a matrix are."""
+    """Does not decay vectors; pieces of a matrix are vectors too."""
 
     def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad + 0.1 * param if param.dim() > 1 else grad
 
 
 class Noisy(Rule):
-    """Langevin dynamics, by torch's, Python's or numpy's generator."""
+    """Langevin dynamics, with torch's, Python's or numpy's generator."""
 
     def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad + group["draw"](param)
 
 
 class ByOwnNorm(torch.optim.AdamW):
-    """Clips by the norm of all of its parameters, unless its option is None; as timm's Lamb."""
+    """Clips by the norm of all parameters unless ``max_grad_norm`` is None, like timm's Lamb."""
 
     def __init__(self, params: Any, lr: float = 0.1, max_grad_norm: float | None = 1.0) -> None:
         super().__init__(params, lr=lr)
@@ -90,20 +90,20 @@ class ByOwnNorm(torch.optim.AdamW):
 
 
 class StepSizeOfAll(Rule):
-    """A step size that all parameters make grow, kept in the group; as Prodigy's."""
+    """The step size depends on all parameters and is kept in the group, like Prodigy's."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
-            if params:  # a rank that owns nothing knows nothing of it
+            if params:  # a rank that owns no parameters has no gradients
                 group["d"] = 1.0 + sum(float(param.grad.norm()) for param in params)
             for param in params:
                 param.sub_(param.grad, alpha=0.01 / group["d"])
 
 
 class DecayOfAll(Rule):
-    """A weak decay that depends on all parameters, after a long warm-up; as Ranger21's."""
+    """A weak decay that depends on all parameters, at a warm-up's small rate, like Ranger21's."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -117,7 +117,7 @@ class DecayOfAll(Rule):
 
 
 class RootedDecayOfAll(DecayOfAll):
-    """The same beside a root, as Adam takes one of each second moment."""
+    """The same, with a square root, which Adam takes of each second moment."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -128,10 +128,10 @@ class RootedDecayOfAll(DecayOfAll):
 
 
 class Stacked(Rule):
-    """Works on all parameters of one shape at once; ``scales`` gives a factor for each of them."""
+    """Updates all parameters of one shape at once; ``scales`` returns a factor for each."""
 
     def scales(self, grads: Tensor) -> Tensor:
-        """Their sums have another order where there is one gradient, and so other last bits."""
+        """Sum in another order if there is only one gradient, so the last bits differ."""
         return 0.1 / grads.square().sum(tuple(range(grads.dim() - 1))).sqrt()
 
     @torch.no_grad()
@@ -149,7 +149,7 @@ class Stacked(Rule):
 
 
 class ScaledBySpread(Stacked):
-    """Multiplies by a deviation over parameters, which a single one does not have: NaN."""
+    """Multiplies by the variance over parameters, which is NaN for a single parameter."""
 
     def scales(self, grads: Tensor) -> Tensor:
         scales = super().scales(grads)
@@ -157,15 +157,15 @@ class ScaledBySpread(Stacked):
 
 
 class Unmeasured(StepSizeOfAll):
-    """The same of a class that does not run on its twin's parameters."""
+    """The same, in a class that cannot be tested on a twin."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
-        self.module = nn.Linear(1, 1)  # which a twin may not have
+        self.module = nn.Linear(1, 1)  # a twin may not have a module
 
 
 class Counts(Rule):
-    """Keeps the number of its parameters, as heavyball does, and uses it for nothing."""
+    """Stores the number of its parameters, as heavyball does, but does not use it."""
 
     def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         group["count"] = len(group["params"])
@@ -173,7 +173,7 @@ class Counts(Rule):
 
 
 class Stacks(Rule):
-    """Updates all parameters of a group in one operation, and has no answer for none."""
+    """Updates all parameters of a group in one operation, which fails for an empty group."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -185,7 +185,7 @@ class Stacks(Rule):
 
 
 class StackedState(Rule):
-    """Keeps the momentum of all parameters of one shape under the first one; as nanochat's Muon."""
+    """Keeps the momentum of all parameters of one shape under the first, like nanochat's Muon."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -202,7 +202,7 @@ class StackedState(Rule):
 
 
 class GathersMatrices(Rule):
-    """Each rank updates every n-th parameter and all gather; as Keller Jordan's Muon."""
+    """Each rank updates every n-th parameter, then all-gathers, like Keller Jordan's Muon."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -218,7 +218,7 @@ class GathersMatrices(Rule):
 
 
 class UnmeasuredGathersMatrices(GathersMatrices):
-    """It gathers in real steps alone."""
+    """The same, in a class that cannot be tested on a twin: it first gathers in a real step."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -226,7 +226,7 @@ class UnmeasuredGathersMatrices(GathersMatrices):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Every ``k`` steps the weights go back half of the way."""
+    """Moves the weights halfway back every ``k`` steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, k: int = 2) -> None:
         super().__init__(optimizer.param_groups, {})
@@ -247,7 +247,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class InList(Rule):
-    """Optimizers in a list; as composed ones."""
+    """Holds other optimizers in a list."""
 
     def __init__(self, inner: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([p for one in inner for g in one.param_groups for p in g["params"]])
@@ -259,11 +259,11 @@ class InList(Rule):
 
 
 class Wrapped(Tensor):
-    """A subclass, as of quantized state."""
+    """A tensor subclass, as used for quantized state."""
 
 
 class QuantizedState(Rule):
-    """State of large parameters in a subclass of Tensor; as torchao's."""
+    """Keeps state of large parameters in a subclass of Tensor, like torchao."""
 
     def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         average = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
@@ -274,7 +274,7 @@ class QuantizedState(Rule):
 
 
 class OwnList(Rule):
-    """Goes through a list of parameters of its own."""
+    """Iterates over its own list of parameters."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -288,7 +288,7 @@ class OwnList(Rule):
 
 
 class CommonState(Rule):
-    """A count of steps in a state of its own; as some MADGRADs."""
+    """Keeps a step count in the state without a parameter, like some MADGRADs."""
 
     def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         self.state.setdefault("k", torch.zeros(1)).add_(1)  # type: ignore[call-overload]
@@ -296,7 +296,7 @@ class CommonState(Rule):
 
 
 class OwnShapes(Rule):
-    """Moments of rows and columns, without the dimension that was reduced; as Adafactor's."""
+    """Moments of rows and columns without the reduced dimension, like Adafactor's."""
 
     def direction(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[param]
@@ -311,7 +311,7 @@ class OwnShapes(Rule):
 
 
 class LowMomentum(Rule):
-    """A momentum in bf16, which torch's ``load_state_dict`` makes fp32; as timm's Adafactors."""
+    """A bf16 momentum, which torch's ``load_state_dict`` casts to fp32; like timm's Adafactors."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

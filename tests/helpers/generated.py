@@ -1,7 +1,7 @@
 """Kernels that Inductor would run on an H100, generated and compiled without one.
 
-Needs Triton, whose wheel has ptxas, and no GPU: ``pip install triton`` beside torch for CPUs. These
-are internals of torch and Triton, and they move. Tried with torch 2.13 and Triton 3.6 and 3.8.
+Needs no GPU, but Triton, whose wheel has ptxas: ``pip install triton`` next to torch for CPUs.
+Uses internals of torch and Triton, which change. Tried with torch 2.13 and Triton 3.6 and 3.8.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PROPERTIES = types.SimpleNamespace(
 
 @dataclass(frozen=True)
 class Kernel:
-    """Bytes read and written per element of a kernel; registers and spilled bytes per thread."""
+    """Bytes that a kernel moves per element; registers and spilled bytes per thread."""
 
     bytes: float
     registers: int
@@ -63,7 +63,7 @@ class Kernel:
 
 
 def kernels(function: Callable[..., None], args: tuple[Any, ...], folder: Path) -> list[Kernel]:
-    """The kernels of ``torch.compile(function)``, called with tensors of the host, on a GPU."""
+    """Return the GPU kernels of ``torch.compile(function)``; ``args`` are tensors on the host."""
     found: list[Kernel] = []
 
     def compiler(graph: GraphModule, _inputs: list[Any]) -> Any:
@@ -83,11 +83,11 @@ def kernels(function: Callable[..., None], args: tuple[Any, ...], folder: Path) 
 
 
 class _WrittenError(Exception):
-    """The code is there; nothing else is wanted of Inductor."""
+    """Stops Inductor after it has generated the code."""
 
 
 def _written(graph: GraphModule) -> str:
-    """What Inductor writes for a graph of ATen operations on the host, moved to a GPU."""
+    """Return Inductor's code for a graph of ATen operations on the host, moved to a GPU."""
     mode = detect_fake_mode([node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")])
     assert mode is not None
 
@@ -115,14 +115,14 @@ def _written(graph: GraphModule) -> str:
     with _gpu(), mock.patch.object(GraphLowering, "codegen", stop):
         try:
             compile_fx.compile_fx_inner(graph, inputs, is_inference=True)
-        except Exception:  # _WrittenError, within others
+        except Exception:  # _WrittenError, wrapped in other errors
             if not written:
                 raise
     return written[0]
 
 
 def _examined(source: str, path: Path) -> Kernel:
-    """Compile a kernel for sm_90, in each configuration that Inductor tries; the best one."""
+    """Compile a kernel for sm_90 in each configuration that Inductor tries; return the best."""
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -140,7 +140,7 @@ def _examined(source: str, path: Path) -> Kernel:
 
 
 def _resources(ptx: str, path: Path) -> tuple[int, int]:
-    """Registers per thread and spilled bytes, as ptxas says."""
+    """Return registers per thread and spilled bytes, as reported by ptxas."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     path.write_text(ptx)
@@ -152,7 +152,7 @@ def _resources(ptx: str, path: Path) -> tuple[int, int]:
 
 
 class _Driver:
-    """Stands for Triton's driver."""
+    """Replaces Triton's driver."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -171,7 +171,7 @@ class _Driver:
 
 @contextmanager
 def _gpu() -> Iterator[None]:
-    """Within it Inductor and Triton generate code for sm_90."""
+    """Make Inductor and Triton generate code for sm_90."""
     import torch._inductor.runtime.triton_helpers
     import triton
 
@@ -189,8 +189,8 @@ def _gpu() -> Iterator[None]:
         "torch.cuda._maybe_exchange_device": 0,
         "torch.cuda.get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "torch.cuda.set_rng_state": None,
-        "torch._inductor.scheduler.has_triton": True,  # an earlier answer is kept
-        # They look for patterns of attention, by tracing some on the device.
+        "torch._inductor.scheduler.has_triton": True,  # it caches its first answer
+        # Both search for attention patterns by tracing examples on the device.
         "torch._inductor.fx_passes.joint_graph.lazy_init": None,
         "torch._inductor.fx_passes.post_grad.lazy_init": None,
         "torch._inductor.runtime.triton_helpers.set_driver_to_gpu": None,

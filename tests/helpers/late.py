@@ -1,7 +1,7 @@
 """Copies between the host and a pretended device, each as late as permitted.
 
-What is read before its copy was waited for is NaN, and so is a mean that was changed while it went
-down; what is written while it goes up is an error.
+A copy to the host reads as NaN before it was waited for, and if its source changed meanwhile.
+Writing to the source of a copy to the device before it was waited for is an error.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Pending:
 
     def __call__(self) -> None:
         queue = self.bus.queue
-        while not self.done:  # copies of one stream are made in order
+        while not self.done:  # copies on one stream are made in order
             first = queue.pop(0)
             first.make()
             first.done = True
 
 
 class Late(offload.Copies):
-    """Copies of a pretended device: as late as permitted, or at any random time before."""
+    """Copies of a pretended device: as late as permitted or, with ``chance``, earlier."""
 
     def __init__(self, chance: random.Random | None = None) -> None:
         self.chance, self.own = chance, threading.local()
@@ -39,7 +39,7 @@ class Late(offload.Copies):
 
     @property
     def queue(self) -> list[Pending]:
-        """Of a rank, which is a thread."""
+        """One queue per rank; ranks are threads."""
         if not hasattr(self.own, "queue"):
             self.own.queue = []
         return self.own.queue
@@ -68,6 +68,6 @@ class Late(offload.Copies):
 
         def make() -> None:
             now = host.view(torch.uint8)
-            assert torch.equal(before.view(torch.uint8), now), "written while it went up"
+            assert torch.equal(before.view(torch.uint8), now), "changed before its copy was made"
 
         return self.issue(make)

@@ -1,7 +1,7 @@
 """Small models for the tests, and the few helpers that most of the tests share.
 
-Every case of :data:`CASES` is a model with something awkward: sizes that no alignment divides,
-ties, scalars, empty parameters, fewer elements than ranks, activation checkpointing.
+Every model in :data:`CASES` has something awkward: sizes that no alignment divides, ties,
+scalars, empty parameters, fewer elements than ranks, or activation checkpointing.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def sharded(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     **fields: Any,
 ) -> shardcast.ShardedOptimizer:
-    """``shard`` with fp32 parameters and the eager update where nothing else is said."""
+    """Call ``shard``, by default with fp32 parameters and the eager update."""
     fields = {"param_dtype": torch.float32, "fuse": "eager", **fields}
     if fields["param_dtype"] == torch.float16:
         fields.setdefault("loss_scale", 1.0)
@@ -197,7 +197,7 @@ def sharded(
 
 
 def install(model: nn.Module, seed: int, dtype: torch.dtype | None = None) -> None:
-    """Set the same random gradients everywhere, whatever the world; sizes from 1e-4 to 10."""
+    """Set random gradients, the same on every rank, scaled by 1e-4 to 1."""
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
         grad = torch.randn(param.shape, generator=generator)
@@ -206,7 +206,7 @@ def install(model: nn.Module, seed: int, dtype: torch.dtype | None = None) -> No
 
 
 def advance(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
-    """Steps ``[first, last)`` with the gradients of their numbers."""
+    """Run steps ``[first, last)``; the number of a step seeds its gradients."""
     for step in range(first, last):
         install(model, step)
         optimizer.step()
@@ -214,7 +214,7 @@ def advance(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
 
 
 def train(model: nn.Module, optimizer: Any, seeds: Iterable[int], case: str = "mlp") -> None:
-    """A step for each seed, of which the batch is made."""
+    """Run a step for each seed of a batch."""
     for seed in seeds:
         loss = CASES[case].loss(model, CASES[case].batch(seed))
         optimizer.scale_loss(loss).backward()
@@ -236,19 +236,19 @@ def values(model: nn.Module) -> Tensors:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, of a DTensor too, without its graph."""
+    """Return a detached tensor, for a DTensor its local part."""
     data = tensor.detach()
     return data.to_local() if isinstance(data, DTensor) else data
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return a copy of all of a tensor, of a DTensor too. Collective."""
+    """Return a copy of a whole tensor. Collective for a DTensor."""
     data = tensor.detach()
     return data.full_tensor() if isinstance(data, DTensor) else data.clone()
 
 
 def own_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Mapping[str, Any]:
-    """The state of the part of a parameter that this rank owns; empty where it owns none."""
+    """Return the state of this rank's part of a parameter; empty if it owns none."""
     if not isinstance(optimizer, shardcast.ShardedOptimizer):
         return optimizer.state.get(param, {})
     packed = packed_of(optimizer)
@@ -260,7 +260,7 @@ def own_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Mapping[
 
 
 def parts(optimizer: shardcast.ShardedOptimizer) -> dict[tuple[str, int, int, str], Tensor]:
-    """Copies of what this rank owns: masters, moments and steps by name and element range."""
+    """Return copies of this rank's masters, moments and steps by name and element range."""
     found = {}
     for shard in packed_of(optimizer).shards:
         for _, fragment, param in shard.owned():
@@ -272,12 +272,12 @@ def parts(optimizer: shardcast.ShardedOptimizer) -> dict[tuple[str, int, int, st
 
 
 def everything(model: nn.Module, optimizer: shardcast.ShardedOptimizer) -> dict[Any, Tensor]:
-    """All that a step may change, this rank's."""
+    """Return copies of all that a step may change on this rank."""
     return {**values(model), **parts(optimizer)}
 
 
 def whole(ranks: Iterable[Mapping[tuple[str, int, int, str], Tensor]]) -> Tensors:
-    """The ranks' :func:`parts` put together: ``"name/exp_avg"`` to the flat whole."""
+    """Join the :func:`parts` of all ranks: ``"name/exp_avg"`` to the whole tensor, flat."""
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for found in ranks:
         for (name, start, _stop, kind), tensor in found.items():
@@ -285,7 +285,7 @@ def whole(ranks: Iterable[Mapping[tuple[str, int, int, str], Tensor]]) -> Tensor
     joined = {}
     for name, found in pieces.items():
         tensors = [tensor for _, tensor in sorted(found, key=lambda piece: piece[0])]
-        if tensors[0].dim() == 0:  # a step: one number, the same in all pieces
+        if tensors[0].dim() == 0:  # a step count, the same in all pieces
             assert all(torch.equal(tensor, tensors[0]) for tensor in tensors), name
             joined[name] = tensors[0]
         else:
@@ -294,7 +294,7 @@ def whole(ranks: Iterable[Mapping[tuple[str, int, int, str], Tensor]]) -> Tensor
 
 
 def assert_same_bits(left: Mapping[Any, Tensor], right: Mapping[Any, Tensor]) -> None:
-    """Equal keys, dtypes, shapes and bits: -0 is not 0, and a NaN equals itself."""
+    """Assert equal keys, dtypes, shapes and bits: -0 is not 0, and a NaN equals itself."""
     assert left.keys() == right.keys()
     for key, tensor in left.items():
         other = right[key]
@@ -310,9 +310,9 @@ def _bits(tensor: Tensor) -> Tensor:
 def run_world(
     size: int, fn: Callable[..., Any], *args: Any, **options: Any
 ) -> tuple[list[Any], ThreadedWorld]:
-    """``fn(group, *args)`` on each rank of a strict world; the collectives must have agreed.
+    """Run ``fn(group, *args)`` on each rank of a strict world; assert that the collectives agree.
 
-    On a busy machine a rank may compile for longer than the world's usual 30 s.
+    The limit is 120 s, since on a busy machine a rank may compile for longer than the usual 30 s.
     """
     world = ThreadedWorld(size, **{"timeout": 120.0, **options})
     results = world.run(fn, *args)
@@ -321,11 +321,11 @@ def run_world(
 
 
 def on_each_rank(world: int | str | dict[str, int]) -> Callable[[Callable[..., None]], Any]:
-    """Run the test on each rank of a strict world, with the rank's group before its arguments.
+    """Run the test on each rank of a strict world, with the rank's group as its first argument.
 
     Args:
-        world: a number of ranks, or the argument of the test that says it; or the sizes of a mesh,
-            which the test gets then. Ranks of a number must make the same calls unless they raise.
+        world: a number of ranks, the name of the test's argument that holds it, or the sizes of a
+            mesh, which then replaces the group. Without a mesh, all ranks must make the same calls.
     """
 
     def decorated(test: Callable[..., None]) -> Any:
@@ -346,12 +346,12 @@ def on_each_rank(world: int | str | dict[str, int]) -> Callable[[Callable[..., N
 
 
 def ranks_of(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """``fn(group, *args)`` on each rank of a strict world; one rank alone has no group."""
+    """Run ``fn(group, *args)`` on each rank of a strict world; the group of one rank is None."""
     return [fn(None, *args)] if size == 1 else run_world(size, fn, *args)[0]
 
 
 def exact_muon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Muon orthogonalise in float64: in bf16 one last bit grows to 1e-2 of an update."""
+    """Make Muon orthogonalize in float64: in bf16 a last bit grows to 1e-2 of an update."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
     there = {**vars(torch), "bfloat16": torch.double}  # torch >= 2.15 casts with ``to``
     monkeypatch.setattr("torch.optim._muon.torch", SimpleNamespace(**there))

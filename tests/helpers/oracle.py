@@ -1,4 +1,4 @@
-"""Plain torch on the unsharded fp32 model, and the same script on every rank of a strict world."""
+"""Run a script in plain torch on the unsharded fp32 model, and on each rank of a strict world."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Script = Callable[[nn.Module, Any, Tensor, bool], None]  # model, optimizer, bat
 
 
 def mlp() -> nn.Sequential:
-    """7 -> 13 -> 11 -> 3, fp32: three packs of two parameters, all with padding."""
+    """7 -> 13 -> 11 -> 3, fp32: three packs of two parameters, each with padding."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 3)
@@ -41,7 +41,7 @@ def equal(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
 
 
 def set_grads(model: nn.Module, seed: int) -> None:
-    """The same gradients everywhere, for the parameters that want one."""
+    """Set gradients, the same on every rank, for parameters that require one."""
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
         grad = torch.randn(param.shape, generator=generator)
@@ -50,7 +50,7 @@ def set_grads(model: nn.Module, seed: int) -> None:
 
 
 def steps(count: int, before: Callable[[int, nn.Module, Any], None] | None = None) -> Script:
-    """A script of ``count`` steps with installed gradients; ``before(step, model, optimizer)``."""
+    """Return a script of ``count`` steps with :func:`set_grads`; ``before`` runs before each."""
 
     def script(model: nn.Module, optimizer: Any, _batch: Tensor, _sharded: bool) -> None:
         for step in range(count):
@@ -64,7 +64,7 @@ def steps(count: int, before: Callable[[int, nn.Module, Any], None] | None = Non
 
 
 def backwards(count: int, before: Callable[[int, nn.Module, Any], None] | None = None) -> Script:
-    """A script of ``count`` steps on the rank's part of the batch; as :func:`steps`."""
+    """Like :func:`steps`, with a backward on the rank's part of the batch."""
 
     def script(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool = True) -> None:
         for step in range(count):
@@ -80,7 +80,7 @@ def backwards(count: int, before: Callable[[int, nn.Module, Any], None] | None =
 def on_ranks(
     script: Callable[[Any, Any, Tensor], Any], size: int = 2, build: Build = sgd, **fields: Any
 ) -> list[Any]:
-    """What ``script(model, optimizer, batch)`` returns on each rank, with its part of the batch."""
+    """Run ``script(model, optimizer, batch)`` on each rank with its part of the batch."""
 
     def run(group: Any) -> Any:
         model = mlp()
@@ -104,8 +104,8 @@ def check(
 ) -> None:
     """Run ``script`` on plain torch and on ``worlds`` ranks; parameters must end equal.
 
-    Each rank gets its part of :data:`BATCH`, the oracle all of it. ``tol`` is absolute, for
-    scripts with a real backward, where the sum over the batch is taken in another order.
+    Each rank gets its part of :data:`BATCH`, the oracle all of it. ``tol`` is absolute. Scripts
+    with a real backward need it, since they sum over the batch in another order.
     """
     fields = {"param_dtype": "fp32", "pack_params": 2, "fuse": "eager", **fields}
     oracle = mlp()
@@ -132,7 +132,7 @@ Optimizers = list[torch.optim.Optimizer]
 
 
 def pair(model: nn.Module, **options: Any) -> Optimizers:
-    """Muon on the matrices, tall and wide ones, AdamW on what is left."""
+    """Return Muon for the matrices, which are tall and wide, and AdamW for the rest."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
     return [torch.optim.Muon(matrices, **{"lr": 1e-2, **options}), torch.optim.AdamW(rest, lr=1e-2)]

@@ -1,7 +1,7 @@
-"""Which cases of a sweep run, and which stories are drawn: by default the same in every run.
+"""Select the cases of sweeps and the seeds of random tests, by default the same in every run.
 
-``launch/test.sh --nightly`` sets SWEEPS=whole, which runs all cases of each sweep, and another
-STORIES_SEED. Both can be set by hand to repeat what a nightly run has found.
+``launch/test.sh --nightly`` sets SWEEPS=whole, which runs all cases of each sweep, and a new
+STORIES_SEED. Set both by hand to repeat a failure of a nightly run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SEED = int(os.environ.get("STORIES_SEED", "0"))
 def pairwise(
     *axes: Iterable[Any], whole: bool = WHOLE, fits: Callable[..., bool] | None = None
 ) -> list[tuple[Any, ...]]:
-    """Combinations of choices, so many that any two choices of different axes meet.
+    """Return combinations that contain every pair of choices of two axes.
 
     Args:
-        fits: whether choices go together; by default all do.
+        fits: whether a combination is allowed; by default all are.
     """
     values = [[*axis] for axis in axes]
     combinations = [
@@ -32,7 +32,7 @@ def pairwise(
     if not whole:
         left = {pair for combination in combinations for pair in pairs(combination)}
         chosen = []
-        while left:  # the first of those with most pairs that have not met
+        while left:  # take the first combination with the most missing pairs
             chosen.append(max(combinations, key=lambda one: len(left & pairs(one))))
             left -= pairs(chosen[-1])
         combinations = sorted(chosen)
@@ -44,7 +44,7 @@ def pairs(combination: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
 
 
 def thinned(parts: int, *axes: Iterable[Any], whole: bool = WHOLE) -> list[Any]:
-    """One of ``parts`` of a sweep that takes long: each choice is in some of its cases."""
+    """Return one of ``parts`` parts of a slow sweep, with each choice in some of its cases."""
     numbered = itertools.product(*(enumerate(axis) for axis in axes))
     cases = [one for one in numbered if whole or sum(n for n, _ in one) % parts == 0]
     chosen = [tuple(value for _, value in one) for one in cases]
@@ -52,6 +52,6 @@ def thinned(parts: int, *axes: Iterable[Any], whole: bool = WHOLE) -> list[Any]:
 
 
 def seeds(count: int) -> range:
-    """What stories are drawn by; twice as many for a whole sweep."""
+    """Return ``count`` seeds for random tests, twice as many for a whole sweep."""
     first = 1_000_003 * SEED
     return range(first, first + count * (1 + WHOLE))

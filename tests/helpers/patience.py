@@ -1,4 +1,4 @@
-"""Time limits that grow with the load of the machine, for all that a test waits for."""
+"""Time limits that grow with the load of the machine."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def cores() -> int:
 
 
 def patience(seconds: float) -> float:
-    """Return a longer limit if the machine runs more than these tests."""
+    """Return a longer limit if the machine also runs other programs."""
     return seconds * max(1.0, os.getloadavg()[0] / cores() / 3)

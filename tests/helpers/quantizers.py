@@ -1,7 +1,7 @@
-"""Quantized forms in another way than the library's: tables of all codes, the nearest one taken.
+"""Quantize in another way than the library: take the nearest entry of a table of all codes.
 
-And the training that published forms are compared with: plain torch, fp32 parameters, a fake
-quantizer in every forward of every micro-batch of every rank.
+Also contains the training that published forms are compared with: plain torch with fp32
+parameters and a fake quantizer in the forward of each micro-batch on each rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Fake = Callable[[Tensor, str], Tensor]
 
 
 def nearest(values: Tensor, table: Tensor) -> Tensor:
-    """Of each value the nearest entry of a rising table, at a tie the even one, with its sign."""
+    """Return the nearest entries of a rising table, with the values' signs; ties go to even."""
     size = values.abs().clamp(max=table[-1].item())
     above = torch.searchsorted(table, size).clamp(min=1)
     low, high = table[above - 1], table[above]
@@ -33,7 +33,7 @@ def nearest(values: Tensor, table: Tensor) -> Tensor:
 
 
 def by_table(values: Tensor, form: str) -> Tensor:
-    """The bf16 values of a matrix in a form, of finite values of usual sizes."""
+    """Return a matrix quantized to a form, as bf16; values must be finite and of usual size."""
     rows, columns = FORMS[form].block_rows, FORMS[form].block_columns
     blocks = values.double().unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
     largest = blocks.abs().amax((-3, -1), keepdim=True)
@@ -48,7 +48,7 @@ def by_table(values: Tensor, form: str) -> Tensor:
 
 
 def gpt() -> nn.Module:
-    """A model whose matrices are whole blocks of each form."""
+    """Return a model whose matrices consist of whole blocks of each form."""
     torch.manual_seed(0)
     return GPT(vocab=VOCABULARY, dim=DIM)
 
@@ -66,7 +66,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 def train_plain(
     form: str, patterns: str, ranks: int, micro_batches: int, steps: int, fake: Fake
 ) -> tuple[list[list[float]], dict[str, Tensor], int]:
-    """The losses of each rank, the masters after it, and how often a weight was quantized."""
+    """Return the losses of each rank, the final masters, and the count of quantized weights."""
     import fnmatch
 
     model = gpt()
@@ -84,7 +84,7 @@ def train_plain(
                     values = master.detach()
                     if fnmatch.fnmatch(name, patterns):
                         values, quantized = fake(values, form), quantized + 1
-                    # A leaf: its gradient goes straight through to the master.
+                    # A leaf, so that its gradient is used for the master (straight-through).
                     weights[name] = values.to(torch.bfloat16).requires_grad_()
                     weights[name].grad_dtype = torch.float32
                 inputs, targets = batch(step, rank, micro)
@@ -105,7 +105,7 @@ def train_plain(
 def train_published(
     group: Any, form: str, patterns: str, micro_batches: int, steps: int, **options: Any
 ) -> tuple[list[float], dict[str, Tensor], Any, nn.Module]:
-    """The same on one rank of a sharded model with published forms."""
+    """Train in the same way on one rank of a sharded model with published forms."""
     import shardcast
 
     rank, model = (0 if group is None else group.rank()), gpt()
@@ -135,7 +135,7 @@ def train_published(
 
 
 def vectors() -> dict[str, Tensor]:
-    """Matrices of 128 x 256 whose bits depend on no generator, by what they are."""
+    """Return named matrices of 128 x 256 whose bits depend on no generator."""
     place = torch.arange(128 * 256)
     usual = ((place * 1103515245 + 12345) % 2**31 / 2**30 - 1).float().view(128, 256)
     power = (place * 7 % 41 - 20).float().exp2().view(128, 256)

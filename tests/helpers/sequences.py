@@ -1,9 +1,9 @@
-"""Sequences of backwards, clears, clips and steps, on every rank and on plain torch.
+"""Sequences of backwards, clears, clips and steps, on every rank and in plain torch.
 
-The oracle is plain torch in fp32, which adds up what all ranks would have. Gradients come from real
-backward passes, other ones on each rank, and are multiples of a quarter of the number of ranks: so
-sums and means are exact, in bf16 too, and masters are equal to the bit. With moments in int8 they
-are not: there a mean that is lost moves a weight by a third of a step's rate or more.
+The oracle is plain torch in fp32, which sums the gradients of all ranks. Gradients come from real
+backward passes, differ between ranks, and are multiples of a quarter of the number of ranks. So
+sums and means are exact, also in bf16, and masters are bitwise equal. With int8 moments they are
+not, but a lost mean moves a weight by at least a third of a step's rate.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "asleep": {},
 }
 Use = frozenset[int]  # the parameters that a backward reaches
-Uses = tuple[Use, ...]  # by rank; a rank without any runs no backward
+Uses = tuple[Use, ...]  # by rank; a rank with an empty set runs no backward
 Action = tuple[Callable[..., None], tuple[Any, ...]]  # a method of Side, and its arguments
 EVERY = frozenset(range(COUNT))
 ALL = (EVERY,) * 4
@@ -52,9 +52,9 @@ class Cell(NamedTuple):
     """How a sequence is trained.
 
     Attributes:
-        layout: ``even`` or ``whole``; ``shard_ranks`` over half of the ranks, or over one; or a
-            mesh, along whose ``tp`` ranks have copies.
-        pack_params: how many parameters a pack has at the most.
+        layout: ``even`` or ``whole``; ``shard_ranks`` with half of the ranks, or with one; or a
+            mesh with copies along ``tp``.
+        pack_params: the largest number of parameters in a pack.
     """
 
     storage: str = "fp32"
@@ -66,7 +66,7 @@ class Cell(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """How many ranks have copies of a gradient that are added up."""
+        """Number of ranks whose copies of a gradient are summed."""
         if self.layout != "copy along tp":
             return 1
         return 2 if self.size % 2 == 0 else self.size
@@ -90,7 +90,7 @@ class BoomError(Exception):
 
 
 class Give(torch.autograd.Function):
-    """Passes ``x`` on and gives the parameter just this gradient."""
+    """Returns ``x`` and gives the parameter exactly this gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _param: Tensor, grad: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Layer(nn.Module):
 
 
 class Chain(nn.Module):
-    """Gradients come from the last parameter to the first."""
+    """Gradients arrive from the last parameter to the first."""
 
     def __init__(self, seed: int, mesh: Any = None) -> None:
         super().__init__()
@@ -177,10 +177,10 @@ def optimizers(kind: str, model: Chain) -> list[torch.optim.Optimizer]:
 
 
 class Side:
-    """One rank with two models or, without a group, plain torch with what all ranks have."""
+    """One rank with two models or, without a group, plain torch with the data of all ranks."""
 
     def __init__(self, cell: Cell, group: Any = None, accumulate: str = "local") -> None:
-        """Args: ``group``: a mesh where the layout is one; processes make it themselves."""
+        """``group``: a mesh if the layout is one, except in processes, which make it themselves."""
         self.cell, self.ranks, self.group = cell, cell.size, group
         self.mesh, fields = None, cell.fields(accumulate)
         if group is None:
@@ -226,18 +226,18 @@ class Side:
         self.backward(seed, uses, nests=True)
 
     def failed(self, seed: int, uses: Uses, fails_at: int) -> None:
-        """On all ranks, which must use the same parameters, at the same place."""
+        """Fail on all ranks, which must use the same parameters, at the same place."""
         self.backward(seed, uses, fails_at=fails_at)
 
     def failed_apart(self, seed: int, places: Sequence[int]) -> None:
-        """By each rank at a place of its own: before its first gradient at COUNT, nowhere at -1."""
+        """Fail on each rank at its own place; COUNT is before the first gradient, -1 is nowhere."""
         if self.group is not None:
             self.backward(seed, ALL, fails_at=places[self.here[0]])
-        else:  # what came before
+        else:  # use the gradients that arrive before the failure
             self.backward(seed, tuple(frozenset(range(max(it, 0), COUNT)) for it in places))
 
     def hook_fails(self, seed: int, uses: Uses, fails_at: int, quiet: bool = False) -> None:
-        """A hook of the script raises before a gradient is accumulated, on all ranks."""
+        """Raise on all ranks in a hook of the script, before a gradient is accumulated."""
 
         def fail(_grad: Tensor) -> None:
             raise BoomError
@@ -254,7 +254,7 @@ class Side:
             x.backward()
 
     def assign(self, seed: int, use: Use) -> None:
-        """A script puts gradients of its own in the place of what is there, on all ranks."""
+        """Replace ``.grad`` by other gradients on all ranks."""
         every = [self.gradients(seed + rank, use) for rank in self.here]
         for number in use:
             param = self.models[0].all[number]
@@ -292,9 +292,9 @@ class Side:
         self.seen.append(norm.clone())
 
     def norm(self, bound: float = NO_BOUND) -> None:
-        """See the norm of the first model's gradients, as torch computes it from ``.grad``.
+        """Record the norm of the first model's gradients, as torch computes it from ``.grad``.
 
-        With a ``bound``, torch clips them, too.
+        With a ``bound``, torch also clips them.
         """
         if bound < NO_BOUND:
             self.seen.append(nn.utils.clip_grad_norm_(self.models[0].parameters(), bound))
@@ -304,7 +304,7 @@ class Side:
         self.seen.append(torch.linalg.vector_norm(torch.stack(norms)))
 
     def gather(self) -> None:
-        """See every ``.grad`` of the first model, in fp32."""
+        """Record every ``.grad`` of the first model, in fp32."""
         if self.group is not None:
             self.optimizers[0].gather_gradients()
         grads = {f"grad {n}": param.grad for n, param in enumerate(self.models[0].all)}
@@ -316,7 +316,7 @@ class Side:
             self.seen.append(self.look(model, optimizer))
 
     def look(self, model: Chain, optimizer: Any) -> dict[Any, Tensor]:
-        """What a rank owns, by name and elements, and what its model shows, by name."""
+        """Return a rank's masters by name and range, and its model's values by name."""
         if self.group is None:
             return values(model)
         optimizer.wait_sync()
@@ -326,11 +326,11 @@ class Side:
 
 
 CLIPS = Side.clip, Side.norm
-QUIET = "inside no_sync"  # the error of a quiet backward upon means
+QUIET = "inside no_sync"  # in the error of a quiet backward onto means
 
 
 def told(group: Any, cell: Cell, actions: list[Action], accumulate: str) -> list[Any] | int:
-    """What a rank has seen; or which action it refused, for a quiet backward upon means."""
+    """Return a rank's records, or the number of the action that raised for a quiet backward."""
     torch.set_num_threads(1)
     side = Side(cell, group, accumulate)
     for number, (method, arguments) in enumerate(actions):
@@ -344,7 +344,7 @@ def told(group: Any, cell: Cell, actions: list[Action], accumulate: str) -> list
 
 
 def plain(cell: Cell, actions: list[Action]) -> list[Any]:
-    """What plain torch has seen."""
+    """Return the records of plain torch."""
     side = Side(cell)
     for method, arguments in actions:
         method(side, *arguments)
@@ -352,19 +352,18 @@ def plain(cell: Cell, actions: list[Action]) -> list[Any]:
 
 
 def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int], int | None]:
-    """Which actions may be refused for a quiet backward upon means, and which one is if none was.
+    """Return actions that may raise for a quiet backward onto means, and one that then must.
 
-    After a backward that failed some packs have means and some have not, and of those that have
-    some parameters have gradients of this rank, which others may be added to; so it is after some
-    were assigned. After a clip or a gather without a backward there are means, of zeros, unless
-    earlier ones were cleared.
+    After a failed backward only some packs have means, and in these some parameters still have
+    local gradients, to which a quiet backward may add. The same holds after some were assigned.
+    A clip or a gather without a backward leaves means of zeros, unless earlier ones were cleared.
     """
     maybe: list[int] = []
-    fresh = quiet = sure = unsure = False  # means of this step; a quiet backward upon some
+    fresh = quiet = sure = unsure = False  # fresh: means of this step; quiet: added to some
     for number, (method, arguments) in enumerate(actions):
         is_quiet = method is Side.backward and len(arguments) > 2 and arguments[2]
         if method is Side.clear:
-            if arguments[0] != "never":  # the model's own leaves an error that is due already
+            if arguments[0] != "never":  # model.zero_grad() does not cancel an error that is due
                 quiet = quiet and arguments[0] == "model"
                 fresh = sure = unsure = False
         elif is_quiet and accumulate == "local" and size > 1:
@@ -375,10 +374,10 @@ def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int
                 return maybe, number
             maybe += [number] * quiet
             quiet = sure = False
-            # A gather shows no mean where no rank had a gradient.
+            # A gather shows no mean if no rank had a gradient.
             unsure = not fresh or (unsure and method is not Side.step)
             fresh = method is not Side.step
-        elif method is Side.norm:  # of means; where a rank has all of them it asks nobody
+        elif method is Side.norm:  # local, and so no error, if this rank has all means
             maybe += [number] * quiet
         elif method is Side.assign:
             sure, unsure = False, True
@@ -390,7 +389,7 @@ def refused(actions: list[Action], size: int, accumulate: str) -> tuple[list[int
 def on_ranks(
     cell: Cell, actions: list[Action], accumulate: str, world: SpawnedWorld | None
 ) -> list[Any]:
-    """:func:`told` of each rank, of threads or of processes."""
+    """Run :func:`told` on each rank, in threads or processes."""
     if world is not None:
         return world.run(told, cell, actions, accumulate)
     grid: Any = cell.size
@@ -400,7 +399,7 @@ def on_ranks(
         grid = {"dp": cell.size}
     threads = ThreadedWorld(grid)
     found = threads.run(told, cell, actions, accumulate)
-    if cell.copies == 1:  # else ranks of other shards sum other packs up
+    if cell.copies == 1:  # else ranks of different shards sum different packs
         assert_same_sequence(threads.logs)
     return found
 
@@ -411,9 +410,9 @@ def compare(
     world: SpawnedWorld | None = None,
     accumulate: str = "local",
 ) -> None:
-    """Assert that every rank has seen what plain torch has: masters to the bit, norms nearly.
+    """Assert that all ranks recorded the same as plain torch: equal masters, close norms.
 
-    Or it refuses a quiet backward upon means of the same step, as all ranks do.
+    Otherwise assert that all ranks refused a quiet backward onto means of the same step.
     """
     cell = Cell() if cell is None else cell
     expected = plain(cell, actions)
@@ -438,14 +437,14 @@ def compare(
                     grads, {name: grad.float() for name, grad in it.items()}
                 )
             continue
-        steps += 0.5  # of each of two models
+        steps += 0.5  # each of the two models records every step
         assert_covered(it, seen, limit * (steps + 1), f"{number}, {cell}, {accumulate}")
 
 
 def assert_covered(
     expected: dict[str, Tensor], ranks: Sequence[dict[Any, Tensor]], limit: float, about: str
 ) -> None:
-    """Assert that ranks own all that is expected, and that all of them show the same."""
+    """Assert that ranks own all expected elements, and that all ranks show the same values."""
     covered = {name: torch.zeros(tensor.numel()) for name, tensor in expected.items()}
     for of_rank in ranks:
         for key, tensor in of_rank.items():
@@ -465,14 +464,14 @@ def random_sequence(
     """Draw up to fourteen actions, and a step.
 
     Args:
-        assigns: gradients are assigned, too; a synchronized backward follows, which averages them.
-            Refused where they are summed over model-parallel ranks.
-        bounds: of the clips; torch clips too if they clip anything.
+        assigns: also assign gradients, followed by a synchronized backward that averages them.
+            This raises if gradients are summed over model-parallel ranks.
+        bounds: bounds of clips; torch also clips if the first one clips anything.
     """
     actions: list[Action] = []
-    clipped = False  # then one rank refuses gradients that are assigned
-    has_failed = False  # since they were cleared: what is on its way cannot be assigned
-    rare = draw.random() < 0.5  # what defers launches for good comes late or never
+    clipped = False  # since the last clear or step: assigned gradients would then raise
+    has_failed = False  # since the last clear: gradients in flight cannot be assigned
+    rare = draw.random() < 0.5  # actions that defer all later launches come late or never
     for number in range(draw.randint(4, 14)):
         seed = draw.randrange(1000)
         uses = tuple(
@@ -495,7 +494,7 @@ def random_sequence(
             )
         elif kind == "clear":
             how = draw.choice(["none", "zeros", "model"])
-            has_failed = has_failed and how == "model"  # which the optimizer does not see
+            has_failed = has_failed and how == "model"  # the optimizer does not see this
             actions.append((Side.clear, (how,)))
         elif kind == "clip":
             actions.append((Side.clip, (draw.choice(bounds),)))
@@ -509,7 +508,7 @@ def random_sequence(
 
 
 def _norm_after(action: Action, draw: random.Random, bounds: Sequence[float]) -> list[Action]:
-    """A norm, in every second case, where all gradients are means."""
+    """Draw a norm in half of the cases in which all gradients are means."""
     method, arguments = action
     reduces = method in (Side.nested, Side.through_both) or (
         method is Side.backward and len(arguments) == 2

@@ -1,4 +1,4 @@
-"""Fixtures of all tests and of tools/conformance/: a clean environment, and one gloo world."""
+"""Fixtures of tests/ and tools/conformance/: a clean environment, and shared gloo worlds."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from shardcast.extensions import offload
 from shardcast.optimizer import setup
 from shardcast.testing import SpawnedWorld, spawn_world
 
-WORLDS: dict[SpawnedWorld, float] = {}  # those that are shared, and the time limits of their runs
+WORLDS: dict[SpawnedWorld, float] = {}  # shared worlds, and the time limits of their runs
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give all processes of a run one temporary folder, which goes when this process has ended.
+    """Give all processes of a run one temporary folder, which is removed when this process ends.
 
-    It goes even if this one is killed: a shell waits for the end of a pipe. Folders of ``tmp_path``
-    stay, of which pytest keeps three runs, and so do compiled kernels.
+    A shell at the end of a pipe removes it, even if this process is killed. Compiled kernels are
+    kept, and so are folders of ``tmp_path``, of which pytest keeps three runs.
     """
-    if hasattr(config, "workerinput"):  # of pytest-xdist: the folder is in its variables
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist inherits TMPDIR
         return
     outer = Path(tempfile.gettempdir())
-    folder = tempfile.mkdtemp(prefix="sc-")  # short, for the paths of sockets
+    folder = tempfile.mkdtemp(prefix="sc-")  # short, since paths of sockets are limited
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(outer))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(outer / f"torchinductor_{os.getuid()}"))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_environment() -> Iterator[None]:
-    """No option, launcher's variable or process group reaches a test, or the one after it."""
+    """Hide options, launchers' variables and process groups from a test and from the next one."""
     before = dict(os.environ)
     for name in before:
         if name.startswith("SHARDCAST_") or name in LAUNCHER:
@@ -62,13 +62,13 @@ def clean_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
-    if dist.is_initialized():  # by Lightning, which leaves it to the end of the process
+    if dist.is_initialized():  # Lightning does not destroy its process group
         dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """One intra-op thread: small tensors, and several tests side by side on few cores."""
+    """Use one intra-op thread: tensors are small, and several tests run on few cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -77,7 +77,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of ``offload`` on a CPU are as late as permitted, or at any random time before."""
+    """Make copies of ``offload`` on a CPU as late as permitted, or at a random earlier time."""
     bus, of_device = Late(random.Random(0)), offload.copies_of
     monkeypatch.setattr(
         offload, "copies_of", lambda device: bus if device.type == "cpu" else of_device(device)
@@ -86,13 +86,13 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What ``shardcast``, or another program, prints in this process; with status 2, on stderr."""
+    """Run ``shardcast`` or another program in this process; return stdout (status 2: stderr)."""
     from shardcast.cli import main
 
     def printed(*words: str, status: int = 0, program: Callable[[list[str]], Any] = main) -> str:
         try:
             ended = program(list(words))
-        except SystemExit as end:  # of a parser of arguments
+        except SystemExit as end:  # raised by argparse
             ended = end.code
         captured = capsys.readouterr()
         assert ended == status, captured.err
@@ -103,9 +103,9 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @functools.cache
 def why_nothing_compiles() -> str:
-    """What torch says when it compiles a function of one line; empty where it can.
+    """Return the error of compiling a one-line function, or "" if it works.
 
-    It cannot without a C++ compiler, nor where the path of its own headers has a space.
+    It fails without a C++ compiler, and if the path of torch's headers has a space.
     """
     try:
         torch.compile(torch.sin, fullgraph=True)(torch.ones(64))
@@ -118,12 +118,12 @@ def why_nothing_compiles() -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores: tests of processes wait, which left a quarter of two cores idle."""
+    """Return cores + 1: tests with processes wait, which left a quarter of two cores idle."""
     return 1 + cores()
 
 
 def give_time(item: pytest.Item) -> None:
-    """Longer time limits where more runs than these tests: other programs are no failure."""
+    """Extend time limits if other programs load the machine."""
     is_timed = item.config.pluginmanager.hasplugin("timeout")
     usual = float(item.config.getini("timeout")) if is_timed else 0.0
     marker = item.get_closest_marker("timeout")
@@ -141,34 +141,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse names that differ between processes; import once what takes seconds in each.
+    """Refuse names that differ between processes; preload modules that take seconds to import.
 
-    The latter for worlds with ``start_method="forkserver"``. They are not forked from the tests'
-    own process, since gloo, once it has been used, hangs in a fork.
+    Worlds with ``start_method="forkserver"`` use them. Worlds are not forked from the tests' own
+    process, since gloo hangs in a fork after it has been used.
     """
     addresses = [item.nodeid for item in items if " at 0x" in item.nodeid]
-    if addresses:  # they differ between the workers of pytest-xdist, which then run nothing
+    if addresses:  # with names that differ between its workers, pytest-xdist runs nothing
         raise pytest.UsageError(f"names of tests with an address in them: {addresses}")
-    setup.told.update((torch.bfloat16, torch.float16))  # of slow products: true, and noise here
-    modules = ["shardcast.testing", "torch._dynamo", "pytest"]  # the second: torch.optim
+    setup.told.update((torch.bfloat16, torch.float16))  # silences warnings of slow matmuls
+    modules = ["shardcast.testing", "torch._dynamo", "pytest"]  # torch.optim needs the second
     if any("adapters" in item.path.parts or "framework" in item.name for item in items):
         modules += ["shardcast.transformers", "shardcast.lightning"]
     multiprocessing.set_forkserver_preload(modules)
 
 
 def pytest_collection_finish() -> None:
-    """Have the collector pass over what was imported: a million objects, in each of its rounds."""
+    """Exclude imported modules' million objects from all garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 @contextmanager
 def started(world_size: int, timeout: float = 100.0) -> Iterator[SpawnedWorld]:
-    """Real processes that are there before a test, whose time limit does not count set-up.
+    """Start real processes in a fixture, since a test's time limit does not include set-up.
 
-    To start them takes a second, and nearly a minute on a busy machine.
+    This takes a second, and nearly a minute on a busy machine.
     """
-    forkserver.ensure_running()  # now: it passes on the environment that it begins with
+    forkserver.ensure_running()  # now, since processes inherit the server's first environment
     with spawn_world(world_size, timeout=patience(timeout), start_method="forkserver") as world:
         world.run(settle, timeout=300.0)
         WORLDS[world] = timeout
@@ -178,18 +178,18 @@ def started(world_size: int, timeout: float = 100.0) -> Iterator[SpawnedWorld]:
 
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[SpawnedWorld]:
-    """Two real processes, for all tests that ask for them."""
+    """Two real processes, shared by all tests."""
     with started(2) as world:
         yield world
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[SpawnedWorld]:
-    """Four of them, for the tests of a file."""
+    """Four real processes, shared by the tests of a file."""
     with started(4, timeout=240.0) as world:
         yield world
 
 
 def pytest_sessionfinish() -> None:
-    """End the process that worlds were forked from; so its processor time is counted."""
+    """End the fork server, so that its processor time is counted."""
     forkserver._forkserver._stop()

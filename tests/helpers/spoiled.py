@@ -1,4 +1,4 @@
-"""Bits that turn over on one rank, and when."""
+"""Flip bits on one rank at a given time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Flip = Callable[[Any, nn.Module], None]
 
 
 def flip(values: Tensor, place: int, bit: int = 0) -> None:
-    """Turn one bit of one element over."""
+    """Flip one bit of one element."""
     integers = values.detach().view(-1).view({2: torch.int16, 4: torch.int32}[values.itemsize])
     integers[place] ^= 1 << bit
 
 
 def received(optimizer: Any, _model: nn.Module) -> None:
-    """A bit of the last span that this rank has from another one, or where it owns all sent."""
+    """Flip a bit of the last span received from another rank, else of the last span."""
     packs = [shard.pack for shard in packed_of(optimizer).shards]
     spans = [(pack, span) for pack in packs for span in pack.layout.owned_spans]
     others = [(pack, span) for pack, span in spans if span.owner != pack.own.owner]
@@ -29,7 +29,7 @@ def received(optimizer: Any, _model: nn.Module) -> None:
 
 
 def master(optimizer: Any, _model: nn.Module) -> None:
-    """The lowest bit of each pack's first master, which no published value shows."""
+    """Flip the lowest bit of each pack's first master, which the cast values do not show."""
     for shard in packed_of(optimizer).shards:
         for fragment in shard.fragments[: int(shard.casts)]:  # else it is the parameter itself
             exact = shard.exact(fragment).clone()
@@ -38,7 +38,7 @@ def master(optimizer: Any, _model: nn.Module) -> None:
 
 
 def spoil_after_sync(optimizer: Any, model: nn.Module, change: Flip, step: int) -> None:
-    """Have something change after the sync of a step, before anything looks at it."""
+    """Call ``change`` after the sync of a step, before the replica check."""
     packed = packed_of(optimizer)
     hook = packed.hook_of("replica_check")
     look = hook.after_sync

@@ -1,4 +1,4 @@
-"""Bytes of all tensors that are in memory, and of all that were at the most."""
+"""Bytes of all live tensors, and their peak."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Memory = tuple[int, int]  # first address, one past the last
 
 
 def memory(tensor: Tensor) -> Memory:
-    """The address range that a tensor's storage spans, whatever storage object it is."""
+    """Return the address range of a tensor's storage, regardless of the storage object."""
     start = tensor.untyped_storage().data_ptr()
     return start, start + tensor.untyped_storage().nbytes()
 
 
 def live(threshold: int = 2048) -> dict[int, int]:
-    """Bytes in memory by address: all tensors whose storage is larger than ``threshold``.
+    """Return the bytes of all storages larger than ``threshold`` by address.
 
-    Storages that overlap count once; smaller ones are the scalars of the step.
+    Overlapping storages count once. The smaller ones are scalars of the step.
     """
     gc.collect()
-    kinds = (Tensor, nn.Parameter)  # no fake ones, which compiled tests may leave behind
+    kinds = (Tensor, nn.Parameter)  # not the fake tensors that compiled tests may leave
     tensors = [item for item in gc.get_objects() if type(item) in kinds and not item.is_meta]
     ranges = sorted({memory(tensor) for tensor in tensors})
     found: dict[int, int] = {}
@@ -37,8 +37,8 @@ def live(threshold: int = 2048) -> dict[int, int]:
 
 
 def peak_of(run: Callable[[], Any]) -> int:
-    """Largest sum of bytes allocated on CPU during ``run()``, above what was there before."""
-    gc.collect()  # what an earlier run left behind must not be freed, and counted, in this one
+    """Return the peak of CPU bytes allocated during ``run()``, relative to its start."""
+    gc.collect()  # else garbage of earlier tests would be freed during this run
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
         run()
     events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
@@ -50,6 +50,6 @@ def peak_of(run: Callable[[], Any]) -> int:
 
 
 def settle(_group: object) -> None:
-    """Have the collector of this process pass over what is there already."""
+    """Exclude all current objects of this process from garbage collections."""
     gc.collect()
     gc.freeze()

@@ -1,9 +1,9 @@
-"""One training script, on a rank of shardcast's or on plain torch, act by act.
+"""A training script in single actions, on a rank of shardcast or in plain torch.
 
-Gradients come from real backward passes, other ones on each rank, and are multiples of 1/64 so
-small that sums and means of 1, 2 or 4 ranks, their halves and their clamped values are exact in the
-dtype that they have. So parameters, masters, averages and loss scales must be equal to the bit; the
-norms that ``metrics`` gives are added up in another order.
+Gradients come from real backward passes, differ between ranks, and are small multiples of 1/64. So
+sums and means over 1, 2 or 4 ranks, their halves and their clamped values are exact in their dtype.
+Parameters, masters, averages and loss scales must be bitwise equal. Norms of ``metrics`` need not
+be: they are summed in another order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardcast.optimizer.sharded import packed_of
 
 SHAPES = ((5, 3), (7,), (), (2, 9), (11,), (4, 4))
 NUMBERS = range(len(SHAPES))
-LAST = (4, 5)  # come with a group of their own, later
+LAST = (4, 5)  # are added later, in their own group
 KINDS: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {  # and later options
     "AdamW": (
         torch.optim.AdamW,
@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {  # and la
         [{"momentum": 0.9}, {"alpha": 0.5}, {"eps": 1e-3}],
     ),
 }
-if torch.__version__ >= (2, 13):  # before, torch's own makes no state for groups that are added
+if torch.__version__ >= (2, 13):  # older ones make no state for added groups
     KINDS["Adagrad"] = torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.3}, []
 SCALE = 4.0  # the first loss scale of fp16
 AVERAGES = {"ema": 0.75, "warm": {"decay": 0.875, "warmup": True}}
@@ -65,7 +65,7 @@ NORMS = ("grad_norm", "weight_norm", "update_norm")
 
 
 class Dots(nn.Module):
-    """Its loss has just the gradients that are asked for; a parameter not named has none."""
+    """Its loss has exactly the requested gradients; parameters not in ``use`` get none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ def gradient(seed: int, number: int, bound: int = 8) -> Tensor:
 
 
 class Start(NamedTuple):
-    """What a training is: the optimizer's class, and options.
+    """The optimizer class and the options of a training run.
 
     Attributes:
-        frozen: a parameter, before ``shard()``.
-        several: two optimizers, with two groups and one, stepped by their handles.
-        dtype: of the parameters; gradients are small enough to be exact in it.
+        frozen: the number of a parameter that is frozen before ``shard()``.
+        several: use two optimizers, with two groups and one, and step their handles.
+        dtype: dtype of the parameters; gradients are small enough to be exact in it.
     """
 
     kind: str = "AdamW"
@@ -107,13 +107,12 @@ class Start(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a training goes on in another world: by which state, and what is other there.
+    """How a training run continues in another world.
 
     Attributes:
-        by: ``""`` where nothing comes after.
-        early: layers that are frozen now are so before ``shard()``, and groups that were added are
-            given to it.
-        interval: another ``loss_scale_growth_interval``.
+        by: the kind of state that is loaded; ``""`` if the run ends.
+        early: freeze layers that are frozen now before ``shard()``, and pass it all added groups.
+        interval: the new ``loss_scale_growth_interval``.
     """
 
     by: str = ""
@@ -122,9 +121,9 @@ class Way(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a script looks at, by the names of parameters; of ``starts`` a part, flat.
+    """Values that a script records, by parameter name; those in ``starts`` are flat parts.
 
-    Plain torch has in ``starts`` what some rank must have a part of.
+    For plain torch, ``starts`` names the parameters of which some rank must have a part.
     """
 
     what: str
@@ -133,7 +132,7 @@ class Seen(NamedTuple):
 
 
 class Side:
-    """One rank, or (no group) plain torch, which adds up what all of ``ranks`` would have."""
+    """One rank or, without a group, plain torch, which sums the gradients of all ``ranks``."""
 
     def __init__(
         self,
@@ -145,12 +144,12 @@ class Side:
         extended: bool = False,
         then: Sequence[tuple[Sequence[bool], bool]] = (),
     ) -> None:
-        """Args: see :meth:`built`, where this is not the beginning of the story."""
+        """:meth:`built` returns the last three arguments if this side continues another one."""
         self.model, self.start, self.ranks, self.group = Dots(), start, ranks, group
         self.bound = 128 if start.dtype == torch.float32 else 8
         for number in NUMBERS:
             self.freeze(number, number == start.frozen if frozen is None else frozen[number])
-        # Of several optimizers one must have each parameter that is trained.
+        # With several optimizers, each trained parameter must be in one of them.
         self.interval, self.extended = interval, extended or start.several
         members = [(3, 1), (), (0, 2), *([LAST] if self.extended else [])]
         groups: list[dict[str, Any]] = [
@@ -158,7 +157,7 @@ class Side:
         ]
         groups[0]["lr"] = 3e-3
         self.seen: list[Seen] = []
-        self.dropped = False  # gradients of a backward, and no step since
+        self.dropped = False  # whether gradients were thrown away since the last step
         self.frozen_when_extended: list[bool] | None = None
         self.begin(groups)
         for flags, extends in then:
@@ -168,17 +167,17 @@ class Side:
                 self.extend()
 
     def begin(self, groups: list[dict[str, Any]]) -> None:
-        """Make the optimizer, of which all is new but the groups."""
+        """Make a new optimizer for the given groups."""
         make, options, _ = KINDS[self.start.kind]
         lists = [groups[:2], groups[2:]] if self.start.several else [groups]
         self.optimizers: list[Any] = [make(each, **options) for each in lists]
         self.when_begun = self.frozen(), self.extended
         self.untouched = self.untrained()
         self.averages: dict[str, dict[int, Tensor]] = {name: {} for name in AVERAGES}
-        self.steps = 0  # that were not skipped, for averages
+        self.steps = 0  # not counting skipped ones; for averages
         self.scale, self.good = SCALE, 0
         self.norms: dict[str, tuple[float, ...]] = {}
-        # What has state, as Adagrad makes it, counts as trained.
+        # Parameters with state count as trained; Adagrad's constructor makes state for all.
         made = self.start.kind == "Adagrad"
         self.active = {n for n in NUMBERS if made or self.model.all[n].requires_grad}
         if self.group is None:
@@ -202,22 +201,22 @@ class Side:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def trained(self) -> list[int]:
-        """The parameters that an optimizer has."""
+        """Return the parameters held by an optimizer."""
         held = {param for group in self.groups for param in group["params"]}
         return [number for number in NUMBERS if self.model.all[number] in held]
 
     def low(self, number: int) -> torch.dtype:
-        """The dtype of a parameter; numbers, and what is not trained at first, stay in fp32."""
+        """Return a parameter's dtype; scalars and initially untrained parameters stay in fp32."""
         is_low = SHAPES[number] and number not in self.untouched
         return self.start.dtype if is_low else torch.float32
 
     def untrained(self) -> set[int]:
-        """The parameters that are frozen now, or in no group."""
+        """Return the parameters that are frozen now or in no group."""
         trained = [n for n in NUMBERS if self.extended or n not in LAST]
         return {n for n in NUMBERS if n not in trained or not self.model.all[n].requires_grad}
 
     def has_state(self, number: int) -> bool:
-        """Whether plain torch, or an average, has state of a parameter: then DCP has its master."""
+        """Return whether torch or an average has state of a parameter; then DCP has its master."""
         param, averages = self.model.all[number], self.start.option("averages")
         own = any(optimizer.state.get(param) for optimizer in self.optimizers)
         return own or bool(averages and number in self.averages["ema"])
@@ -279,7 +278,7 @@ class Side:
         self.dropped = False
 
     def look(self) -> None:
-        """See parameters, masters, averages, the loss scale and norms."""
+        """Record parameters, masters, averages, the loss scale and norms."""
         low = self.start.dtype
         if self.group is not None:
             self.sharded.wait_sync()
@@ -302,7 +301,7 @@ class Side:
             self.seen.append(Seen(average or "masters", *self.kept(average)))
 
     def kept(self, average: str | None) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Masters or an average; on a rank its own parts, flat, and where they begin."""
+        """Return masters or an average; on a rank its own flat parts, and where they start."""
         values, starts = dict[str, Tensor](), dict[str, int]()
         if self.group is None:
             own = self.averages.get(average or "", {})
@@ -318,13 +317,13 @@ class Side:
             for number, fragment, _ in shard.owned():
                 state = packed.update_of(shard).fragment_state(shard, number)
                 value = state.get(f"average.{average}") if average else shard.exact(fragment)
-                if value is not None:  # a frozen parameter has no average but itself
+                if value is not None:  # frozen parameters have no average
                     name = fragment.slot.name
                     values[name], starts[name] = value.clone().reshape(-1), fragment.param_range[0]
         return values, starts
 
     def note(self, before: dict[int, Tensor]) -> None:
-        """On plain torch, do what a step that was not skipped does besides."""
+        """Update loss scale, averages and norms of plain torch after a step that is not skipped."""
         self.steps += 1
         self.good += 1
         if self.good >= self.interval:
@@ -344,17 +343,17 @@ class Side:
             self.norms[f"all.{number}"] = grad_norm, float(new.double().norm()), update_norm
 
     def current_scale(self) -> float:
-        """What a gradient is multiplied by."""
+        """Return the current loss scale, or 1."""
         if self.start.dtype != torch.float16:
             return 1.0
         return self.scale if self.group is None else float(self.sharded.loss_scale)
 
     def scaled(self, grad: Tensor) -> Tensor:
-        """A gradient set by hand, as a backward would have brought it."""
+        """Return a gradient that is set by hand, scaled as by a backward."""
         return grad if self.group is None else self.sharded.scale_loss(grad.detach())
 
     def backward(self, seed: int, use: tuple[frozenset[int], ...], quiet: bool, way: str) -> None:
-        """Rank ``r`` uses the parameters ``use[r]``; without a loss it runs no backward."""
+        """Run a backward on rank ``r`` with the parameters ``use[r]``; none if it has no loss."""
         plain = self.group is None
         for rank in range(self.ranks) if plain else [self.group.rank()]:
             loss = self.model(seed + rank, use[rank], self.bound)
@@ -373,13 +372,13 @@ class Side:
         self.dropped = True
 
     def without_gradients(self) -> None:
-        """Those set by hand now are averaged: after dropped ones only if a step came between."""
+        """Clear gradients, so that those set by hand are averaged; step if some were dropped."""
         self.clear("none")
         if self.dropped:
             self.step()
 
     def set_by_hand(self, seed: int, use: tuple[frozenset[int], ...]) -> None:
-        """Gradients that no backward brought, without those of earlier backwards."""
+        """Set gradients by hand, after clearing those of earlier backwards."""
         self.without_gradients()
         ranks = range(self.ranks) if self.group is None else [self.group.rank()]
         for rank in ranks:
@@ -391,7 +390,7 @@ class Side:
                     param.grad = grad if param.grad is None else param.grad + grad
 
     def clip(self, kind: str, limit: float | None) -> None:
-        """Of plain torch the clip of exact norms, as torch's own but for its last bit."""
+        """Clip; in plain torch by exact norms, which differ from torch's clip in a last bit."""
         if self.group is not None:
             getattr(self.sharded, f"clip_grad_{kind}_")(limit)
             return
@@ -401,7 +400,7 @@ class Side:
                     if param.grad is not None:
                         param.grad.clamp_(-limit, limit)
             return
-        bounded: dict[Any, list[Tensor]] = {}  # by the place of a group that has its own bound
+        bounded: dict[Any, list[Tensor]] = {}  # a group with its own bound has its own entry
         for place, group in enumerate(self.groups):
             own = group.get("max_grad_norm")
             grads = bounded.setdefault((limit, None) if own is None else (own, place), [])
@@ -422,7 +421,7 @@ class Side:
             optimizer.zero_grad(set_to_none=zero == "none")
 
     def overflow(self, rank: int) -> None:
-        """A step that one rank's gradient spoils; plain torch leaves it out."""
+        """Run a step with a NaN in one rank's gradient; plain torch skips it."""
         self.without_gradients()
         if self.group is not None:
             param = self.model.all[0]
@@ -462,7 +461,7 @@ class Side:
             group["max_grad_norm"] = norm
 
     def write(self, number: int, seed: int) -> None:
-        """Give a weight other values; where these are shown already it keeps its precision."""
+        """Write new values into a weight; elements that show them already keep their masters."""
         param, value = self.model.all[number], gradient(seed, number, self.bound)
         if self.group is not None:
             self.sharded.wait_sync()
@@ -478,7 +477,7 @@ class Side:
         self.model.all[number].requires_grad_(not frozen)
 
     def close_and_begin_anew(self) -> None:
-        """A second phase with the same groups: all state is forgotten, the masters are not."""
+        """Begin a second phase with the same groups; only the masters are kept."""
         groups = [dict(group) for group in self.groups]
         self.model.zero_grad()
         if self.group is not None:
@@ -493,7 +492,7 @@ class Side:
     # -- from one world to the next ---------------------------------------------------------
 
     def save(self, way: Way, folder: str) -> dict[str, Any]:
-        """What :meth:`load` needs."""
+        """Return what :meth:`load` needs, or write it to ``folder``."""
         state: Any = None
         if way.by == "checkpoint":
             step = len(os.listdir(folder))
@@ -516,16 +515,16 @@ class Side:
         self.model.load_state_dict(saved["weights"])
         if way.by == "dcp":
             with self.sharded.as_plain():
-                # As of plain torch, parameters without a gradient so far have no state.
+                # As in plain torch, parameters that had no gradient yet have no state.
                 options = StateDictOptions(strict=False)
                 set_optimizer_state_dict(self.model, self.sharded, saved["state"], options=options)
         else:
             self.sharded.load_state_dict(saved["state"])
 
     def built(self, way: Way) -> Callable[[], dict[str, Any]]:
-        """Of the side that goes on: what was frozen and added at its ``shard()``, and what since.
+        """Return the next side's arguments: parameters frozen and added at ``shard()``, and later.
 
-        Early all of it is so at ``shard()``; else it comes about as it did before.
+        With ``early``, all are frozen and added at ``shard()``; otherwise as they were before.
         """
         now = tuple(self.frozen())
         if way.early:
@@ -538,24 +537,24 @@ class Side:
         return lambda: copy.deepcopy(made)
 
     def note_way(self, way: Way) -> None:
-        """On plain torch, which goes on: what a state of this kind does not keep."""
+        """In plain torch, which continues, reset what a state of this kind does not keep."""
         self.norms, self.interval, self.seen, self.dropped = {}, way.interval, [], False
         saved = [self.model.all[n].detach().to(self.low(n)) for n in NUMBERS]
         self.when_begun = (self.frozen(), self.extended) if way.early else self.when_begun
         if way.early:
             self.frozen_when_extended = None
             self.untouched = self.untrained()
-            for number in NUMBERS:  # without any state its pack is not reduced until it is trained
+            for number in NUMBERS:  # without state, it is not active until it is trained
                 has_state = self.start.kind == "Adagrad" or number in self.averages["ema"]
                 if not (self.model.all[number].requires_grad or has_state):
                     self.active.discard(number)
         if way.by == "dcp" and not any(optimizer.state for optimizer in self.optimizers):
-            get_optimizer_state_dict(self.model, self.optimizers)  # begins one, as of a step
+            get_optimizer_state_dict(self.model, self.optimizers)  # creates state, as a step does
         for number in NUMBERS if way.by == "dcp" else ():  # torch loads no state of frozen ones
             if not self.model.all[number].requires_grad:
                 for optimizer in self.optimizers:
                     state = optimizer.state.pop(self.model.all[number], None)
-                    if state and self.start.kind == "Adagrad":  # as its constructor makes it
+                    if state and self.start.kind == "Adagrad":  # reset to its initial state
                         begun = torch.full_like(state["sum"], 0.3)
                         optimizer.state[self.model.all[number]] = {
                             "step": state["step"] * 0,
@@ -565,11 +564,11 @@ class Side:
                     averages.pop(number, None)
         if way.by in ("plain", "dcp"):
             self.scale, self.good = SCALE, 0
-        # Without masters those of the new model stay where they are shown.
+        # If no masters are loaded, those of the new model stay unless their cast differs.
         for number, param in enumerate(Dots().all if way.by in ("plain", "dcp") else ()):
             if way.by == "dcp" and self.has_state(number):
                 continue
-            # A parameter that is frozen by now was saved in the dtype in which it was trained.
+            # A parameter that is frozen now was saved in the dtype in which it was trained.
             own, shown = self.model.all[number], saved[number].to(self.low(number))
             own.data = torch.where(param.to(shown) == shown, param.data, shown.float())
 
@@ -590,4 +589,4 @@ def give_other_memory(param: nn.Parameter) -> None:
 
 
 EDITS = {"in place": halve_in_place, "replaced": replace_by_half, "memory": give_other_memory}
-COMPUTED = "replaced", "memory"  # of what is read, which a mean has to be gathered for
+COMPUTED = "replaced", "memory"  # these edits read the mean, which must be gathered first

@@ -1,7 +1,7 @@
-"""Import this before torchvision: what defines its operators where its wheel cannot.
+"""Define torchvision's operators if its wheel cannot; import this before torchvision.
 
-A wheel for CUDA cannot load its operators next to a CPU torch. timm and others import torchvision,
-and call none of them.
+A wheel for CUDA cannot load its operators next to a CPU torch. timm and others import torchvision
+but call none of its operators.
 """
 
 import importlib.util

@@ -1,10 +1,10 @@
-"""Pythons that start at once: each is forked from one that has imported torch, which takes 4 s.
+"""Fast Python starts: fork a process that has already imported torch, which takes 4 s.
 
-:func:`executable` stands in the place of ``sys.executable``, also in children's own children, as
-those of the torchrun beside it. A program runs there as ever, with arguments, environment, folder
-and files of its own, and it imports shardcast itself; signals reach it, it ends with its own
-status, and it ends with the process that stands for it. Only its variables come too late for what
-reads them when torch is imported.
+Use :func:`executable` in place of ``sys.executable``; child processes use it too, for example
+workers of the torchrun next to it. A program gets its own arguments, environment, working directory
+and stdio, and imports shardcast itself. A client process forwards signals and its exit status; if
+the client is killed, so is the program. One limit: environment variables that torch reads at import
+have no effect.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ os._exit(status)
 
 
 SERVERS: list[int] = []
-"""The process of this one whose children the programs are, if there is one."""
+"""The pid of this process's fork server, if it has started one."""
 
 
 @functools.cache
 def executable() -> str:
-    """The path of a warm Python, in a folder like that of a virtual environment."""
+    """Return the path of a warm Python, in a folder like that of a virtual environment."""
     if not hasattr(os, "pidfd_open"):  # not on Linux
         return sys.executable
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
@@ -78,7 +78,7 @@ def executable() -> str:
     server = subprocess.Popen(
         [sys.executable, __file__, path, str(python)],
         env=kept | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,  # it ends when this is closed, if only by our death
+        stdin=subprocess.PIPE,  # the server ends when this closes, also if this process is killed
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
@@ -98,7 +98,7 @@ def executable() -> str:
 
 
 def next_call(path: str) -> tuple[list[str], dict[str, str], str]:
-    """Returns in each forked process, with what it is to run; the first one ends here."""
+    """Return the call to run, in each forked process; the server itself never returns."""
     from commands import kill_tree
 
     calls = selectors.DefaultSelector()
@@ -108,7 +108,7 @@ def next_call(path: str) -> tuple[list[str], dict[str, str], str]:
     calls.register(listener, selectors.EVENT_READ)
     calls.register(0, selectors.EVENT_READ)
     print("ready", flush=True)
-    running: dict[int, tuple[socket.socket, int]] = {}  # by process: who waits, its pidfd
+    running: dict[int, tuple[socket.socket, int]] = {}  # by pid: the client's socket, the pidfd
     while True:
         for key, _ in calls.select():
             if key.fileobj is listener:
@@ -117,7 +117,7 @@ def next_call(path: str) -> tuple[list[str], dict[str, str], str]:
                 call, length = b"", int.from_bytes(head, "big")
                 while len(call) < length and (part := link.recv(1 << 16)):
                     call += part
-                if not head or len(call) < length:  # of one who was killed while it called
+                if not head or len(call) < length:  # the client was killed during its call
                     for file in files:
                         os.close(file)
                     link.close()
@@ -136,17 +136,17 @@ def next_call(path: str) -> tuple[list[str], dict[str, str], str]:
                     return tuple(json.loads(call))  # type: ignore[return-value]
                 for file in files:
                     os.close(file)
-                with suppress(OSError):  # of one who was killed, as its link will say
+                with suppress(OSError):  # client killed; select() reports it next
                     link.sendall(pid.to_bytes(8, "big"))
                 running[pid] = link, os.pidfd_open(pid)
                 calls.register(running[pid][1], selectors.EVENT_READ, pid)
                 calls.register(link, selectors.EVENT_READ, -pid)
-            elif key.data is None or key.data < 0:  # who waited for it has ended, or for them all
+            elif key.data is None or key.data < 0:  # the parent process or a client has ended
                 for pid in [*running] if key.data is None else [-key.data]:
                     kill_tree(pid)
                 if key.data is None:
                     os._exit(0)
-                if -key.data in running:  # else both have ended at once, and it is unregistered
+                if -key.data in running:  # else the program has ended too and is unregistered
                     calls.unregister(key.fileobj)
             else:
                 link, pidfd = running.pop(key.data)
@@ -155,13 +155,13 @@ def next_call(path: str) -> tuple[list[str], dict[str, str], str]:
                 os.close(pidfd)
                 if link.fileno() in calls.get_map():
                     calls.unregister(link)
-                with suppress(OSError):  # of one who has been killed
+                with suppress(OSError):  # the client was killed
                     link.sendall(status.to_bytes(8, "big", signed=True))
                 link.close()
 
 
 def become(python: str, words: list[str], variables: dict[str, str], folder: str) -> Any:
-    """Set this process up as ``python words`` begins; returns a function that runs it."""
+    """Set this process up like ``python words``; return a function that runs it."""
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
@@ -181,7 +181,7 @@ def become(python: str, words: list[str], variables: dict[str, str], folder: str
         return lambda: exec(compile(rest[0], "<string>", "exec"), vars(main))
     if option == "-m":
         sys.argv, sys.path[:0] = rest, [folder, *added]
-        sys.modules.pop(rest[0], None)  # of which runpy would warn
+        sys.modules.pop(rest[0], None)  # else runpy would warn
         return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     if option.startswith("-"):
         raise SystemExit(f"a warm Python knows no {option}")
@@ -196,6 +196,6 @@ if __name__ == "__main__":
         warnings.simplefilter("ignore")
         for name in MODULES:
             importlib.import_module(name)
-    gc.freeze()  # else each one looks through all that was imported, and so copies it
+    gc.freeze()  # else each fork's garbage collector would copy all imported objects
     _run = become(sys.argv[2], *next_call(sys.argv[1]))
     _run()
