@@ -1,4 +1,4 @@
-"""The house keeps its order: tiers, no cycles, nobody reads what is private to another module."""
+"""The package's structure: tiers, no import cycles, no reads of other modules' private names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from shardcast.config import ShardcastConfig
 
 PACKAGE = Path(__file__).parents[1] / "shardcast"
-# What a folder or top-level module may import: itself and what stands in a line above it.
+# A folder or top-level module may import itself and those in the lines above it.
 TIERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
@@ -38,17 +38,17 @@ TIERS: tuple[frozenset[str], ...] = (
     frozenset({"accelerate", "metrics", "publish", "transformers", "lightning", "run"}),
     frozenset({"cli", "__main__"}),
 )
-# torch's and other packages' private interfaces are used here only, so that a new release of
-# theirs is looked at in one folder.
+# Private interfaces of torch and other packages are used only here, so that a new release of
+# theirs affects one folder.
 ALLOWED = {"_compat"}
-# The border: what every user runs imports nothing of what is optional. `optimizer/api.py` puts both
-# together; what no option asks for but a call, a class or a codec is loaded by one of these names.
+# The core, which every user runs, imports nothing optional. `optimizer/api.py` joins both. Parts
+# that a call, a class or a codec needs, rather than an option, are loaded by one of these names.
 ASSEMBLY = "shardcast.optimizer.api"
 CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
 BY_NAME = {"any_optimizer", "offload"}
-# What an option gives is of types of higher tiers.
+# It declares types of higher tiers.
 DECLARES = "option_values.py"
-# Modules with imports in functions: of what needs a third-party package, or what mesh= asks for.
+# Modules that import in functions what needs a third-party package or is only used with mesh=.
 INSIDE = {f"shardcast.{name}" for name in ("cli.launch", "run", "optimizer.api")}
 
 
@@ -71,13 +71,13 @@ def tier_of(name: str) -> int:
     _, *rest = name.split(".")
     found = [number for number, names in enumerate(TIERS) if rest and rest[0] in names]
     assert found or not rest, f"{name} has no tier: give it one in TIERS"
-    return found[0] if found else len(TIERS)  # shardcast/__init__.py names what is public
+    return found[0] if found else len(TIERS)  # shardcast/__init__.py imports the public names
 
 
 def imports(path: Path, types: bool = True) -> Iterator[str]:
-    """The modules of ours that ``path`` imports, in functions too; with those for types alone.
+    """Yield our modules that ``path`` imports, also in functions and, with ``types``, for types.
 
-    Without those that :data:`DECLARES` has for types.
+    Imports for types in :data:`DECLARES` are left out.
     """
     skipped = for_types(path) if not types or path == PACKAGE / DECLARES else set()
     for node in ast.walk(parsed(path.read_text())):
@@ -95,14 +95,14 @@ def imported_by(node: ast.AST) -> list[str]:
 
 
 def for_types(path: Path) -> set[int]:
-    """The nodes below ``if TYPE_CHECKING:``, which no program runs."""
+    """Return the nodes below ``if TYPE_CHECKING:``."""
     nodes = ast.walk(parsed(path.read_text()))
     blocks = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
     return {id(node) for block in blocks for line in block.body for node in ast.walk(line)}
 
 
 def inside_functions() -> set[str]:
-    """The modules that import one of ours below the top of the file."""
+    """Return the modules that import one of ours below the top level."""
     found = set()
     for name, path in modules().items():
         tree = parsed(path.read_text())
@@ -124,7 +124,7 @@ def upward_arrows() -> list[str]:
 
 
 def crossings() -> list[str]:
-    """Imports from the core of what is optional, those in functions and for types alone too."""
+    """Return the core's imports of optional modules, also in functions and for types."""
     return [
         f"{name} imports {other}"
         for name, path in modules().items()
@@ -136,10 +136,10 @@ def crossings() -> list[str]:
 
 
 def cycles() -> list[str]:
-    """The modules whose imports, those in functions too, lead back to them."""
+    """Return the modules in import cycles or leading to one, including imports in functions."""
     arrows = {name: set(imports(path, types=False)) for name, path in modules().items()}
     arrows = {name: {o for o in others if o in arrows} - {name} for name, others in arrows.items()}
-    while arrows:  # take away what imports nothing that is left
+    while arrows:  # remove modules that import none of the remaining ones
         free = {name for name, others in arrows.items() if not others & arrows.keys()}
         if not free:
             return sorted(arrows)
@@ -148,10 +148,9 @@ def cycles() -> list[str]:
 
 
 def private_reads(source: str) -> list[str]:
-    """Reads of ``x._name`` where ``x`` is neither ``self``, ``cls`` nor ``super()``.
+    """Return reads of ``x._name`` in which ``x`` is not ``self``, ``cls`` or ``super()``.
 
-    A class may read what is private to another object of its own module: helpers of one file are
-    one thing.
+    Private names that the same file defines may be read on any object.
     """
     tree = parsed(source)
     own = {  # every private name that this file itself defines or assigns to self
@@ -184,8 +183,8 @@ def foreign(read: str) -> bool:
     return read.rsplit(".", 1)[-1] in FOREIGN
 
 
-# Private names of other packages that are read outside of _compat/; each is tested with every
-# version that the README names, where the adapter that reads it is.
+# Private names of other packages that are read outside of _compat/. Tests of the code that reads
+# them run with every version that the README names.
 FOREIGN: frozenset[str] = frozenset(
     {
         "_replace",  # of a NamedTuple, which is public
@@ -238,7 +237,7 @@ def test_the_core_imports_nothing_of_what_is_optional():
 
 
 def options_read(source: str) -> list[str]:
-    """Values of options of extensions that are read by name: ``config.offload``."""
+    """Return reads of extensions' options by name, such as ``config.offload``."""
     names = {each.name for each in fields(ShardcastConfig) if "off" in each.metadata}
     return [
         f"line {node.lineno}: {ast.unparse(node)}"
@@ -249,7 +248,7 @@ def options_read(source: str) -> list[str]:
 
 
 def test_the_core_reads_no_option_of_an_extension_by_its_name():
-    """What an option gives to the core its ``Option`` says: parts, not values."""
+    """An option passes hooks, signals and other parts to the core, in its ``Option``."""
     core = {
         str(path.relative_to(PACKAGE)): path.read_text()
         for name, path in modules().items()
@@ -271,7 +270,7 @@ def test_private_members_are_read_in_their_own_module_only():
 
 
 def test_the_checks_see_what_they_are_for(monkeypatch: pytest.MonkeyPatch):
-    """Negative controls: an arrow upwards, a cycle, a private member of another object."""
+    """Negative controls: an upward import, a cycle, a read of another object's private member."""
     monkeypatch.setattr("test_architecture.TIERS", TIERS[::-1])
     assert any(arrow.startswith("shardcast.step") for arrow in upward_arrows())
     monkeypatch.setattr("test_architecture.CORE", ("extensions",))

@@ -1,4 +1,4 @@
-"""Private or changing interfaces of torch of which no test of what uses them could tell."""
+"""Private or changing interfaces of torch that no test of their callers would check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_compiled_models_are_unwrapped_and_an_attribute_called_module_is_no_wrap
 
 
 def test_what_multiplies_in_low_precision_is_what_onednn_says_of_the_cpu():
-    """A limit of the instruction set of x86 is a CPU for which torch has no kernel."""
+    """Limit oneDNN's instruction set to simulate a CPU without a bf16 kernel."""
     code = "import torch; from shardcast._compat import has_products as h; print(h(torch.bfloat16))"
     found = python("-c", code, ONEDNN_MAX_CPU_ISA="AVX2").stdout.split()
     assert found == ["False"] or (platform.machine() != "x86_64" and len(found) == 1)
@@ -41,7 +41,7 @@ def test_only_a_cuda_stream_is_ever_captured(monkeypatch: pytest.MonkeyPatch):
 
 
 class PretendedStream:
-    """Notes what waits for what, and which tensors are used on it."""
+    """Records which streams it waits for."""
 
     def __init__(self, name: str, told: list[str]) -> None:
         self.device, self.name, self._told = torch.device("cpu", 0), name, told

@@ -1,4 +1,4 @@
-"""Options: where they come from, which one wins, and what is said about wrong ones."""
+"""Options: their sources and precedence, and the errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -197,9 +197,9 @@ def test_a_file_named_by_the_environment_is_told_when_code_replaces_it(
 
 ENVIRONMENT = {
     ("keep_fp32", "[norms, 'head.*']"): ("norms", "head.*"),
-    ("keep_fp32", "*.weight"): ("*.weight",),  # as YAML an alias
+    ("keep_fp32", "*.weight"): ("*.weight",),  # would be an alias in YAML
     ("max_grad_norm", "null"): None,
-    ("max_grad_norm", "1e3"): 1000.0,  # which YAML takes for text
+    ("max_grad_norm", "1e3"): 1000.0,  # text in YAML
     ("norm_type", "inf"): float("inf"),
     ("loss_scale", "1e2"): 100.0,
     ("loss_scale", "dynamic"): "dynamic",
@@ -227,7 +227,7 @@ def test_to_dict_is_plain_and_loads_again():
 
 
 def test_callables_of_every_kind_can_be_options():
-    """Rules are compared between ranks by name, and not all callables have one."""
+    """Ranks compare such rules by name, and not all callables have a name."""
 
     class Rule:
         def __call__(self, name: str, param: nn.Parameter) -> bool:

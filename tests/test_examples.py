@@ -1,6 +1,6 @@
-"""Every file in examples/ runs on two ranks or more, and README shows the first one word for word.
+"""Every file in examples/ runs on two or more ranks, and README quotes minimal.py word for word.
 
-with_trl_grpo is run by tools/conformance/ecosystem, with_ray_train only where Ray is installed.
+tools/conformance/ecosystem runs with_trl_grpo; with_ray_train runs only if Ray is installed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def path_of(name: str) -> str:
 
 @contextlib.contextmanager
 def in_process_group(name: str, arguments: list[str]) -> Any:
-    """What the script prints; the process group is there already."""
+    """Capture what the script prints, and let it use the current process group."""
     printed = io.StringIO()
-    start = dist.init_process_group  # that of a thread starts within
+    start = dist.init_process_group  # a threaded world calls it inside this context
     with (
         mock.patch(
             "torch.distributed.init_process_group",
@@ -52,14 +52,14 @@ def in_process_group(name: str, arguments: list[str]) -> Any:
 
 
 def run(_group: object, name: str, arguments: list[str]) -> str:
-    """What one rank of an example prints."""
+    """Run an example on one rank; return what it prints."""
     with in_process_group(name, arguments) as printed:
         runpy.run_path(path_of(name), run_name="__main__")
     return printed.getvalue()
 
 
 def figure(pattern: str, text: str) -> float:
-    """The last number that stands behind ``pattern``."""
+    """Return the last number after ``pattern``."""
     return float(re.findall(pattern + r"\D*?([\d.]+)", text)[-1])
 
 
@@ -94,8 +94,8 @@ def test_an_example_trains(gloo: SpawnedWorld, name: str):
 
 @pytest.mark.parametrize("name", ON_MESHES)
 def test_an_example_trains_on_a_mesh(name: str):
-    # Not by runpy, which puts each run into sys.modules["__main__"]: of several threads one puts
-    # back another one's, and processes that start later run the example.
+    # Not with runpy, which replaces sys.modules["__main__"]: with several threads the example
+    # stays there, and processes that start later run it.
     example = compile(Path(path_of(name)).read_text(), path_of(name), "exec")
     main = sys.modules["__main__"]
     with in_process_group(name, []) as printed:
@@ -110,7 +110,7 @@ def run_in_framework(_group: object, name: str, folder: str) -> str:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     before = Path.cwd()
-    os.chdir(folder)  # they write below runs/
+    os.chdir(folder)  # the frameworks write into runs/
     try:
         return run(None, name, [])
     finally:
@@ -150,7 +150,7 @@ def test_readme_shows_the_minimal_example_word_for_word():
 
 @pytest.mark.parametrize("page", ["getting-started", "hybrid", "testing"])
 def test_the_fragments_of_a_page_are_those_of_its_examples(page: str):
-    """Where a page names an example, the next fragments are its code; comments may differ."""
+    """The code blocks after a link to an example are parts of it; comments may differ."""
 
     def code(text: str) -> str:
         return re.sub(r"#.*|\s+", "", text)

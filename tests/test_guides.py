@@ -1,4 +1,4 @@
-"""Scripts of two guides, "Coming from" and "GANs, RL", train as their originals on two ranks."""
+"""Scripts of docs/coming-from.md and "GANs, RL" train like their originals on two ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BEFORE, AFTER = ("".join(re.findall(rf"^[ {sign}](.*\n)", LOOP, re.M)) for sign 
 
 
 def snippets(section: str) -> list[str]:
-    """The Python of one section, before and after."""
+    """Return the Python blocks of one section: before and after."""
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
@@ -44,7 +44,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def trained(_group: Any, code: str) -> tuple[float, Tensor]:
-    """The last loss of a snippet, and the weights that it leaves."""
+    """Run a snippet; return its final loss and weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     data = torch.Generator().manual_seed(dist.get_rank())
@@ -68,7 +68,7 @@ def trained(_group: Any, code: str) -> tuple[float, Tensor]:
 
 @pytest.mark.parametrize("section", ["ZeroRedundancyOptimizer", "FSDP2"])
 def test_a_script_trains_as_before(gloo: SpawnedWorld, section: str, tolerance: float = 1e-5):
-    """In fp32, up to the order of sums."""
+    """Results differ only by the order of fp32 sums."""
     before, after = snippets(section)
     (loss, weights), _ = gloo.run(trained, before)
     (new_loss, new_weights), (_, others) = gloo.run(trained, after)
@@ -78,7 +78,7 @@ def test_a_script_trains_as_before(gloo: SpawnedWorld, section: str, tolerance: 
 
 
 class GPT(nn.Module):
-    """A model as language models are: it returns its loss."""
+    """A model that returns its loss, like language models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class GPT(nn.Module):
 
 
 def looped(_group: Any, code: str, dtype: torch.dtype, path: str) -> tuple[list[float], Tensor]:
-    """What the loop of the page evaluates to on rank 0, and its last weights; stopped, resumed."""
+    """Run the page's loop, stop and resume it; return rank 0's evaluated losses and the weights."""
     torch.manual_seed(0)
     tokens = torch.randint(16, (192,))
     data = torch.utils.data.TensorDataset(tokens, (tokens * 5 + 3) % 16)
@@ -119,7 +119,7 @@ def looped(_group: Any, code: str, dtype: torch.dtype, path: str) -> tuple[list[
         exec(
             compile(code, "docs/coming-from.md", "exec"), {**scope, "EPOCHS": epochs}, result := {}
         )
-        dist.barrier()  # rank 0 alone writes the checkpoint of plain torch
+        dist.barrier()  # only rank 0 writes the checkpoint of plain torch
     weights = [p.detach().flatten().float() for p in result["model"].parameters()]
     return losses, torch.cat(weights)
 
@@ -127,7 +127,7 @@ def looped(_group: Any, code: str, dtype: torch.dtype, path: str) -> tuple[list[
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 5e-3)]
 )
-@pytest.mark.filterwarnings("ignore:In CPU autocast")  # to fp32, which it turns itself off for
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # which disables itself for fp32
 def test_the_whole_loop_of_readme_trains_as_before(
     gloo: SpawnedWorld, dtype: torch.dtype, tolerance: float, tmp_path: Path
 ):
@@ -140,7 +140,7 @@ def test_the_whole_loop_of_readme_trains_as_before(
 
 
 def messages(_group: Any, sharded: str, micro_batches: int) -> dict[str, int]:
-    """How often a rank calls each collective in one step, of four layers."""
+    """Return how often a rank calls each collective in one step of a model with four layers."""
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     if sharded == "FSDP2":
         for module in (*model, model):
@@ -162,7 +162,7 @@ def messages(_group: Any, sharded: str, micro_batches: int) -> dict[str, int]:
 def test_a_step_sends_as_much_for_four_micro_batches_as_for_one_and_fsdp2_four_times(
     gloo: SpawnedWorld,
 ):
-    """The first reason of README: two gathers and a reduction of each layer per micro-batch."""
+    """README's first reason: FSDP2 needs two gathers and a reduction per layer and micro-batch."""
     for count in (1, 4):
         (ours, _), (theirs, _) = (gloo.run(messages, s, count) for s in ("shardcast", "FSDP2"))
         assert ours == {"c10d::send": 2, "c10d::recv_": 2, "c10d::allreduce_": 1}
@@ -179,7 +179,7 @@ def test_the_options_that_the_page_names_exist():
 # -- GANs, RL and several models ------------------------------------------------------------------
 
 OPTIMIZERS = (Path(__file__).parents[1] / "docs" / "optimizers.md").read_text()
-# Per script, widths of its models and of the two tensors of a batch.
+# For each script, the widths of its models and of the two tensors of a batch.
 SCRIPTS: dict[str, tuple[dict[str, tuple[int, int]], tuple[int, int]]] = {
     "GAN with two learning rates": ({"generator": (4, 2), "critic": (2, 1)}, (2, 4)),
     "One backward through both": ({"encoder": (6, 3), "decoder": (3, 6)}, (6, 6)),
@@ -190,7 +190,7 @@ SCRIPTS: dict[str, tuple[dict[str, tuple[int, int]], tuple[int, int]]] = {
 
 
 class Averaging:
-    """Plain optimizers whose gradients are averaged over ranks before a step."""
+    """Plain optimizers that average gradients over ranks before a step."""
 
     def __init__(self, _model: nn.Module, given: Any) -> None:
         self.optimizers = given if isinstance(given, list) else [given]
@@ -210,7 +210,7 @@ class Averaging:
 
 
 def trained_by(_group: Any, section: str, shard: Any) -> list[Tensor]:
-    """The weights that the script of one section leaves."""
+    """Run the script of one section; return the weights."""
     torch.manual_seed(0)
     shapes, widths = SCRIPTS[section]
     models = {

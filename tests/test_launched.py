@@ -1,4 +1,4 @@
-"""What a process was started with, where it would go wrong in silence; see also test_cli.py."""
+"""Warnings about launch settings that would fail silently; see also test_cli.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESTARTED = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS"
     ("changes", "warned"),
     [
         ({}, True),
-        ({STORE: "1"}, False),  # has no effect on a static rendezvous, but was thought of
+        ({STORE: "1"}, False),  # no effect on a static rendezvous, but shows intent
         ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
         ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
     ],

@@ -1,7 +1,7 @@
-"""The Python of the pages, as it stands there, on two ranks.
+"""Run the Python blocks of the pages, unchanged, on two ranks.
 
-Other tests run whole pages: :data:`ELSEWHERE`. :data:`FRAGMENTS` lists the blocks that nothing can
-run, so that readers of the pages see no marker.
+:data:`ELSEWHERE` lists the pages that other tests run. :data:`FRAGMENTS` lists the blocks that
+cannot run, so that the pages need no marker.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from shardcast.testing import threaded_world
 
 DOCS = Path(__file__).parents[1] / "docs"
 ELSEWHERE = {"coming-from": "test_guides", "editing": "optimizer/test_editing"}
-SCRIPTS = "GANs, RL and several models"  # below it test_guides runs each one
+SCRIPTS = "GANs, RL and several models"  # test_guides runs the blocks below this heading
 WRITTEN_BY_TOOLS = {"evidence", "options", "tested-scripts"}
-Key = tuple[str, str, int]  # of a block: page, heading, and how many are before it there
-FRAGMENTS: dict[Key, str] = {  # why nothing can run it
+Key = tuple[str, str, int]  # of a block: page, heading, number of earlier blocks below it
+FRAGMENTS: dict[Key, str] = {  # why the block cannot run
     ("hybrid", "Accelerate and Trainer", 0): "needs accelerators",
     ("optimizers", "Optimizers and averages", 0): "needs Sophia, which is not installed",
     ("precision", "fp16", 1): "a part of examples/with_trl_grpo.py, which needs TRL",
@@ -70,7 +70,7 @@ def run(key: Key, names: dict[str, Any]) -> dict[str, Any]:
 
 
 class Net(nn.Module):
-    """A model that returns its loss, with names that the pages have."""
+    """A model that returns its loss, with parameter names of the pages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,14 +98,14 @@ BATCH = torch.linspace(-1, 1, 24).view(3, 8)
 
 
 def plain(**more: Any) -> dict[str, Any]:
-    """A model and the plain optimizer, by the names of the pages."""
+    """Return a model and a plain optimizer under the names that the pages use."""
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return {"torch": torch, "model": model, "optimizer": optimizer, "batch": BATCH, **more}
 
 
 def shards(group: Any) -> Any:
-    """The module, whose ``shard()`` has the group of a mock world."""
+    """Return the shardcast module with a ``shard()`` that uses ``group``."""
     shard = partial(shardcast.shard, process_group=group)
 
     class Module:
@@ -352,7 +352,7 @@ READERS = [("serving", "Follow a training run", number) for number in (1, 2)]
 
 
 def test_the_guides_and_the_readme_stay_short() -> None:
-    """Who adds a sentence takes another one away."""
+    """To add a sentence, remove another one."""
     guides = [path for path in DOCS.glob("*.md") if path.stem not in WRITTEN_BY_TOOLS]
     assert sum(len(path.read_text().split()) for path in guides) <= 12_000
     assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 150
@@ -362,7 +362,7 @@ def test_every_block_is_run_or_listed_as_a_fragment() -> None:
     assert BLOCKS.keys() == {*HERE, *MESHES, *READERS, *FRAGMENTS}
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of slow products on this CPU, and of torch's
+@pytest.mark.filterwarnings("ignore::UserWarning")  # slow matmuls on this CPU; torch's own
 @pytest.mark.parametrize("key", HERE, ids=lambda key: f"{key[0]}, {key[1]}")
 def test_a_block_runs_as_it_stands_there(
     key: Key, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -408,7 +408,7 @@ def test_a_reader_follows_as_the_page_says(tmp_path: Path, monkeypatch: pytest.M
 def test_without_safetensors_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing that is installed with shardcast brings it, and getting started exports."""
+    """shardcast does not install safetensors, but docs/getting-started.md exports."""
     monkeypatch.chdir(tmp_path)
     names = sharded(None)
     checkpoint.save("runs/a", names["model"], names["optimizer"], step=2)
