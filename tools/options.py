@@ -77,6 +77,7 @@ def page() -> str:
             default, option = defaults[name], options[name]
             shown = json.dumps(default) if not isinstance(default, str) else default  # as in YAML
             cells = [f"`{name}`", values_of(option), f"`{shown}`", option.metadata["help"]]
+            cells[3] = cells[3].replace("*", "\\*")  # of glob patterns, which Markdown would drop
             text += "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
         text += "\n</div>\n"
     return text

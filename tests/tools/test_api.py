@@ -56,6 +56,14 @@ def test_the_page_of_options_has_every_option_once() -> None:
     assert sorted(rows) == sorted(option.name for option in fields(shardcast.ShardcastConfig))
 
 
+def test_the_page_of_options_shows_the_stars_of_patterns() -> None:
+    """Outside of code, Markdown takes two bare stars of a row for emphasis and drops them."""
+    page = (DOCS / "options.md").read_text()
+    prose = re.sub(r"`[^`]*`", "", re.sub(r"\A.*?^\|", "|", page, flags=re.DOTALL | re.MULTILINE))
+    assert r"\*.mlp" in prose
+    assert not re.search(r"(?<!\\)\*", prose)
+
+
 @pytest.mark.parametrize("name", [*methods()])
 def test_a_methods_docstring_says_who_must_call(name: str) -> None:
     member = inspect.getattr_static(shardcast.ShardedOptimizer, name)
