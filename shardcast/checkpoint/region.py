@@ -81,12 +81,12 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the local tensor is the whole one."""
+        """Whether the local tensor is the whole one."""
         return self.local == self.shape
 
     @property
     def is_first(self) -> bool:
-        """Return whether the local tensor starts where the whole one does."""
+        """Whether the local tensor starts where the whole one does."""
         return all(runs and runs[0].first == 0 for runs in self.runs)
 
 

@@ -72,7 +72,7 @@ class TensorCollectives:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the process group still exists."""
+        """Whether the process group still exists."""
         return self._group is None or self._group() is not None
 
     @property

@@ -48,7 +48,7 @@ class ProcessGroups:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Return whether each rank owns a span of every pack, with data parallelism alone."""
+        """Whether each rank owns a span of every pack, with data parallelism alone."""
         return self.everyone is self.shard
 
     def check_alike(self, plan: Any, device: torch.device) -> None:

@@ -68,7 +68,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of kept buffers."""
+        """Bytes of kept buffers."""
         return sum(buffer.nbytes for buffer in self._free)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:

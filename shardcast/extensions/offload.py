@@ -175,7 +175,7 @@ class HostHome(Home):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes on the host that cross the bus."""
+        """Bytes on the host that cross the bus."""
         return self._published.nbytes + self._memory.nbytes
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -139,7 +139,7 @@ class Gradients:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the mean, and of gradients that are not reduced."""
+        """Bytes of the mean, and of gradients that are not reduced."""
         held = {id(t): t.nbytes for t in (self._mean, self._own, self._full) if t is not None}
         if self._full is not None:
             held.pop(id(self._own), None)  # part of the mean's memory
@@ -819,7 +819,7 @@ class Gradients:
 
     @property
     def shows(self) -> bool:
-        """Return whether ``.grad``s must show a clip at once.
+        """Whether ``.grad``s must show a clip at once.
 
         In low precision on one rank the clip waits for the update, because rounding clipped values
         would cost precision, and keeping all of them in fp32 would cost memory. See

@@ -197,7 +197,7 @@ class Pack:
 
     @property
     def converted(self) -> bool:
-        """Return whether the first parameter now has another dtype or device."""
+        """Whether the first parameter now has another dtype or device."""
         param: nn.Parameter = self.params[0]
         return param.dtype != self.layout.dtype or param.device != self.data.device
 

@@ -69,7 +69,7 @@ class Shard:
 
     @property
     def in_place(self) -> bool:
-        """Return whether the pack's own span *is* the master."""
+        """Whether the pack's own span *is* the master."""
         return self.pack.layout.dtype == MASTER_DTYPE
 
     @property
@@ -103,7 +103,7 @@ class Shard:
 
     @property
     def casts(self) -> bool:
-        """Return whether the update itself must cast into the pack.
+        """Whether the update itself must cast into the pack.
 
         It must not if the masters' own memory contains part of the published values.
         """
@@ -111,12 +111,12 @@ class Shard:
 
     @property
     def _is_apart(self) -> bool:
-        """Return whether masters and their published values share no memory."""
+        """Whether masters and their published values share no memory."""
         return not self.in_place and not self._codec.has_published
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of masters outside the pack, and of an option's data for them."""
+        """Bytes of masters outside the pack, and of an option's data for them."""
         of_masters = 0 if self.in_place else self.master.nbytes
         for kept in self._before_load.values():
             of_masters += sum(tensor.nbytes for tensor in kept)
@@ -188,7 +188,7 @@ class Shard:
 
     @property
     def is_lent(self) -> bool:
-        """Return whether an average is in the pack."""
+        """Whether an average is in the pack."""
         return self._lent is not None
 
     @property

@@ -158,7 +158,7 @@ class Fragment(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Return whether another rank owns a part of the parameter."""
+        """Whether another rank owns a part of the parameter."""
         return self.numel != self.slot.numel
 
     @property
@@ -232,7 +232,7 @@ class PackLayout:
 
     @cached_property
     def owned_spans(self) -> tuple[Span, ...]:
-        """Return the spans with a part of a parameter, not only padding."""
+        """Spans with a part of a parameter, not only padding."""
         owners = {owner for owner, _, _ in self.parts()}
         return tuple(span for span in self.spans if span.owner in owners)
 

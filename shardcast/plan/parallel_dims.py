@@ -51,7 +51,7 @@ class ParallelDims:
 
     @property
     def in_pipeline(self) -> bool:
-        """Return whether other ranks hold other stages."""
+        """Whether other ranks hold other stages."""
         return self.sizes.get(self.pipeline, 1) > 1
 
     @property
@@ -200,7 +200,7 @@ class PackGroups(NamedTuple):
 
     @property
     def sums_replicas(self) -> bool:
-        """Return whether gradients of copies are summed."""
+        """Whether gradients of copies are summed."""
         return bool(self.reduce) and not set(self.replicate).isdisjoint(self.reduce)
 
     def __str__(self) -> str:

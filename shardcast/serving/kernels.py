@@ -70,7 +70,7 @@ class Kernels:
 
     @property
     def _block(self) -> Sequence[int]:
-        """Return elements of values, bytes of codes, and scales per row of a block."""
+        """Elements of values, bytes of codes, and scales per row of a block."""
         columns = self._form.block_columns
         return columns, columns * self._form.bits // 8, 1
 

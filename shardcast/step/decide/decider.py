@@ -103,7 +103,7 @@ class Decider:
 
     @property
     def takes_loss(self) -> bool:
-        """Return whether a signal accepts a loss."""
+        """Whether a signal accepts a loss."""
         return any(signal.takes_loss for signal in self.signals)
 
     def _take_loss(self, loss: Any) -> None:
@@ -209,7 +209,7 @@ class Decider:
 
     @property
     def meets(self) -> bool:
-        """Return whether :meth:`meet` communicates."""
+        """Whether :meth:`meet` communicates."""
         return self._process_groups.everyone.size > 1 and _compat.is_host(self._device)
 
     @torch.no_grad()

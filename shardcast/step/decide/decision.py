@@ -52,7 +52,7 @@ class Decision:
 
     @cached_property
     def on_host(self) -> Decision:
-        """Return a copy with host numbers, all read at once; waits for the device."""
+        """Copy with host numbers, all read at once; waits for the device."""
         read = [self.norm, self.skip, self.taken, self.unscale, *self.factors.values()]
         kept = {number: None for number in read if number is not None}  # each number once
         values = torch.stack([number.double() for number in kept]).cpu()

@@ -44,7 +44,7 @@ class Bucket:
 
     @cached_property
     def late(self) -> bool:
-        """Return whether its further sums are with ranks whose backward waits for others.
+        """Whether its further sums are with ranks whose backward waits for others.
 
         Then it is sent at the end, as one of the last.
         """
@@ -52,7 +52,7 @@ class Bucket:
 
     @property
     def complete(self) -> bool:
-        """Return whether all gradients have arrived in this backward."""
+        """Whether all gradients have arrived in this backward."""
         return len(self.grads.arrived) == len(self.grads.pack.params)
 
     def arrive(self, position: int, sends: bool, is_outer: bool, is_sent: bool) -> bool:

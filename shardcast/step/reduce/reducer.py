@@ -120,17 +120,17 @@ class Reducer:
 
     @property
     def synchronises(self) -> bool:
-        """Return whether a backward would be synchronized now, in DDP's sense: not in no_sync."""
+        """Whether a backward would be synchronized now, in DDP's sense: not in no_sync."""
         return self._syncs and not self.at_step
 
     @property
     def _local(self) -> bool:
-        """Return whether backwards currently send nothing."""
+        """Whether backwards currently send nothing."""
         return not self.synchronises or self.alone
 
     @property
     def has_gradients(self) -> bool:
-        """Return whether there is any gradient."""
+        """Whether there is any gradient."""
         return any(param.grad is not None for grads in self.grads for param in grads.pack.params)
 
     def add(self, pack: Pack) -> Gradients:
@@ -310,7 +310,7 @@ class Reducer:
 
     @property
     def brings(self) -> bool:
-        """Return whether there are gradients outside the mean, or that no step has used."""
+        """Whether there are gradients outside the mean, or that no step has used."""
         has_run = self.last_backward is not None
         return any(
             has_run or not grads.holds(position, grad)
@@ -441,7 +441,7 @@ class Reducer:
 
     @property
     def shows(self) -> bool:
-        """Return whether ``.grad``s have values that a script can read."""
+        """Whether ``.grad``s have values that a script can read."""
         return any(grads.shows for grads in self.grads)
 
     def note_clip(self, clip: Decision) -> None:
@@ -453,7 +453,7 @@ class Reducer:
 
     @property
     def is_clipped(self) -> bool:
-        """Return whether there was a clip since the last step or ``zero_grad``."""
+        """Whether there was a clip since the last step or ``zero_grad``."""
         return self.clip is not None and self._clipped != USED
 
     @property

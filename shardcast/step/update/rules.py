@@ -71,7 +71,7 @@ class AdamRule:
 
     @property
     def edits(self) -> bool:
-        """Return whether :meth:`apply_` overwrites its gradient."""
+        """Whether :meth:`apply_` overwrites its gradient."""
         return self.maximize or (self.coupled and self.decays)
 
     def numbers(self, group: ParamGroup, step: float | Tensor) -> Numbers:
@@ -180,7 +180,7 @@ class SGDRule:
 
     @property
     def edits(self) -> bool:
-        """Return whether :meth:`apply_` overwrites its gradient."""
+        """Whether :meth:`apply_` overwrites its gradient."""
         return self.maximize or self.decays or self.nesterov
 
     def numbers(self, group: ParamGroup, step: float | Tensor) -> Numbers:
