@@ -175,7 +175,7 @@ class ShardcastPrecision(Precision):
         closure: Callable[[], object],
         **kwargs: object,
     ) -> Any:
-        """Step ``optimizer``; one of several steps without a closure. Collective: every rank."""
+        """Step ``optimizer``, without a closure if it is one of several. Collective: every rank."""
         if isinstance(optimizer, OptimizerHandle) and closure is do_nothing_closure:
             self._wrap_closure(model, optimizer, closure)  # its hooks
             return optimizer.step()

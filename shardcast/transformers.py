@@ -10,8 +10,8 @@ The arguments ``bf16=True`` and ``fp16=True`` set ``param_dtype``. A checkpoint 
 rank's shard in ``shardcast/`` instead of ``optimizer.pt``, and loads at any world size. Its file
 ``optimizer.pt.txt`` explains how the stock Trainer can resume from it.
 
-``optimizers=`` also takes a list of optimizers. Trainer's schedule then drives the groups of all,
-each from its own learning rate.
+``optimizers=`` also takes a list of optimizers. Trainer's schedule then scales every
+group's own learning rate.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class ShardcastTrainerMixin(_Trainer):
             raise ValueError(
                 f"optimizers: expected no scheduler with several optimizers, got a "
                 f"{type(self.lr_scheduler).__name__}, which would drive the groups of only one of "
-                "them; pass optimizers=([muon, adamw], None) for the schedule that "
-                "lr_scheduler_type names, each from its own learning rate"
+                "them; pass optimizers=([muon, adamw], None): the schedule that "
+                "lr_scheduler_type names then scales every group's own learning rate"
             )
 
     def create_accelerator_and_postprocess(self) -> None:

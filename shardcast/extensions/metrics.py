@@ -175,7 +175,7 @@ class Metrics(StepHook):
                 ``weight_norm`` (of the new masters), ``update_norm`` (of their change),
                 ``update_to_weight`` (ratio of the two), ``swallowed`` (share of elements whose
                 master changed but whose low-precision value did not). Empty before the first
-                measured step. If all measured steps were skipped, zeros, and NaN for ratios.
+                measured step. If all measured steps were skipped, norms are 0 and ratios NaN.
 
         Raises:
             RuntimeError: without the option ``metrics``.

@@ -76,7 +76,7 @@ class Gradients:
     """
 
     has_a_part = (
-        "but the mean has only a part of it, after a failed backward, or one inside no_sync() "
+        "but the mean lacks a part of it, because a backward failed, or ran inside no_sync() "
         "without zero_grad() before it: call optimizer.zero_grad() first, or set every .grad to "
         "None"
     )

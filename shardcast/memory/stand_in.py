@@ -364,7 +364,7 @@ def _refuse_read(name: str, hidden: StandIn) -> NoReturn:
         raise RuntimeError(f"{name} reads .grad of {hidden.of!r}, {grads.has_a_part}")
     why = "after the backward each rank holds only the elements of the mean gradient that it owns"
     if grads is not None and grads.alone:
-        why = "the update applies the last clip, which the gradient lacks until a gather"
+        why = "the update applies the last clip, so .grad does not show it yet"
     raise RuntimeError(f"{name} reads .grad of {hidden.of!r}, but {why}. {_second_phase()}{DOORS}")
 
 

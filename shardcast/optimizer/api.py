@@ -71,7 +71,7 @@ def shard(
             ``step()``.
         optimizer: a torch optimizer over parameters of ``model``, or a sequence such as
             ``[muon, adamw]`` that holds every trained parameter exactly once. Elementwise
-            optimizers are split evenly; for all others each parameter has one owner. They share one
+            optimizers are split evenly; for all others each parameter has one owner. All share one
             reduction, norm, decision and sync. Their own ``step`` is disabled; see
             :attr:`ShardedOptimizer.optimizers`.
         config: a config, a mapping, a YAML file or the name of a preset (``"lean"``). ``None``

@@ -381,8 +381,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if reduce.at_step and not self._warned_of_schedules:
             self._warned_of_schedules = True
             warn_first(
-                "count: torch's schedules divide gradients by the micro-batches, and the tokens "
-                "divide them again; build the schedule with scale_grads=False"
+                "count: torch's schedules divide gradients by the number of micro-batches, and "
+                "count() divides them again, by tokens; build the schedule with scale_grads=False"
             )
         self._packed.decider.tokens.add(tokens, reduce.last_backward is not None)
 
@@ -512,8 +512,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError, ValueError: on all ranks: ``max_norm``, or a group's ``max_grad_norm``, is
-                not a number above 0; ``parameters`` or ``norm_type`` differ; or
-                ``error_if_nonfinite=True``.
+                not a number above 0; ``parameters`` are not all trained ones; ``norm_type`` is
+                not the option's; or ``error_if_nonfinite=True``.
         """
         call, packed, bound = "clip_grad_norm_", self._packed, None
         with packed.decider.refusal.held():

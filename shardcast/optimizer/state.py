@@ -606,7 +606,7 @@ class RankPart(dict[str, object]):
 
     def _warn(self) -> None:
         warn_first(
-            f"state_dict: this is a copy of the part of only one of {self._size} ranks, and a run "
+            f"state_dict: this is a copy of one of {self._size} ranks' parts, and a run "
             "cannot resume from it alone: save with shardcast.checkpoint.save, or call "
             "full_state_dict() on every rank, which returns the whole state on rank 0. To edit "
             "moments, use `with optimizer.whole(...)`: edits of a copy change nothing"

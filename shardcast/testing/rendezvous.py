@@ -256,7 +256,7 @@ class ThreadedRun:
         error = self.left[lost]
         did = "returned" if error is None else f"raised {type(error).__name__}: {error}"
         raise RankLeftError(
-            f"rank {lost} has left after {self.made[lost]} collectives (it {did}), "
+            f"rank {lost} has left after {self.made[lost]} collectives (it {did}); "
             f"{exchange} waits for it{exchange.table()}",
             lost,
         ) from error
@@ -293,7 +293,7 @@ class ThreadedRun:
 
     def _fail_stuck(self) -> None:
         """Fail: every rank still there waits for another one, in another group."""
-        lines, calls = ["no rank can go on, each waits for another one:"], {}
+        lines, calls = ["no rank can go on; each waits for another one:"], {}
         for rank, exchange in sorted(self._line.items()):
             if exchange is not None:
                 calls[rank] = record = exchange.calls[rank].record

@@ -267,9 +267,9 @@ class Reducer:
             taken = [grads.settle() for grads in self.grads]
         if any(taken) and are_dropped and not self._gathered:
             self._warn_once(
-                "gradients were assigned after a backward's gradients were cleared without a "
-                "step: they are treated as means and not averaged over ranks; average them "
-                "yourself, or first call step() with all .grad None"
+                "gradients were assigned after the script had cleared those of a backward, "
+                "without a step: they count as means and are not averaged over ranks; average "
+                "them yourself, or first call step() with all .grad None"
             )
 
     def check(self) -> None:
@@ -508,8 +508,8 @@ class Reducer:
         for grads, version in zip(self.grads, seen, strict=True):
             if self.alone and not grads.shows and grads.version != version:
                 raise RuntimeError(
-                    "step: a .grad that the script kept from before clip_grad_norm_ was edited "
-                    "after it, and does not show the clip; read param.grad again after the clip"
+                    "step: the script edited a .grad that it kept from before clip_grad_norm_, "
+                    "which does not show the clip; read param.grad again after the clip"
                 )
 
     def state(self) -> Any:
@@ -663,9 +663,9 @@ class Reducer:
                 names = listed([grads.pack.layout.slots[n].name for n in assigned])
                 grads.refuse(
                     RuntimeError(
-                        "gradients were assigned after a backward that failed, whose other "
-                        f"gradients ranks may have averaged: {names}; call "
-                        "optimizer.zero_grad() on every rank before you assign them"
+                        f"gradients were assigned after a backward that failed: {names}; ranks may "
+                        "already have averaged its other gradients. Call optimizer.zero_grad() on "
+                        "every rank before you assign gradients"
                     )
                 )
         cleared = {grads: grads.cleared() for grads in self.grads}
