@@ -855,6 +855,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "and process group; use state_dict(), or shardcast.checkpoint.save"
         )
 
+    __setstate__ = refuse_write  # torch's writes to ``__dict__``, behind the property ``state``
+
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
     if options:
@@ -1076,6 +1078,8 @@ class OptimizerHandle(torch.optim.Optimizer):
     def state(self, value: Any) -> None:
         if self._ready:
             refuse_write()
+
+    __setstate__ = refuse_write
 
 
 def options_of(group: ParamGroup) -> Group:

@@ -449,7 +449,8 @@ def refuse_write(*_args: object, **_named: object) -> NoReturn:
         "state: optimizer.state is read-only, because each rank has only its own part; edit "
         "tensors in `with optimizer.whole(...) as params:` or `with optimizer.owned() as "
         "parts:`; to replace or drop state, on every rank: state = optimizer.state_dict(), edit "
-        "state['state'], optimizer.load_state_dict(state)"
+        "or delete all but 'master' in state['state'], optimizer.load_state_dict(state); to move "
+        "it to a device: nothing, it is where the model is"
     )
 
 

@@ -273,6 +273,7 @@ def test_the_state_is_read_only():
         lambda: values.update(step=1.0),
         lambda: values.pop("step"),
         lambda: setattr(optimizer, "state", defaultdict(dict)),
+        lambda: optimizer.__setstate__({"state": defaultdict(dict)}),
     ]
     for write in writes:
         with pytest.raises(TypeError, match=r"read-only.* optimizer\.load_state_dict\(state\)"):
