@@ -1,12 +1,12 @@
-"""Measure shardcast: its update, the collectives behind it, and whole steps beside other systems.
+"""Measure shardcast: its update, its collectives, and whole steps next to other systems.
 
-    python -m benchmarks update                      # against a copy of the same bytes
+    python -m benchmarks update                      # next to a copy of the same bytes
     python -m benchmarks host                        # host time of an accelerator's step, by packs
     python -m benchmarks groups                      # collectives and launches, by parameter groups
     python -m benchmarks peers --model gpt --markdown
     python -m benchmarks phases --model gpt          # where the time of a step goes
     python -m benchmarks replicas --ranks 2          # replica_check, amortized over 100 steps
-    python -m benchmarks checkpoint --elements 100000000  # beside torch.save and dcp.save
+    python -m benchmarks checkpoint --elements 100000000  # next to torch.save and dcp.save
     python -m benchmarks fine-tuning --record        # published forms: what changes in a step
     python -m benchmarks digests --against ../other-tree  # whether two trees have the same bits
     python -m benchmarks all --idle --minutes 15     # the tables of BENCHMARKS.md
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def on_ranks(measure: Callable[..., Any], ranks: int, *given: Any) -> Any:
-    """Return what rank 0 measures, with one process per rank and equal matrix products."""
+    """Return what rank 0 measures, with one process per rank; see launch/products.py."""
     return spawn(multiplied, ranks, measure, *given, timeout=TIMEOUT)[0]
 
 
@@ -136,7 +136,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     every.add_argument("--minutes", type=float, default=60.0, help="time after which none starts")
     every.add_argument("--idle", action="store_true", help="use the wall clock everywhere")
     every.add_argument(
-        "--only", nargs="+", default=[], metavar="PART", help="only commands with a PART"
+        "--only", nargs="+", default=[], metavar="PART", help="only commands with a PART in them"
     )
     every.add_argument("--document", type=Path, default=ROOT / "BENCHMARKS.md")
     tuning = commands.add_parser("fine-tuning", allow_abbrev=False)

@@ -36,7 +36,7 @@ from shardcast.testing import spawn
 
 WIDTH = 1024
 COLUMNS = ("system", "s", "x", "GB/s", "processor s")
-# Each kind's first row is the one that its ratios are to.
+# Ratios of each kind are relative to its first row.
 KINDS = {
     "save": (
         "torch.save, flushed, renamed",
@@ -148,7 +148,7 @@ def measure(
                 spent = torch.tensor(time.process_time() - busy, dtype=torch.float64)
                 seconds = time.perf_counter() - begun
                 dist.all_reduce(spent)
-                if number >= 0:  # the first round finds nothing to delete or to load fast
+                if number >= 0:  # the first round has nothing to delete and no cached files
                     found[name].append((seconds, float(spent)))
                 if "async" in name:
                     pending[-1].wait()

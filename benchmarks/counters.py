@@ -75,14 +75,14 @@ class Collectives:
 def in_use() -> int | None:
     """Return the bytes that this process holds from glibc's allocator; ``None`` without glibc.
 
-    All ranks must call it. The difference of two calls is what was allocated in between and not
-    freed, to the byte, whoever holds it and whichever thread frees it: every storage counts
-    once, whatever the number of views of it, also DDP's buckets, which no Python object holds.
-    Memory that the allocator keeps for reuse does not count.
+    All ranks must call it. The difference of two calls is the memory that was allocated in between
+    and not freed, to the byte. Every storage counts once, regardless of its views and of the thread
+    that frees it, also DDP's buckets, which no Python object holds. Memory that the allocator keeps
+    for reuse does not count.
     """
     gc.collect()
     dist.barrier()
-    time.sleep(0.05)  # the threads of the collectives drop their tensors a moment after the end
+    time.sleep(0.05)  # the collectives' threads free their tensors slightly later
     if not hasattr(GLIBC, "mallinfo2"):
         return None
     GLIBC.mallinfo2.restype = _MallInfo
@@ -91,7 +91,7 @@ def in_use() -> int | None:
 
 
 class _MallInfo(ctypes.Structure):
-    """``struct mallinfo2``: ``hblkhd`` in blocks mapped alone, ``uordblks`` in the heaps."""
+    """``struct mallinfo2``: bytes mapped separately in ``hblkhd``, in the heaps in ``uordblks``."""
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
@@ -131,8 +131,8 @@ def _resident(key: str) -> int:
 def sent() -> int | None:
     """Return the bytes that the loopback interface has sent; ``None`` if it cannot be read.
 
-    All ranks of the benchmark are on one machine, so this is the sum over them; other programs'
-    traffic is in it, so take the least of several steps.
+    All ranks of the benchmark are on one machine, so this is their sum. It includes other programs'
+    traffic, so take the minimum of several steps.
     """
     if not LOOPBACK.exists():
         return None

@@ -1,8 +1,8 @@
 """Hashes of short training runs, to check that a refactoring changes no bit.
 
 Each run trains on two or more ranks, with a skipped step, accumulation and missing gradients. Its
-hash covers what each rank has after each step (parameters, norm, contents of ``.grad``) and, at the
-end, masters, state and options. The bits depend on torch's version and on the processor, so hashes
+hash covers each rank's parameters, norm and contents of ``.grad`` after each step, and masters,
+state and options at the end. The bits depend on torch's version and on the processor, so hashes
 are not stored: two trees are compared on one machine.
 
     python -m benchmarks digests                           # of this tree
@@ -89,7 +89,7 @@ def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
 
 
 def seen(model: nn.Module, optimizer: Any) -> list[Any]:
-    """Return what a rank has after a step."""
+    """Return a rank's values after a step."""
     params = [_compat.local_tensor(param) for param in model.parameters()]
     return [hashed([params, [*model.buffers()], optimizer.grad_norm])]
 
@@ -106,7 +106,7 @@ def train(
     """Train, and return the values to hash of each step and of the end.
 
     Args:
-        options: ``counts``, ``gives_loss``, ``clips``: which calls a script makes.
+        options: ``counts``, ``gives_loss`` and ``clips`` select the calls that the script makes.
     """
     for step in steps:
         losses = []
@@ -137,7 +137,7 @@ def train(
 def state_of(model: nn.Module, optimizer: Any) -> list[Any]:
     state = optimizer.state_dict()
     report = dict(optimizer.memory_report())
-    del report["gradients"]  # of which more or less may be here between two steps
+    del report["gradients"]  # their memory varies between steps
     return [
         hashed(state),
         report,
@@ -172,7 +172,7 @@ def on_ranks(
         torch.manual_seed(0)
         model = Net()
         fields = {"pack_params": 3, "max_grad_norm": 1.0, **config}
-        in_mesh = isinstance(world, dict)  # of one dimension: the default group
+        in_mesh = isinstance(world, dict)  # the default group for one dimension
         optimizer = shardcast.shard(
             model, make(model), process_group=None if in_mesh else group, **fields
         )
@@ -374,7 +374,7 @@ def with_accelerate() -> list[Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the digests, with ``--against`` of both trees; return 1 if they differ."""
+    """Print the digests, of both trees with ``--against``; return 1 if they differ."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--against", type=Path, help="another tree of the repository")
     parser.add_argument(

@@ -26,7 +26,7 @@ FORMS = ("bf16", "mxfp8", "fp8_block128", "mxfp4")
 RATES = (1e-5, 3e-6, 1e-6)
 MATRICES = ["*.qkv", "*.out", "*.mlp.?"]
 CONFIG = GPTConfig(context=128, width=256, depth=2)
-BATCH, SETTLED = 4, 20  # sequences; steps until Adam's second moments say something
+BATCH, SETTLED = 4, 20  # sequences; steps until Adam's second moments are useful
 COLUMNS = ("form", "learning rate", "values that change in a step", "loss before", "after", "x")
 
 

@@ -22,7 +22,7 @@ from shardcast import _compat
 from shardcast.testing import FakeGroup
 
 CPU = torch.device("cpu")
-ELEMENTS = 128  # of the span of a rank
+ELEMENTS = 128  # elements of a rank's span
 COLUMNS = ("packs", "ranks", "backward us", "least", "step us", "least", "us per pack")
 
 
@@ -43,7 +43,7 @@ class Idle(FakeGroup):
         return _Done()
 
     def all_to_all_single(self, output: Tensor, input: Tensor, *_args: Any) -> dist.Work:
-        output.copy_(input)  # gradients of no world are NaN
+        output.copy_(input)  # a fake group gives NaN
         return _Done()
 
     _allgather_base, alltoall_base = all_gather_single, all_to_all_single
@@ -106,7 +106,7 @@ def one(costs: Costs, rounds: int, device: torch.device = CPU, fuse: str = "comp
     grad = torch.full(shape, 1e-3, dtype=torch.bfloat16, device=device)
     for number in range(rounds + 3):
         loss = Given.apply(grad, *model)
-        if not on_cpu:  # else the host might wait for room in a queue
+        if not on_cpu:  # so that the host never waits for room in a queue
             torch.cuda.synchronize(device)
         begin = clock()
         loss.backward()
@@ -114,7 +114,7 @@ def one(costs: Costs, rounds: int, device: torch.device = CPU, fuse: str = "comp
         optimizer.step()
         end = clock()
         optimizer.zero_grad()
-        if number >= 3:  # state, graphs and operands are there
+        if number >= 3:  # state, graphs and operands exist by then
             costs.backward.append(middle - begin)
             costs.step.append(end - middle)
     return costs

@@ -62,7 +62,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Deep and narrow masked language model: many small tensors, which fused updates suit."""
+    """Deep and narrow masked language model with many small tensors, which suits fused updates."""
 
     def __init__(self, vocabulary: int, width: int, depth: int, heads: int, context: int) -> None:
         super().__init__()

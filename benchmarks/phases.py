@@ -1,4 +1,4 @@
-"""Time of each phase of a step, beside the same compute alone and the crude floor.
+"""Time of each phase of a step, next to the same compute alone and the crude floor.
 
 Functions of the library are timed while they run, without the functions that they call, so phases
 add up to the step. Timing costs about a microsecond per call: this is a profile, not a comparison
@@ -140,7 +140,7 @@ def _method(clock: Clock, backward: Any) -> Any:
 
 
 def rows(found: dict[str, dict[str, list[float]]]) -> Sequence[tuple[str, ...]]:
-    """Return a row per phase, in ms, and one of faults; medians do not quite add up to `all`."""
+    """Return rows of phases, in ms, and of faults; medians do not exactly add up to `all`."""
     totals = {
         name: [sum(each) for each in zip(*(phases[phase] for phase in PHASES), strict=True)]
         for name, phases in found.items()

@@ -1,4 +1,4 @@
-"""The table of a run, for the terminal or in Markdown."""
+"""Print the table of a run, for the terminal or in Markdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.models import WORKLOADS
 from benchmarks.step import Plan, Result, compute, exposed, ratio
 from benchmarks.systems import LOCAL
 
-WRONG = 0.05  # difference of losses beyond which a system does not train as it should
+WRONG = 0.05  # a larger difference of losses means that a system trains wrongly
 COLUMNS = (
     "system",
     "step ms",
@@ -33,7 +33,7 @@ COLUMNS = (
 
 
 def device() -> str:
-    """Return the processor, and the features of it that torch uses."""
+    """Return the processor, its cores, and the transport of the ranks."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -42,7 +42,7 @@ def device() -> str:
 
 
 def head(command: str) -> list[str]:
-    """Return what ran, on which machine, with which versions."""
+    """Return the command, the machine and the versions."""
     reason = why(torch.device("cpu"))
     every = [f"every system: {reason}"] if reason else []
     return [f"device: {device()}", f"torch: {torch.__version__}", *every, f"command: {command}"]

@@ -34,9 +34,9 @@ class Result:
             plan's clock.
         sent: bytes that all ranks together sent in a step, the least seen.
         casts: casts of parameters in forwards and backwards, with 1 and with 4 micro-batches.
-        collectives: collectives of a rank in a step, and messages that it sends.
-        held: bytes per parameter on the fullest rank between the last backward and the optimizer
-            phase of a later step than the first, beyond what was held before the model was built.
+        collectives: collectives of a rank in a step, and messages that the rank sends.
+        held: bytes per parameter on the fullest rank, between the last backward and the optimizer
+            phase of a step after the first, minus those before the model was built.
         growth: bytes per parameter by which resident memory rises in a step, on the fullest rank:
             gradients that were freed, activations, buffers.
         off: largest difference of the mean loss from one process in fp32, over the warm-up steps.
@@ -93,7 +93,7 @@ def measure(group: dist.ProcessGroup, plan: Plan) -> dict[str, Result]:
 
 
 def prepare(name: str, workload: Workload, plan: Plan) -> tuple[System, Result, list[float]]:
-    """Return a system after its first steps, its counts, and its losses."""
+    """Run the first steps of a system; return it, its counts and its losses."""
     # An unmeasured step, because imports, compiled code and kernels' buffers belong to no system.
     one_step(SYSTEMS[name](workload.build(), workload), workload, plan, 0)
     before = in_use()
@@ -119,7 +119,7 @@ def prepare(name: str, workload: Workload, plan: Plan) -> tuple[System, Result, 
 
 
 def fullest(now: int | None, before: int | None, numel: int) -> float | None:
-    """Return the bytes per parameter on the rank that holds most."""
+    """Return the bytes per parameter on the rank with the most."""
     if now is None or before is None:
         return None
     most = torch.tensor((now - before) / numel, dtype=torch.float64)

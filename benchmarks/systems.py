@@ -1,7 +1,7 @@
-"""The systems that are compared, each as its own documentation says it is to be used.
+"""The systems that are compared, each used as its documentation says.
 
-All train with AdamW, its ``fused`` form where the system takes one, and without clipping; in bf16,
-but for one that shows what fp32 costs.
+All train with AdamW, ``fused`` if the system accepts it, and without clipping. All use bf16 except
+one, which shows the cost of fp32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Compute = Literal["bf16", "autocast", "fp32"]
 
 
 class System:
-    """A model that is trained on every rank; this one trains alone and makes no step.
+    """A model that is trained on every rank; this base class only runs forward and backward.
 
     Args:
         compute: the precision of forward and backward: of the model itself, or under autocast.
@@ -153,7 +153,7 @@ class DeepSpeed(System):
         loss = self.model(*batch)
         self.model.backward(loss)  # divides by the number of micro-batches itself
         if not last:
-            self.model.step()  # counts; it updates at the last one
+            self.model.step()  # only counts; it updates at the last micro-batch
         return loss.detach()
 
     def step(self) -> None:

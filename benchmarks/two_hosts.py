@@ -1,4 +1,4 @@
-"""Time steps of two hosts with a few ranks each; tools/two_hosts.sh starts it by torchrun."""
+"""Time steps on two hosts with a few ranks each; started by tools/two_hosts.sh with torchrun."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORKLOAD = Workload(
 )
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt() in glibc
 STEPS = 2  # timed together
-WIRE = Path("/sys/class/net/wire/statistics")  # of the link between the hosts
+WIRE = Path("/sys/class/net/wire/statistics")  # the link between the hosts
 OWN: dict[str, dict[str, Any]] = {
     "shardcast": {},
     "shardcast, all_to_all": {"reduce": "all_to_all"},

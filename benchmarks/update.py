@@ -1,6 +1,6 @@
-"""Time of the update (unscale, clip, AdamW, cast) beside a copy of the same number of bytes.
+"""Time of the update (unscale, clip, AdamW, cast), next to a copy of the same number of bytes.
 
-The first rows have fp32 masters and moments. The others have codecs that take less memory, with and
+The first rows have fp32 masters and moments. The others use codecs that take less memory, with and
 without a compiler.
 """
 
@@ -23,7 +23,7 @@ from shardcast.step.update.epilogues import Epilogue
 from shardcast.step.update.fusion import CompiledExecutor, Executor, Fusion, UpdateNumbers
 
 BYTES = 30  # per element: gradient 2; master, moments and parameter 14 read and 14 written
-CODED = {  # master and moments as in the configuration
+CODED = {  # the options master and moments
     "split16": ("split16", "fp32"),
     "bf16 moments": ("fp32", "bf16"),
     "int8 moments": ("fp32", "int8"),
@@ -50,7 +50,7 @@ def measure(elements: int, threads: int, rounds: int) -> dict[str, list[float]]:
     torch.set_num_threads(threads)
     fusion, operands = fused(elements)
     by_torch, _ = fused(0, by_torch=True)
-    source = torch.ones(elements * BYTES // 2, dtype=torch.uint8)  # as many are written as read
+    source = torch.ones(elements * BYTES // 2, dtype=torch.uint8)  # read once, written once
     target = torch.empty_like(source)
     eager = Executor(on_host=True)
     candidates: dict[str, Callable[[], object]] = {

@@ -1,4 +1,4 @@
-"""What shardcast is compared with: fp32 weights and moments on every rank, DDP and autocast."""
+"""The baseline: fp32 weights and moments on every rank, DDP and autocast."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Baseline:
         return loss
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes that this rank holds, by kind; gradients as they were in the last step."""
+        """Return the bytes that this rank holds, by kind; gradients are those of the last step."""
         state = [value for state in self.optimizer.state.values() for value in state.values()]
         return {
             "parameters": sum(param.nbytes for param in self.model.parameters()),

@@ -1,4 +1,4 @@
-"""Two runs of launch/train.py beside each other: a picture, a table, how far losses are apart."""
+"""Compare two runs of launch/train.py: a picture, a table, and the difference of losses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ NAMES = {None: "shardcast", "ddp": "DDP + autocast", "bf16": "bf16 without maste
 
 
 def compare(directories: list[Path], output: Path) -> None:
-    """Draw two runs in one picture, print a table of them and the picture's path."""
+    """Draw two runs in one picture; print a table of them and the picture's path."""
     runs = {name_of(metrics.read(directory)): metrics.read(directory) for directory in directories}
-    if len(runs) < len(directories):  # two of one kind
+    if len(runs) < len(directories):  # two runs of one kind
         runs = {str(directory): metrics.read(directory) for directory in directories}
     memory = {name: memory_over_ranks(records) for name, records in runs.items()}
     measured = {name: measured_memory(records) for name, records in runs.items()}
@@ -35,7 +35,7 @@ def compare(directories: list[Path], output: Path) -> None:
 
 
 def noise() -> str:
-    """Return how far apart seeds of DDP end, as a scale for the difference of two runs."""
+    """Return the spread of DDP's final losses over seeds, to judge the difference of two runs."""
     low, high = min(DDP_LOSSES), max(DDP_LOSSES)
     return (
         f"for comparison: DDP + autocast alone, 300 steps with {len(DDP_LOSSES)} seeds, ended "
@@ -48,14 +48,14 @@ def name_of(records: list[Record]) -> str:
 
 
 def measured_memory(records: list[Record]) -> tuple[int, int]:
-    """Number of ranks, bytes that the first one held: parameters, gradients, masters, state."""
+    """Return the number of ranks, and the bytes that the first rank held."""
     report = metrics.values_of(records, "memory")
     total = sum(value for key, value in report.items() if key != "kind")
     return metrics.values_of(records, "run")["world"], total
 
 
 def memory_over_ranks(records: list[Record]) -> dict[int, float]:
-    """Bytes per rank that the model of a run needs on other numbers of ranks, by the formulas."""
+    """Return the estimated bytes per rank of a run's model for several numbers of ranks."""
     run = metrics.values_of(records, "run")
     with torch.device("meta"):
         model = GPT(GPTConfig.of(argparse.Namespace(**run["arguments"])))
@@ -75,7 +75,7 @@ def table(
     memory: dict[str, dict[int, float]],
     measured: dict[str, tuple[int, int]],
 ) -> list[str]:
-    """Lines for people: loss, memory and time of each run."""
+    """Return lines with loss, memory and time of each run."""
     validations = {name: metrics.curve(records, "validation") for name, records in runs.items()}
     step = max(set.intersection(*(set(losses) for losses in validations.values())))
     world = max(ranks for ranks, _ in measured.values())

@@ -1,4 +1,4 @@
-"""Bytes of real text, a held-out part, and the batches that every run with one seed sees."""
+"""Bytes of real text with a held-out part, and batches that depend only on the seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-HELD_OUT = 20  # one file in so many, or this fraction of each file where files are few
+HELD_OUT = 20  # one file in 20, or 1/20 of each file if there are fewer files
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "__pycache__"}
 
 
@@ -33,9 +33,9 @@ class Corpus:
     def load(cls, paths: Sequence[Path], context: int, max_bytes: int = 20 << 20) -> Corpus:
         """Text of the files (and of the files under the directories) in `paths`.
 
-        No paths: the standard library of the running Python. Files are read in the order of
-        their names until `max_bytes`. One file in twenty, chosen by a hash of the names, is held
-        out, or the end of each file where there are fewer than twenty files.
+        Without paths, this is the standard library of the running Python. Files are read in the
+        order of their names until `max_bytes`. One file in twenty, chosen by a hash of its name,
+        is held out, or the end of each file if there are fewer than twenty.
         """
         texts, remaining = [], max_bytes
         for name, path in _files(paths) if paths else _standard_library():
@@ -56,11 +56,10 @@ class Corpus:
         return cls(_tensor(train), _tensor(held_out), context)
 
     def train_batch(self, seed: int, step: int, index: int, size: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (size, context) int64 of batch `index` of a step.
+        """Return inputs and targets (size, context) int64 of batch `index` of a step.
 
-        A pure function of its arguments. Callers number the batches of one step over
-        micro-batches and ranks, so that W ranks x 1 micro-batch see what 1 rank x W
-        micro-batches see.
+        A pure function of its arguments. Callers number the batches of a step over micro-batches
+        and ranks, so W ranks with 1 micro-batch see the same data as 1 rank with W micro-batches.
         """
         generator = torch.Generator().manual_seed(_number(f"{seed} {step} {index}"))
         last = self.train.numel() - self.context
@@ -70,9 +69,9 @@ class Corpus:
     def held_out_batches(
         self, sequences: int, size: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's share of `sequences` held-out sequences, evenly spread; at most `size` each.
+        """Yield this rank's share of `sequences` held-out sequences, at most `size` per batch.
 
-        All ranks together see the same sequences at any world size.
+        They are evenly spread, and all ranks together see the same ones at any world size.
         """
         available = (self.held_out.numel() - 1) // self.context
         chosen = torch.arange(min(sequences, available)) * available // min(sequences, available)
@@ -91,7 +90,7 @@ def _standard_library() -> Iterator[tuple[str, Path]]:
 
 
 def _files(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
-    """(name, path) of every file; a name does not depend on where its directory lies."""
+    """Yield (name, path) of every file; the name does not depend on the directory's location."""
     for path in paths:
         if path.is_dir():
             yield from _walk(path)
@@ -102,7 +101,7 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
 
 
 def _walk(root: Path) -> Iterator[tuple[str, Path]]:
-    """Files below `root` in one order everywhere; tests, caches and hidden files left out."""
+    """Yield files below `root` in a fixed order, without tests, caches and hidden files."""
     for directory, below, files in os.walk(root):
         below[:] = sorted(d for d in below if d not in SKIPPED_DIRECTORIES and d[0] != ".")
         for file in sorted(files):
@@ -112,11 +111,11 @@ def _walk(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _number(text: str) -> int:
-    """A number from 0 to 2**63 - 1 that depends on the text alone."""
+    """Return a number from 0 to 2**63 - 1 that depends only on the text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def _tensor(parts: Iterable[bytes]) -> Tensor:
     joined = b"".join(parts)
-    # frombuffer refuses an empty buffer and shares the memory of others, so it gets its own
+    # frombuffer refuses an empty buffer and shares the buffer's memory, hence the copy
     return torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.empty(0)

@@ -17,6 +17,6 @@ if ! cmp --silent tools/site/requirements.txt "$venv/requirements.txt"; then
         --requirement tools/site/requirements.txt
     cp tools/site/requirements.txt "$venv/requirements.txt"
 fi
-export NO_MKDOCS_2_WARNING=1 # of the theme, about versions that are not used here
+export NO_MKDOCS_2_WARNING=1 # the theme warns about versions that are not used here
 PATH=$(cd "$venv/bin" && pwd):$PATH # signatures are formatted by its ruff
 exec "$venv/bin/python" -m mkdocs "${1:-build}"

@@ -89,7 +89,7 @@ class GPT(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """N(0, 0.02) weights, zero biases; what writes to the residual stream / sqrt(2 depth)."""
+        """N(0, 0.02) weights, / sqrt(2 depth) if they write to the residual stream; zero biases."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)

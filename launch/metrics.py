@@ -1,4 +1,4 @@
-"""The metrics of a run, one JSON object per line, and the comparison of two runs."""
+"""Write metrics of a run, one JSON object per line, and compare two runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """Writes records to `metrics.jsonl` in a run's directory; does nothing where not `enabled`.
+    """Writes records to `metrics.jsonl` in a run's directory; does nothing unless `enabled`.
 
-    A resumed run appends to the earlier records. The last record of a repeated step counts.
+    A resumed run appends to the earlier records. For a repeated step, the last record counts.
 
     Kinds: "run" (arguments, configuration, world size, digest of the corpus, tokens of a step),
     "train" (loss: mean since the last record; lr, grad_norm, skipped_steps, tokens_per_second),
@@ -46,25 +46,25 @@ def read(directory: Path) -> list[Record]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Whole lines; the last one may be half written, or being written."""
+    """Return complete lines; the last one may be half written."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [line for line in lines if line.endswith("\n")]
 
 
 def curve(records: list[Record], kind: str) -> dict[int, float]:
-    """Loss by step of all records of one kind ("train" or "validation")."""
+    """Return the loss by step of all records of one kind ("train" or "validation")."""
     return {record["step"]: record["loss"] for record in records if record["kind"] == kind}
 
 
 def values_of(records: list[Record], kind: str) -> Record:
-    """What the last record of one kind says; nothing where there is none."""
+    """Return the values of the last record of one kind; empty if there is none."""
     return next((record for record in reversed(records) if record["kind"] == kind), {})
 
 
 def processor_seconds(records: list[Record]) -> float:
     """Return the processor time of a step on the first rank, the median over training records.
 
-    Two runs one after another on a busy machine differ in wall time for reasons of their own.
+    On a busy machine, the wall times of two consecutive runs also depend on other programs.
     """
     return statistics.median(
         record["processor_seconds"] for record in records if record["kind"] == "train"
@@ -73,7 +73,7 @@ def processor_seconds(records: list[Record]) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Validation losses of two runs at the steps that both evaluated; differences in percent."""
+    """Validation losses of two runs at common steps; differences in percent."""
 
     steps: list[int]
     losses: list[tuple[float, float]]
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def compare(a: list[Record], b: list[Record]) -> Comparison:
-    """The differences of run `b` relative to run `a`."""
+    """Return the differences of run `b` relative to run `a`."""
     _same_text(a, b)
     left, right = curve(a, "validation"), curve(b, "validation")
     steps = sorted(left.keys() & right.keys())

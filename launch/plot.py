@@ -1,4 +1,4 @@
-"""Pictures of one or more runs: loss curves, and memory over ranks beside them."""
+"""Draw one or more runs: loss curves, and memory over ranks above them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from metrics import Record, curve
 
-INK = "#8b949e"  # of text and frames: readable on white and on black
-STYLES: dict[str, dict[str, Any]] = {  # colors that are readable on both, too
+INK = "#8b949e"  # text and frames, readable on white and on black
+STYLES: dict[str, dict[str, Any]] = {  # these colors are readable on both, too
     "shardcast": {"color": "#2f81f7", "marker": "o", "linewidth": 2.5, "zorder": 3},
     "shardcast, lean": {"color": "#2f81f7", "marker": "o", "linestyle": "--"},
     "DDP + autocast": {"color": "#db6d28", "marker": "s", "linewidth": 2.5},
 }
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-RANDOM_BYTES = 5.545  # ln 256: nats per byte of a model that knows nothing
+RANDOM_BYTES = 5.545  # ln 256: nats per byte of an untrained model
 
 
 def loss_curves(runs: dict[str, list[Record]], path: Path) -> str:
-    """Draw training (thin) and validation (dots) losses by step; say where the picture is."""
+    """Draw training (thin) and validation (dots) losses by step; return the path as a message."""
     try:
         from matplotlib.figure import Figure  # draws without a display
     except ImportError:
@@ -56,14 +56,14 @@ def memory_and_losses(
     """Draw bytes per rank over ranks, and below them the loss curves of two runs.
 
     Args:
-        memory: by system and number of ranks.
-        measured: number of ranks and bytes of a run, as a ring on its line.
-        runs: the records of each, drawn in the color of the same name above.
-        titles: of both.
-        path: of a PNG or SVG, which is readable on light and dark pages.
+        memory: bytes by system and number of ranks.
+        measured: number of ranks and bytes of each run, drawn as a ring on its line.
+        runs: records by name, drawn in the color of the same name above.
+        titles: titles of both parts.
+        path: a PNG or SVG, readable on light and dark pages.
     """
     try:
-        figure = empty_figure(6)  # on a phone its letters are as large as those of the text
+        figure = empty_figure(6)  # its letters match the text's size on a phone
     except RuntimeError:
         return "no picture: it needs matplotlib (the extra `plot`)"
     above, below = figure.subplots(2, 1)
@@ -96,7 +96,7 @@ def held_out_losses(runs: dict[str, list[Record]], path: Path) -> str:
     axes = figure.subplots()
     for number, (name, records) in enumerate(runs.items()):
         losses = curve(records, "validation")
-        # Lines that coincide are both seen: the first is broad, shardcast's thin and above.
+        # The first line is broad, so that both are visible if they coincide.
         style = {"color": _color(name, number), "linewidth": 6 if number == 0 else 2, "marker": "o"}
         axes.plot(losses.keys(), losses.values(), label=name, **style)
     axes.set(xlabel="step", ylabel="loss on held-out text, nats per byte")
@@ -106,7 +106,7 @@ def held_out_losses(runs: dict[str, list[Record]], path: Path) -> str:
 
 
 def ratios_of_layers(ratios: dict[str, dict[int, float]], path: Path) -> str:
-    """Draw update-to-weight over steps, a line for each layer, for light and dark pages."""
+    """Draw update-to-weight over steps, one line per layer, for light and dark pages."""
     figure = empty_figure(3.5)
     axes = figure.subplots()
     colors = ("#db6d28", "#a371f7", "#2f81f7", "#39a0a0", "#3fb950", "#f85149")
@@ -126,17 +126,17 @@ def changes_and_losses(
     rate: float,
     path: Path,
 ) -> str:
-    """Draw what share of published values changes in a step, and losses, for both kinds of pages.
+    """Draw the share of published values that change per step, and losses, for all pages.
 
     Args:
-        shares: of each form, by learning rate.
-        losses: of each form on held-out text, by step, with the learning rate ``rate``.
+        shares: share by form and learning rate.
+        losses: loss on held-out text by form and step, with the learning rate ``rate``.
     """
     figure = empty_figure(6)
     above, below = figure.subplots(2, 1)
     colors = dict(zip(shares, ("#db6d28", "#2f81f7", "#39a0a0", "#a371f7"), strict=True))
     for number, form in enumerate(shares):
-        # Lines that coincide are all seen: the first ones are broad.
+        # The first lines are broader, so that all are visible if they coincide.
         style = {"color": colors[form], "linewidth": (6, 4, 2, 2)[number], "marker": "o"}
         percent = [100 * share for share in shares[form].values()]
         above.plot(shares[form].keys(), percent, label=form, **style)
@@ -154,7 +154,7 @@ def _color(name: str, number: int) -> str:
 
 
 def agreement(runs: dict[str, list[Record]], *paths: Path) -> str:
-    """Draw training losses above, and their relative differences from the first run's below."""
+    """Draw training losses and, below, their relative differences from the first run's."""
     try:
         figure = empty_figure(5)
     except RuntimeError:
@@ -180,7 +180,7 @@ def agreement(runs: dict[str, list[Record]], *paths: Path) -> str:
 
 
 def draw_memory(axes: Any, memory: Mapping[str, Mapping[int, float]]) -> float:
-    """Draw bytes per rank by name and world size; return the bytes of the unit on the axis."""
+    """Draw bytes per rank by name and world size; return the axis's unit in bytes."""
     most = max(max(by_size.values()) for by_size in memory.values())
     unit, word = next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])
     for name, by_size in memory.items():
@@ -192,7 +192,7 @@ def draw_memory(axes: Any, memory: Mapping[str, Mapping[int, float]]) -> float:
 
 
 def style_of(name: str) -> dict[str, Any]:
-    """Keywords of ``Axes.plot`` for the line of a system."""
+    """Return keywords of ``Axes.plot`` for the line of a system."""
     return {"markersize": 4, "linewidth": 1.5, **STYLES.get(name, {})}
 
 
@@ -204,7 +204,7 @@ def _over_ranks(axes: Any, sizes: Sequence[int]) -> None:
 
 
 def empty_figure(height: float) -> Any:
-    """An empty figure of so many inches of height without a window, whatever the backend.
+    """Return an empty figure of this height in inches, without a window for any backend.
 
     Raises:
         RuntimeError: matplotlib is not installed.
@@ -219,7 +219,7 @@ def empty_figure(height: float) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a picture for light and dark pages, the same bytes for the same figure."""
+    """Write a picture for light and dark pages; equal figures give equal bytes."""
     import matplotlib
 
     for axes in figure.axes:

@@ -1,4 +1,4 @@
-"""Which process this is: rank, world size and device, from the launcher's environment."""
+"""Rank, world size and device of this process, from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Processes:
 
     @classmethod
     def start(cls, device_type: str | None) -> Processes:
-        """Join the process group of `torchrun` or `accelerate launch`; alone without a launcher.
+        """Join the process group of `torchrun` or `accelerate launch`, if there is a launcher.
 
-        Without a `device_type` several processes are for GPUs, unless Accelerate was told to use
-        the CPU; one process takes what there is.
+        Without a `device_type`, several processes need GPUs unless Accelerate was told to use the
+        CPU. One process uses a GPU if there is one.
         """
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -54,16 +54,16 @@ class Processes:
         return cls(rank, world, device)
 
     def sum(self, values: Tensor) -> Tensor:
-        """`values` summed over all processes, in place."""
+        """Sum `values` over all processes, in place."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def stop(self) -> None:
-        """Leave the process group, for good before the interpreter ends.
+        """Destroy the process group and free its threads before the interpreter ends.
 
-        While a DDP model is there, which is full of cycles, so is the group, with threads that may
-        want the interpreter when it is gone: the process would abort.
+        A DDP model, which is full of reference cycles, keeps the group alive. If the group's
+        threads call into the interpreter after its end, the process aborts.
         """
         if self.world > 1:
             gc.collect()

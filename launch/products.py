@@ -31,7 +31,7 @@ OPERATORS = (
 
 
 def why(device: torch.device) -> str:
-    """The line that says that products go by way of fp32; empty where torch's own are kept."""
+    """Return a line saying that matmuls run in fp32, or "" if torch's own are used."""
     if device.type != "cpu" or all(map(has_products, LOW)):
         return ""
     return "this CPU has no fast low-precision matmul, so matmuls run in fp32"
@@ -39,9 +39,9 @@ def why(device: torch.device) -> str:
 
 @contextmanager
 def by_way_of_fp32(device: torch.device) -> Iterator[str]:
-    """Within it products go by way of fp32 in all of this process, on a CPU without its own.
+    """Run low-precision matmuls of this process in fp32, if the CPU has no kernel for them.
 
-    Gives the line of :func:`why`.
+    Yields the line of :func:`why`.
     """
     reason = why(device)
     if not reason:
@@ -54,7 +54,7 @@ def by_way_of_fp32(device: torch.device) -> Iterator[str]:
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
             library.impl(name, _through_fp32(kernel), "CPU", with_keyset=True, allow_override=True)
     warned = told.copy()
-    told.update(LOW)  # nothing is slow any more, until the end
+    told.update(LOW)  # no warning is due inside the block
     try:
         yield reason
     finally:
@@ -64,7 +64,7 @@ def by_way_of_fp32(device: torch.device) -> Iterator[str]:
 
 
 def multiplied(group: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(group, *arguments)`` within :func:`by_way_of_fp32`, for a process of its own."""
+    """Call ``function(group, *arguments)`` within :func:`by_way_of_fp32`; for spawned processes."""
     with by_way_of_fp32(torch.device("cpu")):
         return function(group, *arguments)
 
@@ -82,7 +82,7 @@ def _through_fp32(kernel: Any) -> Callable[..., Any]:
         result = kernel.call_boxed(keys, *wide, **options)
         if isinstance(result, Tensor):
             return result.to(low)
-        # Of attention: the sums of exponentials, (sequence, head, token), are fp32 in any case.
+        # Attention's sums of exponentials (sequence, head, token) stay in fp32.
         return tuple(x.to(low) if x.dim() == 4 else x for x in result)
 
     return product

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar, or lines where there is no terminal; and metrics."""
+"""Show progress as a bar, or as lines without a terminal, and write metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Progress:
         self._started, self._processor = time.perf_counter(), time.process_time()
 
     def resumed(self, step: int) -> None:
-        """Begin after `step`, which an earlier process made."""
+        """Start after `step`, the last step of an earlier process."""
         self._step = step
         self._bar.update(step)
         self.say(f"resumed after step {step}")
@@ -44,7 +44,7 @@ class Progress:
         self._loss += loss.detach()
 
     def train(self, step: int, lr: float, grad_norm: Tensor | None, skipped_steps: int) -> None:
-        """Write what was added since the last record; waits for the device."""
+        """Write a record of the losses added since the last one; waits for the device."""
         steps = step - self._step
         loss = self._processes.sum(self._loss).item() / (steps * self._processes.world)
         norm = math.nan if grad_norm is None else grad_norm.item()
@@ -72,7 +72,7 @@ class Progress:
         self._start()
 
     def after(self, step: int) -> None:
-        """Say once, from the first ten steps of this process, how long the rest takes."""
+        """Print once how long the rest takes, estimated from this process's first ten steps."""
         self._made += 1
         if self._made == WARM_UP:  # the first steps compile
             self._warm = time.perf_counter()
@@ -90,7 +90,7 @@ class Progress:
         """Print on the main process, above the bar."""
         if self._processes.main:
             tqdm.write(text)
-            sys.stdout.flush()  # a file would get it much later
+            sys.stdout.flush()  # else a file gets it much later
 
     def close(self) -> None:
         self._bar.close()

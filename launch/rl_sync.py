@@ -2,10 +2,10 @@
 
     torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=3 launch/rl_sync.py
 
-The last process stands for an inference engine: it has no optimizer and joins none of the trainers'
+The last process acts as an inference engine: it has no optimizer and joins none of the trainers'
 collectives. After each step the trainers write the changed weights into a folder (`FolderSender`).
 The sampler applies them (`FolderReader`), samples, and writes texts with their log-probabilities.
-The trainers compute these again. The weights are bitwise equal, so the log-probabilities are, too.
+The trainers recompute them. The weights are bitwise equal, so the log-probabilities are, too.
 REINFORCE rewards the share of vowels.
 """
 

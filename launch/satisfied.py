@@ -1,7 +1,7 @@
 """Exit with 0 if this interpreter already has what the scripts would install.
 
-Usage: python launch/satisfied.py EXTRA, in the root of the checkout. It checks
-the requirements in setup.cfg and in its EXTRA, and every version pinned in constraints.txt.
+Usage: python launch/satisfied.py EXTRA, in the root of the checkout. It checks the requirements
+of setup.cfg and of its EXTRA, and every version pinned in constraints.txt.
 """
 
 import configparser

@@ -1,10 +1,10 @@
-"""Fine-tune as Accelerate's complete example does, sharded by shardcast.
+"""Fine-tune like Accelerate's complete example, sharded with shardcast.
 
     shardcast launch --config_file configs/accelerate/shardcast_cpu.yaml launch/train_accelerate.py
     python launch/train_accelerate.py --mixed_precision bf16 --checkpointing_steps 20
     python launch/train_accelerate.py --resume_from_checkpoint runs/accelerate/step_20
 
-It has tracking, checkpoints after a number of steps or after each epoch, and resumes in the middle
+It has tracking, saves checkpoints every few steps or after each epoch, and can resume in the middle
 of an epoch. Only the line that makes the accelerator mentions shardcast.
 """
 
@@ -48,14 +48,14 @@ class Sequences(Dataset[tuple[Tensor, Tensor]]):
 
 
 class FileTracker(GeneralTracker):
-    """Writes what is logged to `metrics.jsonl` in the output directory."""
+    """Writes logged values to `metrics.jsonl` in the output directory."""
 
     name = "file"
     requires_logging_directory = False
 
     def __init__(self, directory: Path) -> None:
-        # Nothing here may ask which process this is: that would settle Accelerate's state before
-        # the accelerator is there to say whether it runs on the CPU.
+        # Code here must not ask for the rank: that would initialize Accelerate's state before the
+        # accelerator has set whether it runs on the CPU.
         super().__init__()
         self.metrics = Metrics(directory, enabled=False)
         self.directory = directory
@@ -75,7 +75,7 @@ class FileTracker(GeneralTracker):
 
 
 class Position:
-    """Where the training is; saved and loaded with everything else."""
+    """Position in the data; saved and loaded with the other state."""
 
     def __init__(self) -> None:
         self.epoch = self.batch = self.step = 0
@@ -93,7 +93,7 @@ def train(args: argparse.Namespace) -> None:
         cpu=args.cpu,
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.accumulation,
-        # The order of the data follows from seed and epoch, so that it is the same after resuming.
+        # The order of the data depends on seed and epoch, so it is the same after resuming.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         log_with=tracker,
         project_config=ProjectConfiguration(project_dir=str(args.output)),
@@ -157,7 +157,7 @@ def train(args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def evaluate(accelerator: Any, model: torch.nn.Module, loader: Any) -> float:
-    """Mean loss of the held-out sequences, each counted once, in nats per byte."""
+    """Return the mean loss of the held-out sequences, each counted once, in nats per byte."""
     model.eval()
     losses = []
     for inputs, targets in loader:
@@ -180,7 +180,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--cpu", action="store_true", help="train on the CPU")
     add("--output", type=Path, default=Path("runs/accelerate"))
     add("--with_tracking", action="store_true", help="write metrics.jsonl to the output directory")
-    add("--checkpointing_steps", type=int, default=0, help="save_state every so many steps")
+    add("--checkpointing_steps", type=int, default=0, help="save_state every N steps")
     add("--checkpointing_epochs", action="store_true", help="save_state after every epoch")
     add("--resume_from_checkpoint", help="a folder that save_state wrote")
     add(

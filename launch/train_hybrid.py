@@ -122,7 +122,7 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
 
 
 def build(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.device) -> list[GPT]:
-    """This rank's pipeline stages, each cut over its tensor-parallel ranks; equal on all `dp`."""
+    """Return this rank's pipeline stages, cut over tensor-parallel ranks; equal on all `dp`."""
     looped = issubclass(get_schedule_class(args.schedule), PipelineScheduleMulti)
     count = args.pp * 2 if looped and args.pp > 1 else args.pp
     rank = 0 if mesh is None else mesh.get_local_rank("pp")
@@ -138,7 +138,7 @@ def build(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.devic
 
 
 def cut_tensors(stage: GPT, mesh: DeviceMesh) -> None:
-    """Tensor parallelism as in Megatron-LM, vocabulary included; norms and positions are whole."""
+    """Cut tensors as in Megatron-LM, vocabulary included; norms and positions stay whole."""
     plan: dict[str, ParallelStyle] = {
         "blocks.*.attention.qkv": ColwiseParallel(),
         "blocks.*.attention.out": RowwiseParallel(),
@@ -152,14 +152,14 @@ def cut_tensors(stage: GPT, mesh: DeviceMesh) -> None:
     both = stage.tokens is not None and stage.head is not None
     tied = both and stage.head.weight is stage.tokens.weight
     parallelize_module(stage, mesh, plan)
-    if tied:  # they were made two parameters
+    if tied:  # parallelize_module made them two parameters
         stage.head.weight = stage.tokens.weight
 
 
 def accumulated(
     model: GPT, optimizer: Baseline | shardcast.ShardedOptimizer
 ) -> Callable[[list[Batch]], Tensor]:
-    """Forward and backward of one whole model; returns the mean loss of the micro-batches."""
+    """Return a function that runs forward and backward of one whole model; it returns the loss."""
 
     def backward(batches: list[Batch]) -> Tensor:
         losses = []
@@ -179,7 +179,7 @@ def pipelined(
     optimizer: shardcast.ShardedOptimizer,
     args: argparse.Namespace,
 ) -> Callable[[list[Batch]], Tensor]:
-    """Forward and backward of the pipeline; returns the mean loss, or 0 off the last stage."""
+    """Return the same for the pipeline; the loss is 0 on ranks without the last stage."""
     device = next(stages[0].parameters()).device
     rank, size = mesh.get_local_rank("pp"), args.pp
     count = args.micro_batches // args.dp
@@ -214,7 +214,7 @@ def pipelined(
 
 
 def compare(directories: list[Path], output: Path) -> None:
-    """Draw runs in one picture; print how far their losses are from those of the first one."""
+    """Draw runs in one picture; print how their losses differ from those of the first run."""
     runs = {str(directory): metrics.read(directory) for directory in directories}
     named = {directory.name: runs[str(directory)] for directory in directories}
     print(agreement(named, output / "comparison.png", output / "comparison.svg"))

@@ -48,7 +48,7 @@ class LanguageModel(LightningModule):
 
 
 def sequences(text: Tensor, context: int, count: int) -> TensorDataset:
-    """`count` sequences evenly spread over a text, and the same shifted by one."""
+    """Return `count` sequences evenly spread over a text, and the same shifted by one."""
     starts = torch.arange(count) * (text.numel() - context - 1) // count
     window = text[starts[:, None] + torch.arange(context + 1)].long()
     return TensorDataset(window[:, :-1], window[:, 1:])

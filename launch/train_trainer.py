@@ -32,7 +32,7 @@ class ModelArguments:
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """`count` sequences evenly spread over a text, as the model's inputs and labels."""
+    """`count` evenly spread sequences of a text, as the model's inputs and labels."""
 
     def __init__(self, text: Tensor, context: int, count: int) -> None:
         self._text, self._context, self._count = text, context, count

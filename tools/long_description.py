@@ -1,4 +1,4 @@
-"""Give a tree that is to be built a long description whose links lead somewhere from anywhere.
+"""Write the long description of a source tree before its build, without relative links.
 
 Usage: python tools/long_description.py TREE [URL]
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 FILE = "LONG_DESCRIPTION.md"
 RELATIVE = re.compile(r"\[([^\]]+)\]\((?!https?://|#)([^)]+)\)")
 PICTURE = re.compile(r"!\[([^\]]+)\]\((?!https?://)([^)]+)\)")
-# A distribution is installed by its name, a clone by its folder.
+# Replace commands that install from a clone by those that install from an index.
 INSTALLS = {
     r"^pip install \. +#.*": "pip install shardcast-optim",
     r"^pip install '\.\[accelerate\]' +#": "pip install 'shardcast-optim[accelerate]'  #",
@@ -18,9 +18,9 @@ INSTALLS = {
 
 
 def without_relative_links(text: str, url: str) -> str:
-    """Markdown whose relative links lead to `url`, or are plain text where it is empty.
+    """Return Markdown whose relative links and pictures point to `url`.
 
-    Pictures are shown from `url`, or left out.
+    If `url` is empty, links become plain text and pictures are removed.
     """
     text = PICTURE.sub(rf"![\1]({url.rstrip('/')}/raw/main/\2)" if url else "", text)
     if url:

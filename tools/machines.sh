@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Try the two commands of README.md, in its order, on the kinds of machine that this one can be: each
-# Python that it has, a path with a space, a user without root whose home is read-only, a host without
-# network whose name nobody knows, directories that cannot be flushed, no compiler, a CPU without
-# AVX-512, one core. Prints a table in Markdown. What this machine cannot be is skipped, and named.
+# Try the two commands of README.md on the kinds of machine that this one can simulate: each installed
+# Python, a path with a space, a user without root whose home is read-only, a host without network and
+# with an unknown name, directories that cannot be flushed, no compiler, a CPU without AVX-512, one
+# core. Prints a Markdown table. Kinds that cannot be simulated are skipped and listed.
 #
 # Usage: bash tools/machines.sh [--whole] [PART ...]   (only machines with a PART in their name)
 #
-# A fresh clone of HEAD for each. In brief 12 steps of the quickstart and a few files of tests run, in
-# two minutes per machine; with --whole both commands, in half an hour. Each Python gets a virtual
-# environment of its own, .venv-python-*, of 1 to 6 GB.
-# Environment: VENV, PYTHON (see environment.sh), of the machines that are not about a Python
+# Each uses a fresh clone of HEAD. By default, 12 steps of the quickstart and a few test files run, two
+# minutes per machine. With --whole, both commands run completely, in half an hour. Each
+# Python gets its own virtual environment, .venv-python-*, of 1 to 6 GB.
+# Environment: VENV, PYTHON (see environment.sh), for the machines that do not vary Python
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
@@ -28,14 +28,14 @@ fi
 parts=("$@")
 if [[ $form == whole ]]; then
     export DOCS_VENV=$PWD/.venv-docs
-    bash launch/docs.sh # installs what it needs, which a machine without network cannot
+    bash launch/docs.sh # installs its requirements now; a machine without network could not
 fi
 root=$PWD
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 rows=() failed=0
 
-# wanted NAME  whether it has one of the parts in it, if any were given.
+# wanted NAME  succeeds if NAME contains one of the given parts, or if none were given.
 wanted() {
     local part
     ((${#parts[@]})) || return 0
@@ -47,7 +47,7 @@ wanted() {
 
 row() { rows+=("| $1 | $2 | $3 |") && echo "$1: $2, $3"; }
 
-# try NAME FOLDER VENV COMMAND...  both commands in a clone in FOLDER, each started by COMMAND.
+# try NAME FOLDER VENV COMMAND...  runs both commands in a clone in FOLDER, each through COMMAND.
 try() {
     local name=$1 folder=$2 venv=$3 log results=() command
     shift 3
@@ -59,7 +59,7 @@ try() {
     [[ $name != *"without root"* ]] || chown -R nobody "$folder"
     for command in "quickstart.sh ${STEPS[*]}" "test.sh ${TESTS[*]}"; do
         local start=$SECONDS
-        # shellcheck disable=SC2086 # words of ours, none of which has a space
+        # shellcheck disable=SC2086 # our own words, without spaces
         if (cd "$folder" && env -u VIRTUAL_ENV -u PYTHONPATH -u OMP_NUM_THREADS VENV="$venv" \
             "$@" bash launch/$command) >"$log" 2>&1 </dev/null; then
             results+=("$(grep --only-matching --extended-regexp '[0-9]+ passed.*' "$log" |
@@ -87,7 +87,7 @@ venv=$(cd "$(dirname "$python")/.." && pwd)
 version=$("$python" -c 'import platform; print(platform.python_version())')
 if wanted "a path with a space"; then
     mkdir -p "$work/a b"
-    cp -a "$venv" "$work/a b/venv" # torch itself is then in a path with a space
+    cp -a "$venv" "$work/a b/venv" # so that torch's path has a space too
     try "a path with a space" "$work/a b/clone" "$work/a b/venv" env
     rm -rf "$work/a b"
 fi
@@ -129,7 +129,7 @@ try "directories that cannot be flushed" "$work/fsync" "$venv" env PYTHONPATH="$
 
 mkdir "$work/bin"
 IFS=: read -r -a folders <<<"$PATH"
-for folder in "${folders[@]}"; do # the first of a name counts, as on the PATH
+for folder in "${folders[@]}"; do # the first file of a name wins, as on the PATH
     find "$folder/" -maxdepth 1 ! -type d -executable 2>/dev/null |
         grep --invert-match --extended-regexp '/([^/]*-)?(cc|c\+\+|c89|c99|gcc|g\+\+|clang|clang\+\+)(-[0-9.]+)?$' |
         xargs --no-run-if-empty ln -s --target-directory="$work/bin" 2>/dev/null || true
@@ -138,7 +138,7 @@ try "no compiler" "$work/bare" "$venv" env -u CC -u CXX PATH="$work/bin"
 
 try "a CPU without AVX-512" "$work/avx2" "$venv" env \
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
-    TORCHINDUCTOR_CACHE_DIR="$work/avx2-kernels" # those of this CPU are others, under the same keys
+    TORCHINDUCTOR_CACHE_DIR="$work/avx2-kernels" # this CPU's kernels differ but have the same keys
 
 if command -v taskset >/dev/null; then
     core=$(taskset -cp $$ | grep --only-matching --extended-regexp '[0-9]+' | tail -n 1)

@@ -1,7 +1,7 @@
-"""Break the core in one place at a time, and see which test notices: ``python tools/mutations.py``.
+"""Break the core in one place at a time, and see which test fails: ``python tools/mutations.py``.
 
-Each line of ``mutations.txt`` is one mistake. A copy of the working tree gets it, and the tests of
-its line run until the first one fails. A mutation that survives is a missing test.
+Each block of ``mutations.txt`` is one mistake. It is made in a copy of the working tree, and its
+tests run until the first failure. If a mutation survives, a test is missing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Mutation(NamedTuple):
     """One mistake.
 
     Attributes:
-        name: what goes wrong, in a few words.
-        file: below ``shardcast/``; in it ``old``, which it has once, becomes ``new``.
-        tests: below ``tests/``, those that should notice it first, or ``-k`` and a word.
+        name: a short description.
+        file: below ``shardcast/``; its only occurrence of ``old`` becomes ``new``.
+        tests: tests below ``tests/`` that should fail first, or ``-k`` and a word.
     """
 
     name: str
@@ -80,7 +80,7 @@ def ended(folder: Path, tests: tuple[str, ...], limit: float) -> str:
     """Run tests in a copy, in a fork of this process.
 
     Returns:
-        The test that failed; ``""`` if none did; in capitals why that is not known.
+        The test that failed, ``""`` if none did, or the reason in capitals if that is unknown.
     """
     noticed = folder / "noticed"
     noticed.unlink(missing_ok=True)
@@ -109,12 +109,12 @@ def ended(folder: Path, tests: tuple[str, ...], limit: float) -> str:
         if time.monotonic() - since > limit:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return "UNDECIDED: time limit"  # under load it may be that of a survivor
+            return "UNDECIDED: time limit"  # under load a survivor may take as long
         time.sleep(0.1)
     if noticed.exists():
         return noticed.read_text()
     status = os.waitstatus_to_exitcode(done[1])
-    if status in (4, 5):  # as pytest says that it was given a wrong name, or a word in none
+    if status in (4, 5):  # pytest: a wrong name, or no test matches the word
         return "BROKEN: there is no such test"
     return f"UNDECIDED: status {status}" if status else ""
 
@@ -140,7 +140,7 @@ def main() -> int:
     args = parser.parse_args()
     for name in ("torch._dynamo", "torch.distributed.checkpoint", "pytest", "hypothesis"):
         try:
-            __import__(name)  # once, and not in each fork
+            __import__(name)  # once instead of in each fork
         except ImportError:
             continue
     left: queue.Queue[Mutation] = queue.Queue()

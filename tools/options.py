@@ -58,14 +58,14 @@ VALUES = {
 
 
 def values_of(option: dataclasses.Field[Any]) -> str:
-    """What an option may be: its range where it has one, else what its type says."""
+    """Return the values of an option: its range if it has one, else those of its type."""
     kind = str(option.type).removesuffix(" | None")
     values = option.metadata["range"][0].removeprefix("one of ") or VALUES[kind]
     return values + (", null" if kind != option.type else "")
 
 
 def page() -> str:
-    """The whole page, a table for each group, in the order of the class where none is named."""
+    """Return the page: one table per group, with other options in the order of the class."""
     options = {option.name: option for option in dataclasses.fields(ShardcastConfig)}
     defaults = ShardcastConfig().to_dict()
     named = {name for names in GROUPS.values() for name in names}
@@ -84,7 +84,7 @@ def page() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or with ``--check`` say whether it is up to date."""
+    """Write the page; with ``--check``, only check that it is up to date."""
     if arguments == ["--check"]:
         return int(PAGE.read_text() != page())
     PAGE.write_text(page())

@@ -1,17 +1,17 @@
-"""Draw docs/memory-and-loss.svg, the picture of README; and others of docs.
+"""Draw docs/memory-and-loss.svg, the picture of README, and other pictures of docs.
 
     python tools/picture.py                                    # from the recorded run
-    bash launch/quickstart.sh                                   # and after your own run:
+    bash launch/quickstart.sh                                   # then, from your own run:
     python tools/picture.py --record runs/quickstart/ddp runs/quickstart/shardcast
 
     python tools/picture.py --bf16-loss            # from recorded runs of tools/bf16_loss.sh
     python tools/picture.py --update-to-weight     # from a run of tools/update_to_weight.sh
     python tools/picture.py --fine-tuning          # from python -m benchmarks fine-tuning
 
-``bash launch/hybrid.sh`` draws docs/hybrid.svg, as runs/hybrid/comparison.svg.
+``bash launch/hybrid.sh`` draws docs/hybrid.svg (as runs/hybrid/comparison.svg).
 
-Above: bytes per rank of 6.7 billion parameters, from ``shardcast estimate gpt:gpt_7b``. Below: the
-losses of the quickstart, recorded in tools/recorded/quickstart.csv.
+Upper part: bytes per rank for 6.7 billion parameters, from ``shardcast estimate gpt:gpt_7b``. Lower
+part: losses of the quickstart, recorded in tools/recorded/quickstart.csv.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "launch"))  # a model, and plots of runs
+sys.path.append(str(Path(__file__).resolve().parents[1] / "launch"))  # model and plots
 
 import metrics
 import torch
@@ -44,7 +44,7 @@ LEAN = ROOT / "configs" / "lean.yaml"
 
 
 def record(directories: list[Path], path: Path) -> None:
-    """Write the losses of runs into one small file."""
+    """Write the losses of several runs to one small file."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["run", "kind", "step", "loss"])
@@ -55,7 +55,7 @@ def record(directories: list[Path], path: Path) -> None:
 
 
 def recorded(path: Path) -> dict[str, list[Record]]:
-    """Records by run, as metrics.read gives them."""
+    """Return records by run, like metrics.read."""
     runs: dict[str, list[Record]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -66,7 +66,7 @@ def recorded(path: Path) -> dict[str, list[Record]]:
 
 
 def record_ratios(directory: Path, path: Path) -> None:
-    """Write the update-to-weight ratios of one run into a small file, a column for each layer."""
+    """Write the update-to-weight ratios of one run to a small file, one column per layer."""
     rows = [row for row in metrics.read(directory) if row["kind"] == "update_to_weight"]
     with path.open("w", newline="", encoding="utf-8") as file:
         layers = [name for name in rows[0] if name not in ("kind", "step")]
@@ -77,7 +77,7 @@ def record_ratios(directory: Path, path: Path) -> None:
 
 
 def recorded_ratios() -> dict[str, dict[int, float]]:
-    """By layer and step."""
+    """Return the ratios by layer and step."""
     with UPDATE_TO_WEIGHT.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     layers = [name for name in rows[0] if name != "step"]
@@ -85,7 +85,7 @@ def recorded_ratios() -> dict[str, dict[int, float]]:
 
 
 def fine_tuning() -> tuple[Any, Any, float]:
-    """Of each form shares by learning rate, and losses by step at the greatest one."""
+    """Return each form's shares by learning rate, its losses by step at the largest, and that."""
     with FINE_TUNING.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     rate = max(float(row["rate"]) for row in rows)
@@ -99,7 +99,7 @@ def fine_tuning() -> tuple[Any, Any, float]:
 
 
 def memory_of_7b() -> dict[str, dict[int, float]]:
-    """Bytes per rank by system and number of ranks."""
+    """Return bytes per rank by system and number of ranks."""
     with torch.device("meta"):
         model = gpt_7b()
     numel = sum(param.numel() for param in model.parameters())
@@ -115,10 +115,10 @@ def memory_of_7b() -> dict[str, dict[int, float]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Draw a picture of the documentation.")
-    parser.add_argument("--record", nargs="+", type=Path, metavar="DIR", help="take these runs")
-    parser.add_argument("--bf16-loss", action="store_true", help="that of docs/precision.md")
-    parser.add_argument("--update-to-weight", action="store_true", help="that of docs/gradients.md")
-    parser.add_argument("--fine-tuning", action="store_true", help="that of docs/serving.md")
+    parser.add_argument("--record", nargs="+", type=Path, metavar="DIR", help="record these runs")
+    parser.add_argument("--bf16-loss", action="store_true", help="draw bf16-loss.svg")
+    parser.add_argument("--update-to-weight", action="store_true", help="draw update-to-weight.svg")
+    parser.add_argument("--fine-tuning", action="store_true", help="draw fine-tuning.svg")
     parsed = parser.parse_args(arguments)
     if parsed.fine_tuning:
         print(changes_and_losses(*fine_tuning(), ROOT / "docs" / "fine-tuning.svg"))

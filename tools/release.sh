@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Build the source distribution and the wheel of HEAD, try each in an environment that has nothing
-# else, and run the two commands of the README from the unpacked source distribution.
+# Build the source distribution and the wheel of HEAD, try each in a clean environment, and run the
+# two commands of the README from the unpacked source distribution.
 #
 # Usage: bash tools/release.sh [--quick]   (--quick: 20 steps, and a few of the tests)
 # Environment:
 #   OUTPUT       where the distributions go (default: dist)
-#   PROJECT_URL  address of the repository, the one setting for a fork; CI sets it. Relative links of
-#                the long description lead there, and are plain text without it
-#   VENV, PYTHON see environment.sh; a $VENV that has the requirements of the extra `test` is reused
+#   PROJECT_URL  address of the repository, for relative links of the long description, which are
+#                plain text without it. CI sets it; a fork needs no other setting
+#   VENV, PYTHON see environment.sh; a $VENV with the requirements of the extra `test` is reused
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
@@ -35,7 +35,7 @@ for distribution in "$wheel" "$sdist"; do
     "$work/empty/bin/python" -m pip install --disable-pip-version-check --quiet \
         --constraint constraints.txt "$distribution" # what it needs
     (
-        cd "$work/unpacked" # empty still: what is imported is what was installed
+        cd "$work/unpacked" # still empty, so that the installed package is imported
         unset PYTHONPATH
         "$work/empty/bin/python" -m pip --disable-pip-version-check check
         "$work/empty/bin/python" -c \

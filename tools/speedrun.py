@@ -1,13 +1,12 @@
-"""Run modded-nanogpt's ``train_gpt_simple.py`` by itself and sharded, and print both side by side.
+"""Run modded-nanogpt's ``train_gpt_simple.py`` with its own sharding and with shardcast.
 
-``python tools/speedrun.py``, on 1, 2, 4 or 8 GPUs. Its model and its data loop are run as they
-are; instead of its own division of Muon's matrices over ranks and its all-reduce of every gradient
-there is :func:`shardcast.shard`, with parameters in bf16 and fp32 masters. The edits are
-:data:`SHARDED`.
+``python tools/speedrun.py``, on 1, 2, 4 or 8 GPUs, prints both side by side. Model and data loop
+are unchanged. :func:`shardcast.shard`, with bf16 parameters and fp32 masters, replaces the script's
+division of Muon's matrices over ranks and its all-reduce of every gradient; see :data:`SHARDED`.
 
-The script is not part of this repository: it is fetched, or given as ``--script``, and compared
-with the commit below. ``--data`` is the folder that its ``data/cached_fineweb10B.py`` fills;
-without it tokens are drawn: enough for times, and for losses to be compared with each other.
+The script is not part of this repository. It is fetched, or given as ``--script``, and its hash is
+checked. ``--data`` is the folder that its ``data/cached_fineweb10B.py`` fills. Without it, tokens
+are random, which is enough to compare times, and losses with each other.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ import torch
 
 PATH = "records/track_3_optimization/train_gpt_simple.py"
 COMMIT = "f411b3d346aa52d3504324ca93c230fd84c6c07f"
-BLOB = "e723a6bbce3e0ffbfb3383190212ed301197ebb3"  # what git hash-object says of it
+BLOB = "e723a6bbce3e0ffbfb3383190212ed301197ebb3"  # from git hash-object
 URL = f"https://raw.githubusercontent.com/KellerJordan/modded-nanogpt/{COMMIT}/{PATH}"
-SHARDED = {  # of the script, and what is run in its place
+SHARDED = {  # text of the script: replacement
     "import torch.distributed as dist\n": (
         "import torch.distributed as dist\nfrom contextlib import nullcontext\nimport shardcast\n"
     ),
-    # Muon: a matrix has one owner, which has its whole gradient.
+    # Muon: the one owner of a matrix has its whole gradient.
     "        world_size = dist.get_world_size()\n        rank = dist.get_rank()\n": (
         "        world_size, rank = 1, 0\n"
     ),
@@ -60,7 +59,7 @@ SHARDED = {  # of the script, and what is run in its place
         "            dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)\n"
     ): "",
 }
-# It draws its weights without a seed; both runs begin with the same ones.
+# The script sets no seed; both runs must start with the same weights.
 SEED = {
     "import torch.nn.functional as F\n": "import torch.nn.functional as F\ntorch.manual_seed(0)\n"
 }
@@ -84,7 +83,7 @@ TINY = {
     "mbs = 64": "mbs = 8",
     "val_step_freq = 125 if step / train_steps < 0.9 else 25": "val_step_freq = 1",
 }
-# The script's embedding and its moments are bf16. In fp32 both compute alike from end to end.
+# The script's embedding and its moments are bf16. In fp32, both runs compute the same throughout.
 FP32 = {"nn.Embedding(vocab_size, model_dim).bfloat16()": "nn.Embedding(vocab_size, model_dim)"}
 BF16 = {
     **FP32,
@@ -92,11 +91,11 @@ BF16 = {
 }
 LINE = re.compile(r"step:(\d+)/\d+ val_loss:([\d.]+) train_time:[\d.]+s step_avg:([\d.nan]+)ms")
 Curve = dict[int, tuple[float, float]]
-"""Of steps: the validation loss, and the mean milliseconds of a step before it."""
+"""By step: the validation loss, and the mean milliseconds per step until then."""
 
 
 def script_at(path: Path | None) -> str:
-    """The script as it was committed, fetched where it is not given."""
+    """Return the script, fetched if ``path`` is None; exit if it is not that of the commit."""
     if path is None:
         with urllib.request.urlopen(URL, timeout=60) as answer:
             data = answer.read()
@@ -118,7 +117,7 @@ def edited(text: str, *edits: Mapping[str, str]) -> str:
 
 
 def write_tokens(path: Path, count: int, vocabulary: int, seed: int) -> None:
-    """Tokens each of which depends on the one before it, in the format of the script's files."""
+    """Write tokens that each depend on the previous one, in the format of the script's files."""
     draw = torch.Generator().manual_seed(seed)
     header = torch.zeros(256, dtype=torch.int32)
     header[:3] = torch.tensor([20240520, 1, count])
@@ -135,7 +134,7 @@ def write_data(folder: Path, steps: int, tiny: bool) -> None:
 
 
 def train(text: str, folder: Path, data: Path, processes: int, options: Mapping[str, str]) -> Curve:
-    """Run a script on as many processes, with ``SHARDCAST_*`` options; its losses and times."""
+    """Run a script on ``processes`` with ``SHARDCAST_*`` options; return its losses and times."""
     folder.mkdir()
     (folder / "data").mkdir()
     (folder / "data" / "fineweb10B").symlink_to(data.resolve(), target_is_directory=True)
@@ -165,7 +164,7 @@ def beside(
     edits: Sequence[Mapping[str, str]],
     options: Mapping[str, str],
 ) -> dict[str, Curve]:
-    """Train the script by its own sharding and by shardcast, both with ``edits``."""
+    """Train with the script's own sharding and with shardcast, both with ``edits``."""
     own = edited(text, SEED, *edits)
     return {
         "its own sharding": train(own, folder / "own", data, processes, {}),
@@ -186,8 +185,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--script", type=Path, help=f"{PATH} of modded-nanogpt; else it is fetched")
     parser.add_argument("--data", type=Path, help="the folder with fineweb_train_*.bin")
-    parser.add_argument("--steps", type=int, help="default: 3250 with data, else 100")
-    parser.add_argument("--processes", type=int, help="1, 2, 4 or 8; default: the GPUs")
+    parser.add_argument("--steps", type=int, help="default: 3250 with --data, else 100")
+    parser.add_argument("--processes", type=int, help="1, 2, 4 or 8; default: one per GPU")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on two CPU processes")
     args = parser.parse_args()
     if not args.dry_run and not torch.cuda.is_available():

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Train on two hosts that are network namespaces, with two processes each and a link of 200 Mbit/s
-# and then of 1 Gbit/s between them: the steps of shardcast's algorithms beside DDP and
-# ZeroRedundancyOptimizer, and the bits that they end with.
-# Needs root, iproute2 and Linux; elsewhere it says so and ends. Ten minutes on two cores.
+# Compare steps and final bits of shardcast's algorithms with DDP and ZeroRedundancyOptimizer on two
+# hosts, which are network namespaces with two processes each. Their link has 200 Mbit/s, then
+# 1 Gbit/s. Needs root, iproute2 and Linux, else it is skipped. Ten minutes on two cores.
 #
 # Usage: bash tools/two_hosts.sh [--rounds N]
-# Environment: VENV, PYTHON (see environment.sh); RATES (default: "200mbit 1gbit"); RANKS of each
-# host (default: 2)
+# Environment: VENV, PYTHON (see environment.sh); RATES (default: "200mbit 1gbit"); RANKS per host
+# (default: 2)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ $(uname) != Linux || $(id -u) != 0 ]]; then
@@ -39,7 +38,7 @@ trap clean_up EXIT
 
 for host in 0 1; do
     ip netns add "shardcast-$host"
-    # Ranks are taken for those of one machine by its boot_id, so that each host has its own.
+    # shardcast identifies a machine by its boot_id, so each host needs its own.
     echo "two-hosts-$host" >"$work/boot_id-$host"
 done
 ip link add name wire netns shardcast-0 type veth peer name wire netns shardcast-1
@@ -51,7 +50,7 @@ for host in 0 1; do
     "${inside[@]}" ip link set wire up
 done
 
-# Starts the ranks of one host, which reads a boot_id of its own.
+# Starts the ranks of one host, with its own boot_id.
 start() {
     local host=$1
     shift

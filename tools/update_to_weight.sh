@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train the byte-level GPT, measuring every fifth step, and draw docs/update-to-weight.svg: how far
-# each layer moves in a step. A minute on two idle cores.
+# Train the byte-level GPT, measure every fifth step, and draw docs/update-to-weight.svg, which shows
+# how far each layer moves in a step. A minute on two idle cores.
 #
 # Usage: bash tools/update_to_weight.sh [flags of launch/train.py]
 # Environment: VENV, PYTHON (see environment.sh), OUTPUT

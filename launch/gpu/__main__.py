@@ -1,8 +1,7 @@
-"""Run the parts one after the other, each in a process and with a time limit of its own.
+"""Run the parts one after the other, each in its own process and with its own time limit.
 
-If a part fails, hangs or kills its process, the report has its figures up to then, and the next
-part runs. The report is written while parts run, so it survives if this program or the machine
-stops.
+If a part fails, hangs or kills its process, the report keeps its figures, and the next part runs.
+The report is written while parts run, so it survives if this program or the machine stops.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-# Imported here, so that the parts, which are forked, need not do it again. Nothing in this process
-# may ask for a device: a forked process cannot use CUDA once its parent has.
+# Imported here, so that the parts, which are forked, need not do so again. This process must not
+# use a device: a forked process cannot use CUDA after its parent has.
 import torch
 
 import shardcast  # noqa: F401
 from gpu.bench import Bench, read
 from gpu.report import Result, draw, write
 
-PARTS = {  # module: its seconds, ten minutes together; a part may also take what others left
+PARTS = {  # module: seconds, ten minutes in total; a part may also use time left by earlier ones
     "environment": 25,
-    "peers": 60,  # nearly none of them on one card
+    "peers": 60,  # almost no time on one card
     "host": 60,
     "cuda_tests": 100,
     "step_profile": 60,
@@ -40,12 +39,12 @@ PARTS = {  # module: its seconds, ten minutes together; a part may also take wha
     "forms": 50,
     "offload": 40,
 }
-LOOK = 2.0  # seconds after which a running part's figures are looked at again
+LOOK = 2.0  # seconds between reads of a running part's figures
 
 
 def work(name: str, dry: bool, path: Path, until: float) -> None:
-    """The body of a part's process."""
-    os.setsid()  # what it starts ends with it
+    """Run a part, in its own process."""
+    os.setsid()  # so that processes that it starts end with it
     try:
         if not dry and not torch.cuda.is_available():
             raise RuntimeError("no CUDA device; without one only --dry-run works")
@@ -64,11 +63,11 @@ def run(
     limit: float,
     seen: Callable[[Result], object] = lambda _result: None,
 ) -> Result:
-    """One part; never raises for what happens in it.
+    """Run one part; its errors are returned, not raised.
 
     Args:
-        folder: for files of the part's own.
-        seen: is told again and again how far it has come.
+        folder: folder of the part's files.
+        seen: called repeatedly with the result so far.
     """
     path = folder / f"{name}.json"
     for old in (path, path.with_suffix(".error")):
@@ -93,11 +92,11 @@ def run(
 
 
 def end(process: BaseProcess) -> None:
-    """End a part and whatever it started."""
+    """End a part and all processes that it started."""
     assert process.pid is not None
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has ended with everything that it started
+    except ProcessLookupError:  # all of them have ended
         pass
     except PermissionError:  # macOS: only a zombie is left of the group
         pass
@@ -118,7 +117,7 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown part {', '.join(sorted(unknown))}; expected some of {list(PARTS)}")
     args.output.mkdir(parents=True, exist_ok=True)
-    # A dry run is no measurement, and may share its cores with others.
+    # A dry run measures nothing and may share its cores, so it gets more time.
     seconds = {name: (3 if args.dry_run else 1) * PARTS[name] for name in PARTS}
     coming = [name for name in PARTS if not args.parts or name in args.parts]
     until = time.monotonic() + sum(seconds[name] for name in coming)

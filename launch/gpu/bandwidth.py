@@ -1,4 +1,4 @@
-"""Part 4: the update against a copy of as many bytes, and against what others do for it."""
+"""Part 4: the update next to a copy of the same number of bytes, and to other libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu.bench import Bench, flat_model, give_gradients, kernels
 
 BYTES = 30  # per element: gradient 2, masters and moments 24, parameter 4
 SIZES = {False: (10**6, 10**7, 10**8, 10**9, 2 * 10**9), True: (10**5,)}
-HELD = 24  # bytes per element that the hungriest form holds
+HELD = 24  # bytes per element of the form that needs most
 
 
 def run(bench: Bench) -> None:
@@ -35,10 +35,10 @@ def measure(
     found: dict[str, Any],
     copied: list[float],
 ) -> None:
-    """One form; when it returns, what it held is free for the next.
+    """Measure one form; its memory is free when this returns.
 
     Args:
-        copied: the time of the copy, noted with the first form.
+        copied: starts with the time of the copy, which is the first form.
     """
     step = make(numel, bench)
     found["ms"] = bench.time(step)
@@ -50,7 +50,7 @@ def measure(
 
 
 def forms() -> dict[str, Callable[[int, Bench], Callable[[], object]]]:
-    """What is compared; the copy first."""
+    """Return the compared forms, the copy first."""
     found: dict[str, Callable[[int, Bench], Callable[[], object]]] = {
         "copy": copy,
         "shardcast": sharded,
@@ -68,24 +68,24 @@ def forms() -> dict[str, Callable[[int, Bench], Callable[[], object]]]:
 
 
 def copy(numel: int, bench: Bench) -> Callable[[], object]:
-    """Half of the bytes read, half written."""
+    """Return a copy that reads half of the bytes and writes half."""
     source = torch.ones(BYTES * numel // 2, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def sharded(numel: int, bench: Bench) -> Callable[[], object]:
-    """A whole step on one rank: the norm, the decision, and the update with its cast."""
+    """Return a whole step on one rank: the norm, the decision, and the update with its cast."""
     model = flat_model(numel, bench.device)
     optimizer = shardcast.shard(
         model, torch.optim.AdamW(model.parameters(), lr=1e-4), param_dtype=torch.bfloat16
     )
     give_gradients(model)
-    return optimizer.step  # the gradients stay where they are, in their pack
+    return optimizer.step  # the gradients stay in their pack
 
 
 def captured(numel: int, bench: Bench) -> Callable[[], object]:
-    """The same from a CUDA graph, which takes the host next to no time."""
+    """Return the same as a CUDA graph, which takes almost no host time."""
     step = sharded(numel, bench)
     if bench.dry:
         return step
@@ -102,7 +102,7 @@ def captured(numel: int, bench: Bench) -> Callable[[], object]:
 
 
 def wrapped(numel: int, bench: Bench, **options: Any) -> Callable[[], object]:
-    """What mixed precision does without a kernel of its own: cast, torch's step, cast back."""
+    """Return mixed precision without a fused kernel: cast, torch's step, cast back."""
     masters = flat_model(numel, bench.device)
     optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-4, **options)
     params = [param.detach().bfloat16() for param in masters.parameters()]
@@ -121,7 +121,7 @@ def wrapped(numel: int, bench: Bench, **options: Any) -> Callable[[], object]:
 
 
 def apex(numel: int, bench: Bench) -> Callable[[], object]:
-    """NVIDIA Apex, with fp32 masters of its own."""
+    """Return a step of NVIDIA Apex with its fp32 masters."""
     from apex.optimizers import FusedAdam
 
     model: nn.Module = flat_model(numel, bench.device).bfloat16()
@@ -132,7 +132,7 @@ def apex(numel: int, bench: Bench) -> Callable[[], object]:
 
 
 def flash(numel: int, bench: Bench, **options: Any) -> Callable[[], object]:
-    """FlashOptim: parameters in bf16 with correction bits; by default moments of 8 bits."""
+    """Return a step of FlashOptim: bf16 parameters with correction bits, and 8-bit moments."""
     from flashoptim import FlashAdamW
 
     model: nn.Module = flat_model(numel, bench.device).bfloat16()
@@ -143,7 +143,7 @@ def flash(numel: int, bench: Bench, **options: Any) -> Callable[[], object]:
 
 
 def kernel_share(step: Callable[[], object], numel: int) -> dict[str, Any]:
-    """The longest kernel of a step, which is the update, and what the others take together."""
+    """Return the time of a step's longest kernel, which is the update, and of all others."""
     times = {name: spent for name, (_, spent) in kernels(step).items()}
     longest = max(times, key=lambda name: times[name])
     return {

@@ -1,4 +1,4 @@
-"""What the parts share: where they run, where figures go, and how time is taken."""
+"""Code that the parts share: device, figures, and timing."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass
 class Bench:
-    """Where a part runs and writes. Every figure is on disk as soon as it is known.
+    """Device and output of a part. Every figure is written to disk at once.
 
     Attributes:
         dry: run on the CPU with tiny sizes.
-        path: the JSON file of the part; what is in it already stays.
+        path: the JSON file of the part; existing rows are kept.
         card: number of the device.
-        until: when the part is stopped, in ``time.monotonic()``, which all processes share.
-        figures: rows, each a flat dictionary that JSON knows.
+        until: time of ``time.monotonic()``, equal in all processes, at which the part is stopped.
+        figures: rows, each a flat dictionary of JSON values.
     """
 
     dry: bool
@@ -46,7 +46,7 @@ class Bench:
         return torch.device("cpu") if self.dry else torch.device("cuda", self.card)
 
     def of_rank(self, rank: int) -> Bench:
-        """The same for one of several ranks: on a card of its own, where there are enough."""
+        """Return the same for one of several ranks, on its own card if there are enough."""
         if self.dry:
             return self
         card = rank % torch.cuda.device_count()
@@ -64,14 +64,14 @@ class Bench:
         self.write()
 
     def write(self) -> None:
-        """In one go: the part may be stopped, and its file read, at any moment."""
+        """Replace the file atomically: the part may be stopped, and its file read, at any time."""
         whole = self.path.with_suffix(f".{os.getpid()}")
         whole.write_text(json.dumps(self.figures, indent=1, default=str))
         whole.replace(self.path)
 
     @contextmanager
     def row(self, **known: Any) -> Iterator[dict[str, Any]]:
-        """A row that is filled within; an error becomes a part of it and does not go on."""
+        """Add a row that the block fills; an exception is caught and added to the row."""
         found = dict(known)
         try:
             yield found
@@ -83,7 +83,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def free(self) -> int:
-        """Bytes that can still be allocated on the device."""
+        """Return the bytes that can still be allocated on the device."""
         return 1 << 40 if self.dry else torch.cuda.mem_get_info()[0]
 
     def sync(self) -> None:
@@ -92,7 +92,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def times(self, run: Callable[[], object], rounds: int = 10, warm: int = 3) -> list[float]:
-        """Milliseconds of ``run`` on the device, per round."""
+        """Return the milliseconds of ``run`` on the device, per round."""
         for _ in range(warm):
             run()
         if self.dry:
@@ -107,12 +107,12 @@ class Bench:
         return [a.elapsed_time(b) for a, b in pairwise(events)]
 
     def time(self, run: Callable[[], object], rounds: int = 10, warm: int = 3) -> float:
-        """The median of :meth:`times`."""
+        """Return the median of :meth:`times`."""
         return statistics.median(self.times(run, rounds, warm))
 
     @contextmanager
     def peak(self, found: dict[str, Any], key: str) -> Iterator[None]:
-        """Note the most bytes allocated within, above what was there before."""
+        """Store the peak of bytes allocated inside the block, relative to its start."""
         if self.dry:
             yield
             return
@@ -125,7 +125,7 @@ class Bench:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a part so far."""
+    """Return the rows of a part so far."""
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     return rows
 
@@ -137,33 +137,33 @@ def _host_time(run: Callable[[], object]) -> float:
 
 
 def flat_model(numel: int, device: torch.device) -> nn.ParameterList:
-    """Matrices of 2**24 elements each, the last one of the rest; vectors would stay fp32."""
+    """Return matrices of up to 2**24 elements each; vectors would stay in fp32."""
     sizes = [1 << 24] * (numel // (1 << 24)) + ([numel % (1 << 24)] if numel % (1 << 24) else [])
     return nn.ParameterList(torch.randn(2, size // 2, device=device) for size in sizes)
 
 
 def give_gradients(model: nn.Module, scale: float = 1e-3) -> None:
-    """Gradients as a backward would leave them, in the dtype that each parameter wants."""
+    """Set gradients as a backward would, in the dtype that each parameter requires."""
     for param in model.parameters():
         dtype = param.grad_dtype or param.dtype
         param.grad = torch.full_like(param, scale, dtype=dtype)
 
 
 def tokens(bench: Bench, batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Random tokens, and targets that can be learned from them."""
+    """Return random tokens, and targets that can be learned from them."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(vocabulary, (batch, length), generator=generator).to(bench.device)
     return x, (x * 7 + 3) % vocabulary
 
 
 def kernels(run: Callable[[], object]) -> dict[str, tuple[int, float]]:
-    """Kernels and copies on the device during ``run``: how often, and microseconds together."""
+    """Return the count and total microseconds of each kernel and copy during ``run``."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize()
     return {
         event.key: (event.count, event.self_device_time_total)
         for event in seen.key_averages()
-        # An operator has its kernels' time too, an annotation that of everything in it.
+        # Skip operators and annotations: their times include those of their kernels.
         if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
     }

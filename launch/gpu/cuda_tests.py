@@ -1,4 +1,4 @@
-"""Part 2: the tests that need a GPU, one row per test. The dry run does what the CPU can do too."""
+"""Part 2: the tests that need a GPU, one row per test. The dry run runs those that a CPU can."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gpu.bench import Bench, read
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "tests/cuda"
 LIMIT = 60.0  # seconds per test; the first test imports a compiler
-ENDS = (0, 1, 5)  # of pytest: all passed, some failed, none was left
+ENDS = (0, 1, 5)  # exit codes of pytest: all passed, some failed, none was left
 
 
 def run(bench: Bench) -> None:
-    """Tests run in one process, and after one that ends it, in another."""
+    """Run tests in one process; after a test that ends it, continue in another."""
     while _round(bench) not in ENDS:
         pass
     wrong = [row["test"] for row in bench.figures if row["result"] not in ("passed", "skipped")]
@@ -26,10 +26,10 @@ def run(bench: Bench) -> None:
 
 
 def _round(bench: Bench) -> int:
-    """The tests of which there is no row, in a process of their own; how it ended.
+    """Run the tests without a row in a new process; return its exit code.
 
     Raises:
-        RuntimeError: it ended without running a test.
+        RuntimeError: the process ended without running a test.
     """
     command = [sys.executable, "-m", "pytest", TESTS, "-q", "-p", "no:cacheprovider"]
     command += ["-p", "gpu.watch", "-p", "no:timeout", "-o", "addopts=", f"--rootdir={ROOT}"]

@@ -1,7 +1,7 @@
-"""Part 5: GPT training against DDP with autocast, on one rank; then two ranks on one card.
+"""Part 5: GPT training next to DDP with autocast, on one rank; then two ranks on one card.
 
-Losses in low precision drift apart, even for one system. The yardstick says how far: autocast
-alone, with initial weights perturbed as much as bf16 rounding perturbs them.
+Losses in low precision drift apart, even for one system. The yardstick shows how far: it compares
+autocast with itself, with initial weights perturbed as much as by bf16 rounding.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MODELS = {  # name: configuration, sequences per step
 TINY = {"tiny": (GPTConfig(64, 16, 32, 2, 2), 2)}
 STEPS = 8
 RATE = 1e-4  # learning rate
-WARMUP = 10  # steps until it is reached; the loss after each of them is told
+WARMUP = 10  # steps until it is reached; the loss after each is reported
 PERTURBED = 1e-3  # the yardstick multiplies weights by 1 + N(0, 1) times this
-HELD = 26  # bytes per parameter of the hungrier system; activations come on top
+HELD = 26  # bytes per parameter of the larger system, without activations
 
 
 def run(bench: Bench) -> None:
@@ -67,7 +67,7 @@ def run(bench: Bench) -> None:
 
 @contextmanager
 def one_rank(bench: Bench) -> Iterator[None]:
-    """A process group of this process alone, for DDP."""
+    """Create a process group of one process, for DDP."""
     backend = "gloo" if bench.dry else "nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -80,19 +80,19 @@ System = Callable[[nn.Module, torch.device], tuple[Callable[[Tensor, Tensor], Te
 
 
 def plain(model: nn.Module, device: torch.device) -> tuple[Any, Any]:
-    """Autocast on one process, without DDP."""
+    """Return the forward and optimizer of autocast on one process, without DDP."""
     return _autocast(model, device), torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
 
 
 def averaged(model: nn.Module, device: torch.device) -> tuple[Any, Any]:
-    """DDP and autocast, fused AdamW on fp32 parameters."""
+    """Return those of DDP and autocast, with fused AdamW on fp32 parameters."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=RATE, fused=True)
     return _autocast(wrapped, device), optimizer
 
 
 def sharded(model: nn.Module, _device: torch.device) -> tuple[Any, Any]:
-    """shardcast in bf16."""
+    """Return those of shardcast in bf16."""
     plain = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     return model, shardcast.shard(model, plain, param_dtype=torch.bfloat16)
 
@@ -109,7 +109,7 @@ def _autocast(model: nn.Module, device: torch.device) -> Callable[[Tensor, Tenso
 def trained(
     system: System, config: GPTConfig, batch: int, bench: Bench, figures: dict[str, Any]
 ) -> list[float]:
-    """Losses of the first steps on one batch; times and memory of some more go to ``figures``."""
+    """Return losses of the first steps on one batch; note times and memory in ``figures``."""
     x, y = tokens(bench, batch, config.context, config.vocabulary)
     with bench.peak(figures, "peak bytes"):
         forward, optimizer = system(built(config, bench), bench.device)
@@ -133,7 +133,7 @@ def trained(
 
 
 def built(config: GPTConfig, bench: Bench) -> GPT:
-    """The model, always with the same weights."""
+    """Return the model, always with the same weights."""
     torch.manual_seed(0)
     with torch.device(bench.device):
         return GPT(config)
@@ -146,10 +146,10 @@ def losses(
     y: Tensor,
     warmup: int = WARMUP,
 ) -> Iterator[Tensor]:
-    """The loss before the first step, and after each of :data:`WARMUP` while the rate grows.
+    """Yield the loss before the first step, and after each of :data:`WARMUP` steps.
 
-    Without a warm-up Adam's first steps are as long as its later ones, in the direction of one
-    batch: the loss goes up and down, and after some steps two runs have little in common.
+    The learning rate grows meanwhile. Without a warm-up, Adam's first steps are as long as later
+    ones, all in the direction of one batch. The loss then oscillates, and two runs soon diverge.
     """
     for step in range(WARMUP):
         loss = forward(x, y)
@@ -165,7 +165,7 @@ def losses(
 
 @torch.no_grad()
 def perturb(model: nn.Module, share: float, seed: int) -> None:
-    """Move each weight by a random share of itself."""
+    """Multiply each weight by 1 + N(0, 1) times ``share``."""
     for number, param in enumerate(model.parameters()):
         generator = torch.Generator(param.device).manual_seed(1000 * seed + number)
         noise = torch.empty_like(param).normal_(0.0, share, generator=generator)
@@ -173,7 +173,7 @@ def perturb(model: nn.Module, share: float, seed: int) -> None:
 
 
 def spread(exact: list[float], config: GPTConfig, batch: int, bench: Bench) -> list[float]:
-    """How far the losses of autocast part if its weights are moved a little, the most of two."""
+    """Return the larger difference of two perturbed runs of autocast, after each step."""
     x, y = tokens(bench, batch, config.context, config.vocabulary)
     most = [0.0] * len(exact)
     for seed in (1, 2):
@@ -189,7 +189,7 @@ def apart(one: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def beside(own: list[float], exact: list[float], yardstick: list[float]) -> dict[str, str]:
-    """The losses after each step, how far those of autocast are, and the yardstick."""
+    """Return the losses after each step, their differences from autocast's, and the yardstick."""
     figures = {"losses": " ".join(f"{loss:.3f}" for loss in own)}
     if yardstick:
         figures |= {"from plain": told(apart(own, exact)), "yardstick": told(yardstick)}
@@ -201,9 +201,9 @@ def told(differences: Sequence[float]) -> str:
 
 
 def compared(config: GPTConfig, batch: int, bench: Bench) -> str:
-    """How far masters are from parameters that torch's AdamW updates by the same gradients.
+    """Compare masters with parameters that torch's AdamW updates with the same gradients.
 
-    The largest difference after each step, in fp32 units in the last place of the largest weight.
+    Return the largest difference after each step, in fp32 ulps of the largest weight.
     """
     torch.manual_seed(0)
     x, y = tokens(bench, batch, config.context, config.vocabulary)
@@ -230,7 +230,7 @@ def compared(config: GPTConfig, batch: int, bench: Bench) -> str:
 
 
 def both(group: dist.ProcessGroup, config: GPTConfig, batch: int, bench: Bench) -> dict[str, Any]:
-    """One of two ranks; with a digest of its parameters, which must be equal on both."""
+    """Train on one of two ranks; return a digest of the parameters, which must be equal on both."""
     torch.manual_seed(0)
     bench = bench.of_rank(group.rank())
     model = GPT(config).to(bench.device)

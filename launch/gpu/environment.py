@@ -1,4 +1,4 @@
-"""Part 1: the machine, its driver, and the versions of everything that matters."""
+"""Part 1: the machine, its driver, and all relevant versions."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def run(bench: Bench) -> None:
 
 
 def backends() -> list[str]:
-    """Process groups that this torch was built with."""
+    """Return the backends that this torch was built with."""
     found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     return [name for name, there in found.items() if there]

@@ -1,4 +1,4 @@
-"""Part 7: the forms that hold fewer bytes, beside the default: time, kernels, memory."""
+"""Part 7: time, kernels and memory of forms with fewer bytes, next to the default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Part 3: what backward and ``step()`` cost the host, by the number of packs; nothing is sent."""
+"""Part 3: host time of backward and ``step()`` by number of packs; nothing is sent."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Initial weights of a CUDA run, made on a host: the random numbers of a GPU, in NumPy.
+"""Initial weights of a CUDA run, made on a host: a GPU's random numbers, in NumPy.
 
     PYTHONPATH=.:launch python -m gpu.initial --model "125 M"                   # train on this host
     PYTHONPATH=.:launch python -m gpu.initial --model "760 M" --system sharded --warmup 1
 
-trains on this host with the initial weights and the batch of ``end_to_end`` on a GPU, and prints
+Both train on this host with the initial weights and the batch of ``end_to_end`` on a GPU, and print
 the losses. Losses can be compared across devices only if the initial weights are equal. 760 M
 parameters take about 20 GB and half an hour on two cores.
 
-torch draws numbers on a GPU by Philox 4x32-10. Thread ``i`` of the grid draws four at a time, which
-lie one grid apart, so the numbers depend on how many multiprocessors the GPU has. Normal numbers
-come from Box-Muller; a GPU's sines are less exact.
+torch draws numbers on a GPU with Philox 4x32-10. Each thread of the grid draws four at a time, for
+elements one grid apart, so the numbers depend on the GPU's number of multiprocessors. Normal
+numbers come from Box-Muller; a GPU's sines are less exact.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu import end_to_end
 from gpu.bench import Bench
 
-H100 = 132  # multiprocessors, of the SXM card
-THREADS, PER_PROCESSOR = 256, 2048 // 256  # of a block; blocks of a multiprocessor
+H100 = 132  # multiprocessors of the SXM card
+THREADS, PER_PROCESSOR = 256, 2048 // 256  # threads per block; blocks per multiprocessor
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-WEYL = 0x9E3779B9, 0xBB67AE85  # what the key grows by in each round
+WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key in each round
 WORD = np.uint64(0xFFFFFFFF)
 UNIT = np.float32(2.0**-32)
 ANGLE = np.float32(2 * np.pi * 2.0**-32)
-NEAR = 1e-5  # so near are normal numbers of a GPU, whose sines are off by 1e-6, and of a host
+NEAR = 1e-5  # tolerance for normal numbers of a GPU, whose sines are off by 1e-6
 # A GPU of up to 240 multiprocessors fills a tensor of LENGTH in two rounds. PLACE is in the second.
 LENGTH, PLACE = 1 << 21, 2_000_000
-# Of GPUs, with their multiprocessors: eight numbers from PLACE of seed 0. `environment` of a report
-# says them; no report has come yet.
+# By GPU: its multiprocessors, and eight numbers from PLACE of seed 0, which `environment` of a
+# report prints. No report has been recorded yet.
 RECORDED: dict[str, tuple[int, tuple[float, ...]]] = {}
 
 Words = NDArray[np.uint64]
@@ -65,7 +65,7 @@ def philox(counter: Sequence[Words], key: Sequence[int]) -> tuple[Words, Words, 
 
 
 def normal(words: tuple[Words, Words, Words, Words]) -> NDArray[np.float32]:
-    """Return four rows of normal numbers, of two pairs of words."""
+    """Return four rows of normal numbers from two pairs of words."""
     rows: list[NDArray[np.float32]] = []
     for size, angle in (words[:2], words[2:]):
         uniform = size.astype(np.float32) * UNIT + UNIT / 2
@@ -76,12 +76,12 @@ def normal(words: tuple[Words, Words, Words, Words]) -> NDArray[np.float32]:
 
 
 def uniform(words: tuple[Words, Words, Words, Words]) -> NDArray[np.float32]:
-    """Return four rows of uniform numbers above 0 and up to 1."""
+    """Return four rows of uniform numbers in (0, 1]."""
     return np.stack([word.astype(np.float32) * UNIT + UNIT / 2 for word in words])
 
 
 class CudaRandom(TorchDispatchMode):
-    """Within it tensors of the host are filled as a GPU fills its own, after ``manual_seed``.
+    """Mode in which host tensors are filled with a GPU's random numbers, as after ``manual_seed``.
 
     Args:
         processors: multiprocessors of the GPU.
@@ -91,7 +91,7 @@ class CudaRandom(TorchDispatchMode):
         super().__init__()
         self._key = seed & int(WORD), seed >> 32
         self._blocks = processors * PER_PROCESSOR
-        self._drawn = 0  # counters of each thread, of all tensors before
+        self._drawn = 0  # counters that each thread has used for earlier tensors
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -106,7 +106,7 @@ class CudaRandom(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _fill(self, tensor: Tensor, draw: Any) -> Tensor:
-        """Write the next numbers into a contiguous fp32 tensor, a round of the grid at a time."""
+        """Write the next numbers into a contiguous fp32 tensor, one round of the grid at a time."""
         flat, count = tensor.view(-1), tensor.numel()
         if tensor.dtype != torch.float32 or count * tensor.itemsize >= 1 << 31:
             raise ValueError("tensor: expected fp32 of less than 2 GiB, which one kernel fills")

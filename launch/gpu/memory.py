@@ -1,4 +1,4 @@
-"""Part 6: what the card's allocator says beside what `shardcast estimate` promises."""
+"""Part 6: memory according to the card's allocator, next to that of `shardcast estimate`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def run(bench: Bench) -> None:
 
 
 def measured(fields: dict[str, Any], bench: Bench) -> dict[str, Any]:
-    """Bytes that are held after a step, and at the worst moment of setting up and of a step.
+    """Return the bytes held after a step, and the peaks of setting up and of a step.
 
-    Held is what the device has in it, so nothing of what ``offload`` puts on the host.
+    Held bytes are those on the device, without those that ``offload`` puts on the host.
     """
     torch.manual_seed(0)
     figures: dict[str, Any] = {}
@@ -42,7 +42,7 @@ def measured(fields: dict[str, Any], bench: Bench) -> dict[str, Any]:
     promised = estimate(shape, torch.optim.AdamW(shape.parameters()), 1, copy.deepcopy(config))
     before = 0 if bench.dry else torch.cuda.memory_allocated()
     with bench.peak(figures, "peak of setting up"):
-        with torch.device(bench.device):  # the host would take seconds for its values
+        with torch.device(bench.device):  # initializing on the host would take seconds
             model = GPT(SIZES[bench.dry])
         optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), config)
     for _ in range(2):

@@ -1,6 +1,6 @@
-"""Part 10: masters on the host: a step, and bytes over the bus, beside no offload and CPUAdam.
+"""Part 10: time and bus bytes of a step with masters on the host, next to no offload and CPUAdam.
 
-``DeepSpeedCPUAdam`` is measured where DeepSpeed is installed: gradients down, its step, casts up.
+``DeepSpeedCPUAdam`` is measured if DeepSpeed is installed: gradients down, its step, casts up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run(bench: Bench) -> None:
             )
             give_gradients(model)
             moved = counted(offload.copies_of(bench.device)) if fields else {}
-            optimizer.step()  # what the model had at first comes down with it
+            optimizer.step()  # also copies the initial weights down
             moved.clear()
             optimizer.step()
             found.update({f"bytes {way} per element": n / numel for way, n in moved.items()})
@@ -41,7 +41,7 @@ def run(bench: Bench) -> None:
 
 
 def counted(copies: Any) -> dict[str, int]:
-    """Count the bytes that copies move from now on, by their way."""
+    """Count the bytes that copies move from now on, by direction."""
     moved: dict[str, int] = {}
 
     def counting(way: str, copy: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:

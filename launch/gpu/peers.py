@@ -1,4 +1,4 @@
-"""Part 8: with two cards or more, shardcast beside DDP, ZeRO, FSDP2 and Megatron-FSDP."""
+"""Part 8: shardcast next to DDP, ZeRO, FSDP2 and Megatron-FSDP; needs two cards or more."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(bench: Bench) -> None:
 
 
 def systems() -> dict[str, Callable[[nn.Module, Workload], System]]:
-    """What is compared; one that a card's machine has not installed is left out."""
+    """Return the compared systems, without those that are not installed."""
     found = {name: OWN[name] for name in OURS}
     found.update({n: make for n, make in PEERS.items() if not n.startswith(("DeepSpeed", "fair"))})
     if importlib.util.find_spec("megatron_fsdp") is not None:
@@ -44,7 +44,7 @@ def systems() -> dict[str, Callable[[nn.Module, Workload], System]]:
 
 
 class MegatronFSDP(System):
-    """As in its own quick start: parameters, gradients and state sharded."""
+    """Used as in its quick start, with sharded parameters, gradients and state."""
 
     def __init__(self, model: nn.Module, workload: Workload) -> None:
         from megatron_fsdp import fully_shard_model, fully_shard_optimizer
@@ -56,7 +56,7 @@ class MegatronFSDP(System):
 
 
 def measure(group: dist.ProcessGroup, names: list[str], bench: Bench) -> list[dict[str, Any]]:
-    """The body of one rank: every system for a few steps, one after the other."""
+    """Run every system for a few steps on one rank."""
     bench = bench.of_rank(group.rank())
     workload = Workload("GPT 350 M", partial(GPT, LARGE), Block, 50304, 4, 1024)
     workload = WORKLOADS["tiny"] if bench.dry else workload
@@ -82,7 +82,7 @@ def _one(name: str, workload: Workload, group: dist.ProcessGroup, bench: Bench) 
         mean = losses[-1].float().clone()
         dist.all_reduce(mean)
         found["last loss"] = mean.item() / group.size()
-    except Exception as error:  # of a peer that is not as we know it; all ranks raise alike
+    except Exception as error:  # a peer's API may have changed; all ranks raise alike
         found["error"] = f"{type(error).__name__}: {error}"[:500]
     gc.collect()
     if not bench.dry:

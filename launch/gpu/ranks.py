@@ -1,4 +1,4 @@
-"""Two ranks, on one card if there is only one: over NCCL where it allows that, else over gloo."""
+"""Two ranks, on one card if there is only one; over NCCL if it allows that, else over gloo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MULTI_RANK = (2, 30)  # the first NCCL that lets ranks share a card
 
 
 def backend_for(bench: Bench) -> str:
-    """The backend for two ranks on this machine."""
+    """Return the backend for two ranks on this machine."""
     if bench.dry:
         return "gloo"
     shared = torch.cuda.device_count() < 2 and torch.cuda.nccl.version() < MULTI_RANK
@@ -25,9 +25,9 @@ def backend_for(bench: Bench) -> str:
 def on_ranks(
     bench: Bench, work: Callable[..., Any], *args: Any, ranks: int = 2, share: float = 0.6
 ) -> list[Any]:
-    """``work(group, *args)`` on so many ranks, in no more than a ``share`` of the time left.
+    """Run ``work(group, *args)`` on several ranks within a ``share`` of the time left.
 
-    The dry run forks, which saves importing torch again; it must come before the first backward.
+    The dry run forks, to avoid importing torch again, so this must precede the first backward.
     """
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     method = "fork" if bench.dry else "spawn"

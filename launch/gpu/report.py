@@ -1,4 +1,4 @@
-"""The report: everything in JSON, tables in Markdown, the curves as pictures."""
+"""Write the report: everything in JSON, tables in Markdown, curves as pictures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass
 class Result:
-    """What came of one part.
+    """The result of one part.
 
     Attributes:
-        error: why it did not end as it should; rows may have errors of their own.
+        error: why the part failed, or None; rows may have their own errors.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """In a few words."""
+        """Return a short summary."""
         rows = sum("error" in figure for figure in self.figures)
         told = "failed" if self.error else "good"
         told += f", {len(self.figures)} figures"
@@ -32,7 +32,7 @@ class Result:
 
 
 def write(folder: Path, results: list[Result], dry: bool) -> None:
-    """Write what is known so far."""
+    """Write the results so far."""
     everything = {"dry_run": dry, "parts": [asdict(result) for result in results]}
     (folder / "report.json").write_text(json.dumps(everything, indent=1))
     lines = ["# shardcast on a GPU", ""]
@@ -47,7 +47,7 @@ def write(folder: Path, results: list[Result], dry: bool) -> None:
 
 
 def tables(figures: list[dict[str, Any]]) -> list[str]:
-    """Rows under the columns that any of them has."""
+    """Return a table with all columns of any row."""
     columns = list(dict.fromkeys(key for figure in figures for key in figure))
     if not columns:
         return []
@@ -67,7 +67,7 @@ def _text(value: Any) -> str:
 
 
 def draw(folder: Path, results: list[Result]) -> None:
-    """Bandwidth by size and times of whole steps, where matplotlib is installed."""
+    """Draw bandwidth by size and times of whole steps, if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure  # draws without a display
     except ImportError:

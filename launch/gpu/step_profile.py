@@ -1,4 +1,4 @@
-"""Part 3: what one step launches: kernels, the streams that they are on, and gaps between them."""
+"""Part 3: kernels that a step launches, their streams, and the gaps between them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(bench: Bench) -> None:
 
 
 def profiled(group: dist.ProcessGroup | None, bench: Bench) -> dict[str, Any]:
-    """Figures of one step, of the optimizer phase alone."""
+    """Return figures of the optimizer phase of one step."""
     torch.manual_seed(0)
     bench = bench if group is None else bench.of_rank(group.rank())
     config, batch = SIZES[bench.dry]
@@ -65,10 +65,10 @@ def profiled(group: dist.ProcessGroup | None, bench: Bench) -> dict[str, Any]:
 
 
 def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the events of a trace: what belongs to the optimizer phase.
+    """Return figures of the optimizer phase from the events of a trace.
 
-    A kernel belongs to it whose launch lies within the phase on the host, which the profiler notes
-    by a correlation number; so asynchronous execution does not matter.
+    A kernel belongs to the phase if its launch, found by correlation number, lies within the phase
+    on the host. So asynchronous execution does not matter.
     """
     spans = [e for e in events if e.get("name") == STEP and e.get("cat") == "user_annotation"]
     begin, end = spans[0]["ts"], spans[0]["ts"] + spans[0]["dur"]

@@ -1,7 +1,7 @@
-"""A plugin of pytest: each test is a row of the part as soon as it begins, and again as it ends.
+"""A pytest plugin: writes a row of the part when a test begins, and updates it when it ends.
 
-What a test leaves that no other can run with, a card in an error that stays or a hang, ends the
-process; the part goes on with the next test in a new one.
+If a test hangs or leaves the card with a sticky error, the process ends. The part continues with
+the next test in a new process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pytest_runtest_logfinish() -> None:
     if torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()
-        except Exception as error:  # whatever CUDA says: it would say so to all tests that follow
+        except Exception as error:  # any CUDA error here would fail all later tests
             row = bench.figures[-1]
             row["result"], row["why"] = "crashed", f"{row.get('why', '')} {error}"[-600:]
             bench.write()

@@ -1,6 +1,6 @@
-"""Fail the build if a public name, or one that a page uses in full, is missing from the API pages.
+"""Fail the build if a public name, or a full name in a page, is missing from the API pages.
 
-mkdocstrings shows the names in a module's ``__all__``, with their public members, if these have
+mkdocstrings shows the names in a module's ``__all__`` and their public members if they have
 docstrings.
 """
 
@@ -15,12 +15,12 @@ from mkdocs.exceptions import PluginError
 ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 NAME = re.compile(r"\bshardcast(?:\.[A-Za-z_]\w*)+")
-# No names of the API: a module that is run, a text, a file of a checkpoint.
+# Not part of the API: a module that is run, a string, a file of a checkpoint.
 COMMANDS = {"shardcast.run", "shardcast.__version__", "shardcast.json"}
 
 
 def public(package: griffe.Object) -> list[str]:
-    """Every option of ``shard()`` and every method and property of what it returns."""
+    """Return all options of ``shard()``, and all methods and properties of the optimizer."""
     options = package["config.ShardcastConfig"].members
     kind = package["optimizer.sharded.ShardedOptimizer"]
     inherited = {"supports_capture"}
@@ -36,13 +36,13 @@ def public(package: griffe.Object) -> list[str]:
 
 
 def calls(package: griffe.Object) -> list[str]:
-    """Every method and property of the optimizer that an extension provides."""
+    """Return the methods and properties of the optimizer that extensions provide."""
     return list(ast.literal_eval(str(package["option_values.CALLS"].value)))
 
 
 def on_post_build(config: MkDocsConfig) -> None:
     shown = {*config.plugins["mkdocstrings"].handlers.inventory, *COMMANDS}
-    # A function has the name of its module: the page asks for it by its whole path.
+    # For a function named like its module, the page lists the whole path.
     shown |= {re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in shown}
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     modules = [f"shardcast.{p.stem}" for p in pages if p.parent.name == "api"]

@@ -1,4 +1,4 @@
-"""Docstrings of the library as Markdown, for Griffe: roles, literal blocks and tables of RST."""
+"""Convert RST roles, literal blocks and tables of docstrings to Markdown, for Griffe."""
 
 import itertools
 import re
@@ -35,10 +35,10 @@ class Docstrings(griffe.Extension):
 
 
 def as_option(field: griffe.Attribute) -> None:
-    """A field of the configuration: its default, what it may be and its help as a docstring.
+    """Give a field of the configuration its default, and its values and help as a docstring.
 
-    From the table of options, which a test compares with the configuration: the help of most
-    options is in modules of their own.
+    They are read from docs/options.md, since most options have their help in another module. A
+    test compares that page with the configuration.
     """
     if field.name not in OPTIONS:
         return
@@ -55,7 +55,7 @@ def markdown(text: str, thing: griffe.Object) -> str:
 
 
 def reference(name: str, thing: griffe.Object) -> str:
-    """A link to where a name that ``thing`` uses is described, if that is in the site."""
+    """Return a link to the description of a name used by ``thing``, if the site has one."""
     first, _, rest = name.partition(".")
     try:
         target = ".".join(filter(None, [thing.resolve(first), rest]))
@@ -65,7 +65,7 @@ def reference(name: str, thing: griffe.Object) -> str:
 
 
 def blocks(lines: list[str]) -> list[str]:
-    """``::`` and what is indented below it as a fenced block."""
+    """Convert ``::`` and the indented lines below it to a fenced block."""
     result: list[str] = []
     while lines:
         line, *lines = lines
@@ -91,7 +91,7 @@ def deeper(below: str, line: str) -> bool:
 
 
 def tables(lines: list[str]) -> list[str]:
-    """Simple tables of RST as those of Markdown."""
+    """Convert simple RST tables to Markdown."""
     result: list[str] = []
     edges: list[int] = []
     rules = 0

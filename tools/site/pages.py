@@ -1,6 +1,6 @@
-"""Files of code that pages link to become pages of the site, under the same links.
+"""Make code files that pages link to into pages of the site, under the same links.
 
-The search lists guides before reference pages, which have most words.
+Also rank guides above reference pages in the search; those have the most words.
 """
 
 from pathlib import Path
