@@ -1,4 +1,4 @@
-"""The end of a training, and a second one of the same model."""
+"""Close an optimizer, and shard the same model again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sgd = of("SGD", lr=1e-3)
 
 
 def phases(model: nn.Module, begin: Callable[..., Any], end: Callable[[Any], None]) -> None:
-    """Eight trainings of one step, each with an optimizer of its own."""
+    """Run eight phases of one step, each with its own optimizer."""
     for step in range(8):
         optimizer = begin(sgd(model))
         install(model, step)
@@ -37,7 +37,7 @@ def phases(model: nn.Module, begin: Callable[..., Any], end: Callable[[Any], Non
 
 @pytest.mark.parametrize(("kind", "restore"), pairwise(KINDS, (True, False)))
 def test_phases_of_one_step_are_one_training(kind: str, restore: bool):
-    """Steps of 1e-3 and less are lost if a phase begins with weights that were rounded."""
+    """Changes up to 1e-3 would be lost if a phase began with rounded weights."""
     expected = CASES["gpt"].build()
     phases(expected, lambda optimizer: optimizer, lambda _optimizer: None)
 
@@ -59,7 +59,7 @@ def test_phases_of_one_step_are_one_training(kind: str, restore: bool):
     for name, value in values(expected).items():
         close = max(close, float((one[name] - value).abs().max()))
         rounded = max(rounded, float((value.bfloat16().float() - value).abs().max()))
-    # Gradients that were installed are rounded to low precision.
+    # The gradients are rounded to low precision.
     assert close <= (1e-6 if kind == "fp32" else 2e-4) and rounded > 1e-3
 
 
@@ -92,7 +92,7 @@ def test_the_model_comes_back_as_it_was_given():
         assert list(map(id, model.parameters())) == identity
         for name, master in masters.items():
             assert torch.equal(model.get_parameter(name).float(), master.to(given[name]).float())
-        model(torch.rand(5, 4)).sum().backward()  # it is an ordinary model again
+        model(torch.rand(5, 4)).sum().backward()  # an ordinary model again
         torch.optim.SGD(trained, lr=0.1).step()
 
     ThreadedWorld(2).run(run)
@@ -106,12 +106,12 @@ def test_close_in_a_finally_after_an_error_waits_for_no_other_rank(group: Any):
         if group.rank() == 0:
             raise KeyError("a script's own")
     except KeyError:
-        optimizer.close()  # and the other rank not at all
+        optimizer.close()  # the other rank makes no call
     assert str(model.a.weight.dtype) == "torch.bfloat16"
 
 
 def fails_and_shards_again(group: Any, failing: list[str]) -> list[str]:
-    """Close in a ``finally:`` after a backward that fails; then shard the model once more."""
+    """Close in a ``finally:`` after a failed backward, then shard the model again."""
     own: Any = dist.new_group(timeout=timedelta(seconds=5))
     model = CASES["mlp"].build()
     optimizer = shardcast.shard(model, sgd(model), process_group=own, pack_params=1)
@@ -146,7 +146,7 @@ def fail(_grad: torch.Tensor) -> None:
 def test_close_after_a_failed_backward_leaves_its_gradients_in_flight(
     gloo: SpawnedWorld, failing: list[str]
 ):
-    """They may never land. A model that is sharded next waits for them, if all ranks left them."""
+    """They may never land. The next ``shard()`` raises unless all ranks left the same number."""
     for own, *later in gloo.run(fails_and_shards_again, failing):
         assert own == "MemoryError('of this rank')"
         if failing[0] == failing[1]:
@@ -242,7 +242,7 @@ def test_close_gives_a_group_that_was_added_later_its_fp32_masters(group: Any, c
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
     inner = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
     optimizer = shardcast.shard(model, inner, process_group=group, convert_rest=converted)
-    model.append(nn.Linear(3, 5))  # which shard() has not seen
+    model.append(nn.Linear(3, 5))  # after shard()
     for layer in model[1:]:
         optimizer.add_param_group({"params": [*layer.parameters()]})
     assert {param.dtype for param in copy.deepcopy(model).parameters()} == {torch.float32}
@@ -256,7 +256,7 @@ def test_close_gives_a_group_that_was_added_later_its_fp32_masters(group: Any, c
 
 
 def test_close_restores_what_was_compiled_in_place_meanwhile():
-    """``model[0] = torch.compile(model[0])`` gives parameters and buffers other names."""
+    """``model[0] = torch.compile(model[0])`` renames parameters and buffers."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     model[0].requires_grad_(False)
     dtypes = [tensor.dtype for tensor in (*model.parameters(), *model.buffers())]

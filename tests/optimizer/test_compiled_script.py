@@ -1,4 +1,4 @@
-"""A script that compiles its whole step of training, the optimizer's calls among it."""
+"""A script that compiles its whole training step, including the optimizer's calls."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_compiled_step_of_training_has_the_bits_of_one_that_is_not_compiled(
     assert not torch.equal(plain[0], start.to(plain[0].dtype)), "it trained"
     codes = [code for of_code in convert_frame.input_codes.seen if (code := of_code())]
     inside = {code.co_name for code in codes if "/shardcast/step/" in code.co_filename}
-    assert codes and inside <= {"no_sync"}, "what the engine calls is no part of the script"
+    assert codes and inside <= {"no_sync"}, "Dynamo must not trace hooks that autograd calls"
 
 
 def clipped(group: Any, compiled: bool) -> list[Tensor]:

@@ -54,9 +54,9 @@ def test_a_copy_of_a_model_or_of_a_part_is_an_ordinary_one_in_fp32(group: Any, f
     plain.load_state_dict(shown)
     x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
     assert torch.equal(copied(x), plain(x)), "a copy computes in fp32"
-    if fields != "kept":  # what is kept in fp32 computes in fp32
+    if fields != "kept":  # kept modules compute in fp32 themselves
         with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(copied(x), plain(x)), "or under an autocast of the script"
+            assert torch.equal(copied(x), plain(x)), "also under the script's autocast"
     if fields != "fp32":
         features = torch.ones(2, 7, dtype=torch.bfloat16)
         assert torch.equal(part(features), plain.a(features.float())), "and takes activations"

@@ -1,4 +1,4 @@
-"""``owned()`` and ``whole()``: what a script edits is what is trained, and nothing else changes."""
+"""``owned()`` and ``whole()``: a script's edits take effect, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.parametrize("door", ["owned", "whole"])
 def test_gradients_are_shown_as_gathered_and_edits_of_them_count(door: str):
-    """By the parts of a rank, which are edited one by one, or by whole rows of some parameters."""
+    """Edit a rank's parts elementwise, or whole rows of some parameters."""
 
     def edit(grads: dict[str, Tensor]) -> None:
         if door == "owned":
             for grad in grads.values():
-                grad.clamp_(-1e-3, 2e-3).view(-1)[::2] *= 2  # parts begin at even places here
+                grad.clamp_(-1e-3, 2e-3).view(-1)[::2] *= 2  # parts start at even offsets here
         else:
             grads["2.weight"] -= grads["2.weight"].mean(1, keepdim=True)
             grads["4.bias"][0] = 0
@@ -115,7 +115,7 @@ def test_replicas_and_copies_take_the_edits_of_the_first_holder():
         set_grads(model, 0)
         optimizer.step()
         optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(mesh.get_rank())  # others on each rank
+        generator = torch.Generator().manual_seed(mesh.get_rank())  # differs between ranks
         meant = {}
         with optimizer.owned() as owned:
             for part in owned:
@@ -172,7 +172,7 @@ def test_a_weight_that_two_stages_hold_is_edited_on_both(mesh: Any, door: str):
             assert list(params) == ([name] if stage == 0 else [name, own])
             for one in params.values():
                 one.master.fill_(1 if one.name == name else 3)
-    assert (getattr(model, name) == 1).all(), "the first holder's"
+    assert (getattr(model, name) == 1).all(), "the first holder's value"
     edited = door == "owned" or own == "late"
     assert torch.equal(getattr(model, own), torch.full((7, 3), 3.0) if edited else before[own])
     optimizer.check_copies()
@@ -243,7 +243,7 @@ def test_state_of_another_shape_is_left_out(group: Any):
     set_grads(model, 0)
     optimizer.step()
     with optimizer.whole("*") as params:
-        assert [*params["0.weight"].state] == []  # it has a row and a column
+        assert [*params["0.weight"].state] == []  # only moments of rows and columns
         assert [*params["0.bias"].state] == ["variance"]
 
 
@@ -277,7 +277,7 @@ def test_an_exception_inside_writes_nothing_and_is_raised_on_all_ranks(
             told = f"{type(error).__name__}: {error}"
         assert_same_bits(everything(model, optimizer), before)
         set_grads(model, 1)
-        optimizer.step()  # all ranks go on
+        optimizer.step()  # all ranks can continue
         return told
 
     told = ThreadedWorld(2).run(run)
@@ -310,7 +310,7 @@ def apart(group: Any, other: str) -> str:
 
 @on_each_rank({"ep": 2, "edp": 2})
 def test_experts_are_edited_where_they_are(mesh: Any):
-    """Ranks along ``ep`` have other experts under one name."""
+    """Ranks along ``ep`` have different experts under one name."""
     place = mesh.get_local_rank("ep")
     generator = torch.Generator().manual_seed(place)
     model = nn.ParameterDict(
@@ -333,7 +333,7 @@ def test_experts_are_edited_where_they_are(mesh: Any):
             part.master.mul_(2)
     assert_same_bits(values(model), {name: 2 * value for name, value in before.items()})
     with optimizer.whole("*") as params:
-        params["expert"].master[place] = 0  # another row of another expert
+        params["expert"].master[place] = 0  # a different row of each expert
         params["shared"].master[0] = 7
     assert not model["expert"][place].any() and model["shared"].tolist() == [7, 2, 2, 2, 2]
     kept = [row for row in range(8) if row != place]
@@ -440,7 +440,7 @@ def test_gradients_that_change_beside_their_edits_are_an_error():
 
 
 def test_a_state_dict_warns_that_edits_of_it_are_lost():
-    """``optimizer.state_dict()["state"][1]["exp_avg"][dead] = 0`` is what torch's would keep."""
+    """With torch, ``optimizer.state_dict()["state"][1]["exp_avg"][dead] = 0`` takes effect."""
 
     def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
         model(batch).square().mean().backward()

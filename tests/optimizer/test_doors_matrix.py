@@ -1,8 +1,8 @@
-"""``owned()`` and ``whole()`` with each form, partition, optimizer and option, beside plain torch.
+"""``owned()`` and ``whole()`` with each form, partition, optimizer and option, next to plain torch.
 
-Each rank trains what it holds by plain torch too, with the gradients of its sharded model, and
-edits it in the same way. Masters, moments and averages must be equal to the bit, but for moments
-in fewer bits: there each edit by itself is compared.
+Each rank also trains its parameters in plain torch, with the gradients of its sharded model and the
+same edits. Masters, moments and averages must be bitwise equal. With low-precision moments, only
+single edits are compared.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ AXES = {
 
 
 def fits(_door: str, form: str, mesh: str, kind: str, option: str, home: str) -> bool:
-    """Return whether ``shard()`` takes these together."""
+    """Return whether ``shard()`` accepts this combination."""
     if kind in ("Muon", "Adafactor") and (
         form in ("split16", *LOW) or mesh in ("even", "tensor-parallel") or home == "host"
     ):
@@ -93,7 +93,7 @@ def fits(_door: str, form: str, mesh: str, kind: str, option: str, home: str) ->
     return not (option == "published" and form in ("fp32", "split16"))
 
 
-# -- the edits, on values of any shape with elements ``[start, stop)`` of the flat parameter ------
+# -- the edits, of values of any shape that start at element ``start`` of the flat parameter ------
 
 
 def decay(it: Any, _start: int) -> None:
@@ -101,7 +101,7 @@ def decay(it: Any, _start: int) -> None:
 
 
 def add_noise(it: Any, start: int) -> None:
-    """To a half of it; the other half is not touched."""
+    """Add noise to the first half; the other half must not change."""
     noise = torch.randn(1 << 14, generator=torch.Generator().manual_seed(1))
     flat = it.master.view(-1)
     end = max(0, min(flat.numel(), len(noise) - start))
@@ -133,7 +133,7 @@ EDITS: dict[str, Callable[[Any, int], None]] = {
 
 
 class Flat:
-    """Tensors of plain torch, or the local ones of a DTensor, as edits want them."""
+    """Plain tensors, or the local tensors of DTensors, with the interface that edits use."""
 
     def __init__(self, master: Tensor, state: Mapping[str, Tensor]) -> None:
         self._master, self.state = master, {name: value.clone() for name, value in state.items()}
@@ -148,7 +148,7 @@ class Flat:
 
 
 class Edited:
-    """The local tensors of what ``whole()`` gives; assigned ones are assigned to that."""
+    """Local tensors of a parameter from ``whole()``, to which assignments are passed on."""
 
     def __init__(self, whole: Any) -> None:
         self._whole, self.state = whole, self
@@ -232,7 +232,7 @@ class Run:
             self.average[name].lerp_(param.detach(), 1 - 0.9)
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """The state of plain torch that has the shape of the parameter."""
+        """Return plain torch's state tensors of the parameter's shape."""
         param = self.params[name]
         owner = next(o for o in self.plain if any(param is p for p in o.param_groups[0]["params"]))
         return {
@@ -261,16 +261,16 @@ class Run:
                 value.copy_(flat.state[key])
 
     def parts(self) -> dict[tuple[str, int, int, str], Tensor]:
-        """Masters, state and averages of this rank."""
+        """Return masters, state and averages of this rank."""
         return {key: value.reshape(-1) for key, value in parts(self.optimizer).items()}
 
     def expected(self, parts: Mapping[tuple[str, int, int, str], Tensor]) -> dict[Any, Tensor]:
-        """The same of the oracle."""
+        """Return the same of the oracle."""
         found = {}
         for name, start, stop, kind in parts:
             whole = {"master": self.params[name].detach(), "average.ema": self.average[name]}
             whole |= self.state(name)
-            if kind in whole:  # not a count of steps, of a parameter of one element
+            if kind in whole:  # skips step counts, even for parameters of one element
                 found[name, start, stop, kind] = whole[kind].reshape(-1)[start:stop].clone()
         return found
 
@@ -284,16 +284,16 @@ class Run:
         elif not self.low:
             for key, value in expected.items():
                 torch.testing.assert_close(parts[key], value, rtol=0, atol=1e-6)
-        for shard in self.packed.shards:  # what is published are the casts
+        for shard in self.packed.shards:  # published values must be the casts
             for fragment in shard.fragments:
-                if fragment.slot.name != "kept":  # which a script has written
+                if fragment.slot.name != "kept":  # written by the script
                     own = shard.published[shard.local(fragment.start, fragment.stop)]
                     cast = shard.rounded(fragment.slot, shard.exact(fragment))
                     assert_same_bits({"": own}, {"": cast})
         self.optimizer.check_copies()
 
     def check_edit(self, before: Mapping[Any, Tensor], after: Mapping[Any, Tensor]) -> None:
-        """Compare one edit with that of plain torch on what was there before."""
+        """Compare one edit with the same edit of the previous values in plain torch."""
         assert before.keys() == after.keys()
         by_part: dict[Any, dict[str, Tensor]] = {}
         for (*place, kind), value in before.items():
@@ -319,7 +319,7 @@ class Run:
                     assert_same_bits({kind: now}, {kind: value})
 
     def follow(self) -> None:
-        """Take the changes, as a reader of the weights does."""
+        """Apply the changes like a reader of the weights."""
         if self.case["option"] != "changes" or "tp" in MESHES[self.case["mesh"]][0]:
             return
         found = self.optimizer.changes(since=self.version)
@@ -342,8 +342,8 @@ def train(mesh: Any, case: Mapping[str, str]) -> dict[str, Tensor]:
         run.check()
         run.follow()
         if number % 2:
-            if case["form"] != "split16":  # there it keeps lower bits
-                with torch.no_grad():  # by a script: not to be touched, and trained on
+            if case["form"] != "split16":  # split masters would keep their low bits
+                with torch.no_grad():  # a script's write, which an edit must not undo
                     run.model.kept.mul_(1.25)
                     run.params["kept"].copy_(run.model.kept)
             before, shown, digest = run.parts(), local_values(run), run.optimizer.digest()

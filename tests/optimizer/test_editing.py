@@ -1,4 +1,4 @@
-"""docs/editing.md: each recipe does with a sharded optimizer what its original does beside DDP."""
+"""docs/editing.md: each recipe on a sharded optimizer has the results of its original."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def trained(recipe: str, code: str, group: Any = None, **fields: Any) -> dict[str, Tensor]:
-    """Weights after some steps, each with the recipe behind it, and what rollouts have seen."""
+    """Run steps, each followed by the recipe; return the weights and those seen by rollouts."""
     model = MODELS.get(recipe, mlp)()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if group is not None:
@@ -87,11 +87,11 @@ def test_a_recipe_is_its_original(recipe: str):
     assert any(not torch.equal(wanted.get(n), before[n]) for n in before) or "rollout" in ours
     for size in (1, 2, 3):
         for found in ThreadedWorld(size).run(lambda group: trained(recipe, ours, group)):
-            if recipe != "Noise":  # of other generators
+            if recipe != "Noise":  # the generators differ
                 assert_same_bits(found, wanted)
                 continue
             noise = torch.cat([(found[n] - before[n]).flatten() for n in before]) / 0.01
-            assert abs(noise.mean()) < 0.5 and 1.5 < noise.std() < 2.5, "of four steps"
+            assert abs(noise.mean()) < 0.5 and 1.5 < noise.std() < 2.5, "the sum of four steps"
 
 
 def test_a_merge_that_is_undone_leaves_no_bit_of_it_in_bf16():

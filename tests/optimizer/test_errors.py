@@ -1,4 +1,4 @@
-"""Bad input gets a clear error: what was expected, what was found, what to do."""
+"""Errors of bad input: what was expected, what was found, what to do."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def load_another_shape(_model: Any, optimizer: Any) -> None:
 
 
 def clip(*arguments: Any, **options: Any) -> Any:
-    """``clip_grad_norm_`` of the parameters that a function takes from the model's."""
+    """Return a call of ``clip_grad_norm_`` with arguments that may be functions of the model."""
 
     def call(model: Any, optimizer: Any) -> None:
         chosen = (a(list(model.parameters())) if callable(a) else a for a in arguments)
@@ -297,7 +297,7 @@ def convert(to: str) -> Any:
     def call(model: Any, _optimizer: Any) -> None:
         getattr(model, to)()
         with torch.no_grad():
-            model(torch.ones(2, 7, dtype=model.a.weight.dtype))  # it may be used
+            model(torch.ones(2, 7, dtype=model.a.weight.dtype))  # using it is allowed
         model(torch.ones(2, 7, dtype=model.a.weight.dtype))
 
     return call
@@ -527,12 +527,12 @@ def test_world_size_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch):
     model = MLP()
     with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4 .*init_process_group"):
         shardcast.shard(model, adamw(model))
-    with fake_world(4) as group:  # a group that is given is taken at its word
+    with fake_world(4) as group:  # a given group is trusted
         assert shardcast.shard(model, adamw(model), process_group=group).layout.world_size == 4
 
 
 def alone_of_two(group: Any) -> str:
-    """A process that announces two ranks but made a group of its own."""
+    """Shard in a process whose environment has two ranks but whose group has one."""
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = MLP()
@@ -552,7 +552,7 @@ def test_a_group_of_one_rank_in_a_world_of_two_is_refused(gloo: SpawnedWorld):
 
 
 def closed_late(group: Any) -> bool:
-    """Close an optimizer after its group was destroyed, as Accelerate's does at exit."""
+    """Close an optimizer after its group was destroyed, as Accelerate does at exit."""
     model = MLP()
     optimizer = shardcast.shard(model, adamw(model), process_group=dist.new_group([0, 1]))
     install(model, 0)
@@ -584,7 +584,7 @@ def test_a_group_without_this_rank_is_refused(gloo: SpawnedWorld):
 
 
 def different(group: Any, what: str) -> str:
-    """What ``shard`` raises where rank 1 differs from the others."""
+    """Return the error of ``shard`` if rank 1 differs in ``what``."""
     odd = group.rank() == 1
     model: nn.Module = MLP()
     if odd and what == "shape":
@@ -609,10 +609,10 @@ def different(group: Any, what: str) -> str:
     if odd and what in ("lr", "weight_decay", "betas"):
         value = {"lr": torch.tensor(0.25), "weight_decay": 0.5, "betas": (0.5, 0.9)}[what]
         optimizer.param_groups[-1][what] = value
-    if odd and what == "state":  # as where rank 0 alone loads one
+    if odd and what == "state":  # as if only one rank had loaded a state
         model.b.bias.grad = torch.ones_like(model.b.bias)
         optimizer.step()
-    for members in optimizer.param_groups:  # no plain value, so not compared
+    for members in optimizer.param_groups:  # not a plain value, so not compared
         members["mine"] = object()
     try:
         shardcast.shard(model, optimizer, process_group=group, param_dtype=dtype, fuse="eager")
@@ -646,7 +646,7 @@ def test_models_that_differ_are_refused_on_every_rank_by_the_first_difference(wh
     assert "ranks 0, 2:" in messages[0] and "rank 1:" in messages[0]
     assert DIFFERENCES[what] in messages[0]
     sent = {call.dtype for log in world.logs for call in log if call.op == "broadcast"}
-    assert sent <= {torch.int64, torch.uint8}, "rank 0's description, and no tensor of the model"
+    assert sent <= {torch.int64, torch.uint8}, "rank 0's description, no tensor of the model"
 
 
 def without_a_master(local: dict[str, Any], _plain: dict[str, Any]) -> dict[str, Any]:
@@ -699,7 +699,7 @@ def test_a_state_that_one_rank_cannot_load_is_refused_on_all_and_changes_nothing
 def test_an_error_in_a_gathering_call_is_raised_on_all_ranks(
     call: str, broken: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """On one rank, or on rank 0 as it joins what others sent: with one key missing, a KeyError."""
+    """The error occurs on one rank, or on rank 0 while it joins the parts of all ranks."""
 
     def run(group: Any) -> None:
         model = MLP()

@@ -1,4 +1,4 @@
-"""Scripts written for DDP and autocast: the same loss, and inputs as the script passes them."""
+"""Scripts written for DDP and autocast: the loss is the same, and inputs are not changed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Batch = Mapping[str, Any]
 
 
 def mse_loss(outputs: Tensor, target: Tensor, **options: Any) -> Tensor:
-    """Torch before 2.13 has no gradient of one with two dtypes."""
+    """torch before 2.13 has no gradient of an MSE loss of two dtypes."""
     if torch.__version__ < (2, 13):
         outputs = outputs.to(target.dtype)
     return F.mse_loss(outputs, target, **options)
 
 
 class Regression(nn.Module):
-    """Holds bare weights itself, as a ViT does, and gets labels and a count."""
+    """Has its own bare weights, like a ViT, and takes labels and a count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Regression(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """A UNet's parts: time steps in fp32, then layers; a group norm and attention between."""
+    """Parts of a UNet: fp32 time steps, then layers with a group norm and attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Rotary(nn.Module):
     """Attention with rotary positions that are computed in fp32.
 
     Args:
-        cast: the rotated queries and keys get the dtype of the hidden states, as in transformers.
+        cast: cast rotated queries and keys to the dtype of the hidden states, as in transformers.
     """
 
     def __init__(self, cast: bool) -> None:
@@ -95,7 +95,7 @@ class Rotary(nn.Module):
 
 
 class Bare(nn.Module):
-    """Multiplies by weights of its own, one of them in a list, and takes what is none."""
+    """Multiplies by its own weights, one of them in a list and transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Recurrent(nn.Module):
 
 
 class Residual(nn.Module):
-    """A stream that stays fp32, as its inputs are."""
+    """A residual stream that stays in fp32, the dtype of its inputs."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Residual(nn.Module):
 
 
 class Graph:
-    """As PyG's ``Data``: an object of the script, of which nothing is known."""
+    """An object of unknown type that holds tensors, like PyG's ``Data``."""
 
     def __init__(self, x: Tensor, edge_index: Tensor) -> None:
         self.x, self.edge_index = x, edge_index
@@ -160,7 +160,7 @@ class GraphNet(nn.Module):
 
 
 class Normed(nn.Module):
-    """Weights that are computed from others, in either way that torch has."""
+    """Weights that are computed from others, with both of torch's APIs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def loss_and_norm(
 
 
 def figures(name: str, autocast: bool, dtype: torch.dtype = BF16) -> tuple[float, float, float]:
-    """The greatest distances of the losses: ours from stock autocast, its from fp32; gradients."""
+    """Return the largest differences: our loss from autocast's, its from fp32, gradient norms."""
     build, kind, fields = SCRIPTS[name]
     models = []
     for _ in range(3):
@@ -259,7 +259,7 @@ def figures(name: str, autocast: bool, dtype: torch.dtype = BF16) -> tuple[float
 
 
 def skip_where_torch_itself_cannot(name: str, dtype: torch.dtype) -> None:
-    """Run stock autocast alone: oneDNN has no LSTM in low precision for some CPUs."""
+    """Skip if stock autocast fails: oneDNN has no low-precision LSTM for some CPUs."""
     build, kind, _ = SCRIPTS[name]
     try:
         loss_and_norm(build(), batches(0)[kind], True, dtype)
@@ -289,7 +289,7 @@ def test_a_script_has_the_loss_of_stock_autocast(name: str, autocast: bool, dtyp
 
 
 class Gain(nn.Module):
-    """Notes whether it runs under autocast."""
+    """Records whether it runs under autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class Gain(nn.Module):
 
 
 class Keeper(nn.Module):
-    """A root with a matrix of its own, which notes what it is given and computes."""
+    """A root with its own matrix, which records its inputs and a dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ INPUTS = (torch.ones(2, 4), torch.tensor(367.0), torch.tensor([497.3, 1.0]), tor
 
 
 class Strange(nn.Module):
-    """Operations that bf16 has not, or has too few digits for, as scripts of others have them."""
+    """Operations of third-party scripts that bf16 does not support, or not precisely enough."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,14 +395,14 @@ def test_operations_that_break_or_drift_in_pure_bf16_are_as_beside_ddp(
         beside = stock(name, x, tokens)
     if by_method and name == "fp32_island":
         pytest.skip("outside of a forward the layer does not know that autocast was on")
-    if by_method:  # as of a policy; the script's autocast stays around it
+    if by_method:  # such as a policy's; the script keeps its autocast around it
         with torch.autocast("cpu", BF16):
             loss = getattr(ours, name)(x, tokens)
     else:
         with torch.autocast("cpu", BF16, enabled=with_own):
             loss = ours(name, x, tokens)
     noise = float((beside - expected).abs() / expected.abs())
-    # Of what bf16 weights are in an fp32 product no autocast knows.
+    # Autocast does not round the weights of an fp32 matmul; here they are bf16.
     least = 2**-8 if name == "fp32_island" else 1e-3
     assert float((loss - beside).abs() / expected.abs()) <= max(noise, least)
     loss.backward()
@@ -417,7 +417,7 @@ def test_forward_gets_its_inputs_as_the_script_passes_them(autocast: bool):
     assert all(seen is passed for seen, passed in zip(model.seen, INPUTS, strict=True))
     with pytest.raises(RuntimeError, match="shape"):
         model(torch.ones(2, 3))
-    assert not torch.is_autocast_enabled("cpu"), "an error leaves it as it was"
+    assert not torch.is_autocast_enabled("cpu"), "an error must not change it"
 
 
 def test_what_is_inside_a_module_with_a_matrix_of_its_own_computes_low():
@@ -427,7 +427,7 @@ def test_what_is_inside_a_module_with_a_matrix_of_its_own_computes_low():
     assert model.normed == model.weight.dtype == BF16
     assert not model.gain.autocast and not torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu", FP16):
-        assert model(torch.ones(2, 4)).dtype == FP16, "an autocast of the script's own goes on"
+        assert model(torch.ones(2, 4)).dtype == FP16, "the script's own autocast still applies"
     assert model.gain.autocast
 
 
@@ -469,15 +469,15 @@ def test_copies_keep_the_casts_and_a_closed_model_loses_them(autocast: bool):
         model.weight.zero_()
         model.last.weight.zero_()
     for twin in copies:
-        assert torch.equal(twin(x), expected), "it computes with its own weights"
-    # A model that is converted to be evaluated computes in its new dtype.
+        assert torch.equal(twin(x), expected), "a copy computes with its own weights"
+    # A copy that is converted for evaluation computes in its new dtype.
     assert copies[0].eval().float().last(torch.ones(2, 4)).dtype == FP32
     optimizer.close()
     assert model.forward == forward and "forward" not in vars(model.last)
 
 
 def cloned(module: nn.Module) -> nn.Module:
-    """As learn2learn and higher do it: new parameters in a copy of all attributes."""
+    """Copy all attributes and make new parameters, like learn2learn and higher."""
     clone = module.__new__(type(module))
     clone.__dict__ = {**vars(module)}
     clone._parameters = {name: 2 * param for name, param in module._parameters.items()}
@@ -489,7 +489,7 @@ def test_a_copy_of_the_attributes_with_other_weights_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     sharded(model, param_dtype=BF16)
     expected = model[0](torch.ones(2, 4))
-    assert torch.equal(copy.copy(model[0])(torch.ones(2, 4)), expected), "of the same weights"
+    assert torch.equal(copy.copy(model[0])(torch.ones(2, 4)), expected), "the same weights"
     with pytest.raises(RuntimeError, match="copy of a"):
         cloned(model)(torch.ones(2, 4))
 
@@ -518,7 +518,7 @@ def test_a_sharded_model_is_exported_by_torch(autocast: bool):
 
 
 def test_layers_of_torch_that_read_their_childrens_weights_work_in_evaluation():
-    """The fast paths of a transformer's layers, which call no module inside."""
+    """The fast paths of transformer layers call no inner module."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.MultiheadAttention(8, 2)).eval()
@@ -530,7 +530,7 @@ def test_layers_of_torch_that_read_their_childrens_weights_work_in_evaluation():
     torch.testing.assert_close([y.float() for y in found], list(expected), rtol=0.05, atol=0.05)
 
 
-# -- what stays fp32 without being asked to --------------------------------------------------------
+# -- what stays fp32 by default --------------------------------------------------------------------
 
 
 def encoder() -> nn.Module:
@@ -538,7 +538,7 @@ def encoder() -> nn.Module:
 
 
 class Adapted(nn.Module):
-    """A base that is frozen, as LoRA's, and what is trained beside it."""
+    """A frozen base, as in LoRA, and trained layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -574,7 +574,7 @@ def test_a_frozen_base_stays_as_it_came_unless_asked_or_without_autocast(
 
 
 class Tower(nn.Module):
-    """Layers of each kind, every second one of which is frozen."""
+    """Layers of each kind, alternately trained and frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -585,7 +585,7 @@ class Tower(nn.Module):
         self.scales = nn.Parameter(torch.rand(8, 8))
         for frozen in (self.norm, self.up, self.layer_norm, self.recurrent):
             frozen.requires_grad_(False)
-        self.down.weight.requires_grad_(False)  # as in BitFit, beside a bias that is trained
+        self.down.weight.requires_grad_(False)  # as in BitFit, with a trained bias
         self.scales.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -626,7 +626,7 @@ def test_frozen_layers_compute_the_bits_that_they_have_beside_ddp_under_autocast
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_an_autocast_around_the_model_that_is_off_turns_nothing_off_in_it(cached: bool):
-    """As those of frameworks do; without its cache it was taken for one inside of the model."""
+    """Frameworks do this; without its cache, it used to be mistaken for one inside the model."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     shardcast.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), param_dtype=BF16)
     x = torch.randn(3, 4)
@@ -651,7 +651,7 @@ def test_a_model_with_a_frozen_part_that_is_converted_to_be_evaluated_computes_i
 
 
 def test_a_kept_base_that_came_low_is_widened():
-    """As peft trains fp32 adapters on a base in bf16."""
+    """peft trains fp32 adapters on a bf16 base like this."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     model[:2].to(BF16).requires_grad_(False)
     sgd = lambda m: torch.optim.SGD(m[2].parameters(), lr=0.1)  # noqa: E731
@@ -674,7 +674,7 @@ def test_computed_weights_stay_fp32_and_train():
 
 
 def test_a_forward_that_converts_a_module_is_refused_by_name_on_every_rank():
-    """As that of Switch's router; what the error says to keep in fp32 trains."""
+    """Switch's router does this. It trains with the ``keep_fp32`` that the error suggests."""
 
     class Router(nn.Module):
         def __init__(self) -> None:

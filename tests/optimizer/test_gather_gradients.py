@@ -1,4 +1,4 @@
-"""``gather_gradients()``: after it ``.grad`` is the mean over ranks, everywhere."""
+"""After ``gather_gradients()``, ``.grad`` is the mean over ranks on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def sam(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool) -> None:
-    """That of docs/gradients.md."""
+    """The loop of docs/gradients.md."""
     for _ in range(4):
         model(batch).float().square().mean().backward()
         if is_sharded:
@@ -98,7 +98,7 @@ def swapped(one: Any, other: Any, _optimizer: Any, _backward: Any) -> list[Tenso
 
 
 def swapped_as_views(one: Any, other: Any, _optimizer: Any, _backward: Any) -> list[Tensor]:
-    """Other objects in the same memory."""
+    """Swap new tensor objects of the same memory."""
     one.grad, other.grad = other.grad.data, one.grad.data
     return []
 
@@ -206,7 +206,7 @@ def test_gradients_in_fp16_are_gathered_with_their_loss_scale():
 def test_a_gradient_of_one_rank_can_be_read_on_all_ranks_after_the_step_too(
     is_host: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """An accelerator's rank does not wait to know who had gradients that others own."""
+    """On an accelerator, a rank does not wait to learn which ranks had gradients."""
     monkeypatch.setattr(_compat, "is_host", lambda _device: is_host)
 
     def script(model: nn.Module, optimizer: Any, batch: Tensor) -> list[Tensor]:

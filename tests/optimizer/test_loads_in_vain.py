@@ -1,4 +1,4 @@
-"""A load of the model that matches no name is said, and one of state that changes weights."""
+"""Warnings about loads: of a model if no name matches, of state if it changes weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prefixed(prefix: str) -> dict[str, Tensor]:
 
 
 def told(loads: Any, wrapped: bool = False) -> list[str]:
-    """What is warned of two forwards after ``loads(model)``."""
+    """Return the warnings of ``loads(model)`` and two forwards after it."""
     inside: nn.Module = nn.Linear(4, 4)
     model = nn.Sequential(checkpoint_wrapper(inside) if wrapped else inside)
     shardcast.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), param_dtype="bf16")
@@ -34,7 +34,7 @@ def told(loads: Any, wrapped: bool = False) -> list[str]:
 
 
 def again(model: nn.Module) -> None:
-    """As scripts do that do not know how a checkpoint was made."""
+    """Load, and on an error load again with another prefix, as some scripts do."""
     state = prefixed("module.0.")
     try:
         model.load_state_dict(state)
@@ -69,7 +69,7 @@ def test_loads_that_match_or_raise_are_not(wrapped: bool):
     "how", ["state alone", "current masters", "model first", "nothing trained"]
 )
 def test_a_load_of_state_that_changes_weights_is_warned_of(dtype: str, how: str):
-    """Continual learning, Reptile and restarts load an earlier state, and keep the weights."""
+    """Continual learning, Reptile and restarts load an earlier state but keep the weights."""
     model = nn.Linear(4, 4)
     optimizer = shardcast.shard(model, torch.optim.Adam(model.parameters()), param_dtype=dtype)
 

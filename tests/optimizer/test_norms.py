@@ -1,4 +1,4 @@
-"""Norms of single gradients, as ``torch.nn.utils.clip_grad_norm_`` and loops that log read them."""
+"""Norms of single gradients, which torch's ``clip_grad_norm_`` and logging loops read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 Read = Callable[[nn.Module], Any]
-TOL = 1e-6  # of numbers near 1: torch sums norms in fp32 tensor by tensor
+TOL = 1e-6  # for numbers near 1: torch sums norms in fp32, tensor by tensor
 
 
 def each(norm: Callable[[Tensor], Tensor]) -> Read:
@@ -42,7 +42,7 @@ READS: dict[str, Read] = {
 
 
 def told(read: Read, seen: list[Any]) -> Callable[..., None]:
-    """A loop that notes what ``read`` returns after both backwards of a step, and after it."""
+    """Return a loop that records ``read()`` after both backwards of a step and after the step."""
 
     def script(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
         numbers: list[float] = []
@@ -84,7 +84,7 @@ def test_a_norm_is_that_of_the_mean_as_it_is_now():
             norms.append(torch.stack(torch._foreach_norm([p.grad for p in model.parameters()])))
 
         model(batch).square().mean().backward()
-        model[0].weight.grad.norm().zero_()  # what is returned is the script's
+        model[0].weight.grad.norm().zero_()  # a returned norm belongs to the script
         note()
         model[0].weight.grad.mul_(3.0)
         note()
@@ -189,7 +189,7 @@ def test_what_is_still_multiplied_is_no_norm_to_clip(why: str):
 
 def test_a_norm_in_a_hook_raises_by_name():
     def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
-        model(batch).square().mean().backward()  # in the first one, everything is sent at its end
+        model(batch).square().mean().backward()  # the first backward sends everything at its end
         optimizer.zero_grad()
         found = []
 

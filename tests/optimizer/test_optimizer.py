@@ -1,4 +1,4 @@
-"""A sharded optimizer is an optimizer: what scripts, schedulers and tools expect of it."""
+"""What scripts, schedulers and tools expect of an optimizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_it_is_a_torch_optimizer_over_the_model_parameters():
 
 
 class Counting(torch.optim.Optimizer):
-    """A user's own optimizer, with attributes of its own that its step needs."""
+    """A user's optimizer whose step needs its own attributes."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -182,7 +182,7 @@ def test_the_default_dtype_of_a_script_changes_no_number():
         optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()))
         torch.set_default_dtype(default)
         try:
-            for step in range(300):  # from 257 on bf16 cannot count
+            for step in range(300):  # bf16 cannot count beyond 256
                 for number, param in enumerate(model.parameters()):
                     param.grad = torch.full_like(param, 1 + 0.1 * number + step % 7)
                 optimizer.clip_grad_value_(3.3)
@@ -198,7 +198,7 @@ def test_the_default_dtype_of_a_script_changes_no_number():
 def test_a_step_launches_once_for_each_pack_and_32_times_beside():
     packs = 15
     launched = groups.launches(1, pack_params=groups.TENSORS // packs)
-    assert launched + 1 <= packs + 32, "one is the sync, which nothing sends here"
+    assert launched + 1 <= packs + 32, "the sync is one launch, which a single rank does not make"
 
 
 def test_shard_says_in_one_line_what_it_did_and_the_report_has_a_total(

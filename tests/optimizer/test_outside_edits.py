@@ -1,4 +1,4 @@
-"""The model of a sharded optimizer: parameters that it does not hold, and layers that change."""
+"""Parameters that no sharded optimizer holds, and layers that change after ``shard()``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_layer_that_another_sharded_model_trains_is_not_warned_of(recwarn: Any
 
 
 class Nested(nn.Module):
-    """Stands between the average and the net that it follows, as in ema-pytorch."""
+    """Holds an average in a submodule, like ema-pytorch."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Nested(nn.Module):
 
 
 def moved(sharded: bool, average: Any, fields: dict[str, Any]) -> tuple[Tensor, set[torch.dtype]]:
-    """How an average inside the model moves in 60 steps, beside stock autocast, and its dtypes."""
+    """Return the change of an average inside the model in 60 steps, and its dtypes."""
     model = nn.Module()
     model.net = nn.Sequential(net(), nn.LayerNorm(1))
     model.average = average(model.net)
@@ -125,7 +125,7 @@ def test_an_average_anywhere_in_the_model_moves_as_beside_stock_autocast(average
 
 
 class Codebook(nn.Module):
-    """A quantizer whose codes are frozen parameters that its forward moves, as in BEiT-2."""
+    """A quantizer whose forward changes its codes, which are frozen parameters, as in BEiT-2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,8 +146,6 @@ class Codebook(nn.Module):
 
 @pytest.mark.parametrize("held", [False, True])
 def test_frozen_parameters_that_a_forward_moves_are_as_beside_stock_autocast(held: bool):
-    """Be they among the parameters that the optimizer was given, or not."""
-
     def codes(sharded: bool, **fields: Any) -> tuple[Tensor, Tensor]:
         model = Codebook()
         start = model.codes.weight.detach().clone()
@@ -173,7 +171,7 @@ def test_frozen_parameters_that_a_forward_moves_are_as_beside_stock_autocast(hel
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("came", [torch.float32, torch.bfloat16])
 def test_a_base_that_is_merged_and_unmerged_does_not_drift(held: bool, came: torch.dtype):
-    """As for a rollout; a base that came low has the bits that it came with."""
+    """For a rollout, for example. A bf16 base stays in bf16, and drifts as without shardcast."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False))
     base, down, up = model
     base.to(came).requires_grad_(False)
@@ -198,7 +196,7 @@ def test_what_no_optimizer_holds_keeps_its_memory_dtype_and_strides(group: Any, 
     model[0].to(memory_format=torch.channels_last)
     model[1].to(torch.bfloat16)
     model[2].half()
-    view = model[0].weight.data[:1]  # as an alias that a module keeps
+    view = model[0].weight.data[:1]  # an alias that a module might keep
     rest = [*model[:3].parameters(), *model[1].buffers()]
     dtypes, strides = [t.dtype for t in rest], [t.stride() for t in rest]
     addresses = [t.data_ptr() for t in model[:3].parameters()]
@@ -213,7 +211,7 @@ def test_what_no_optimizer_holds_keeps_its_memory_dtype_and_strides(group: Any, 
 
 
 def trained(group: Any, change: Any, ranks: tuple[int, ...], steps: int = 3) -> str:
-    """What a rank meets when ``ranks`` change the model after a step."""
+    """Return a rank's error if ``ranks`` change the model after a step, else "ok"."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(4, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 1)
@@ -285,7 +283,7 @@ def test_what_all_ranks_do_alike_or_keeps_the_parameters_is_no_error(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resize_is_refused_by_name_and_works_after_close(world_size: int):
-    """As ``resize_token_embeddings`` of transformers does it."""
+    """``resize_token_embeddings`` of transformers resizes like this."""
 
     def resize(model: Any) -> None:
         model[2].weight.data = torch.ones(3, 8)

@@ -1,7 +1,7 @@
-"""Whatever reads while other weights are in the model moves no bit of the training.
+"""Reading while other weights are in the model does not change the training.
 
-Scripts put an average, or another model's weights, into the model, save or look at it, and put the
-old weights back with the same bits. The masters must be those of a run that never read.
+Scripts put an average, or another model's weights, into the model, save or read it, and restore the
+old weights bit for bit. The masters must equal those of a run that never did so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 2
 
 
 class Net(nn.Module):
-    """Matrices that each published form can have, and sizes that no alignment divides."""
+    """Matrices that suit each published form, and sizes that no alignment divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def plain_state(model: nn.Module, optimizer: Any, folder: Path) -> None:
 
 
 def state_without_masters(_model: nn.Module, optimizer: Any, _folder: Path) -> None:
-    """A load, but not of masters."""
+    """Load a state without masters."""
     with optimizer.as_plain():
         found = optimizer.state_dict()
     for own in found["state"].values():
@@ -84,7 +84,7 @@ READERS: dict[str, Callable[[nn.Module, Any, Path], Any]] = {
 }
 
 
-# -- how they are kept, and how they are shown ----------------------------------------------------
+# -- how masters are stored, and how weights are written -------------------------------------------
 
 
 adamw = of("AdamW", lr=3e-3)
@@ -127,7 +127,7 @@ WAYS = {"copied": copied, "assigned": assigned, "loaded": loaded, "fp32": loaded
 def train(
     group: Any, folder: Path, kind: str, way: str, read: str, switches: bool
 ) -> dict[str, Tensor]:
-    """Masters, averages, and what the model shows at the end of some steps."""
+    """Run some steps; return masters, averages and the model's values."""
     build, fields = KINDS[kind]
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -142,7 +142,7 @@ def train(
         optimizer.zero_grad()
         optimizer.wait_sync()
         backup = values(model)
-        # Some elements stay as they are, as of an average that has settled.
+        # Some elements do not change, like those of an average that has converged.
         other = {
             name: torch.where(torch.rand(value.shape, generator=generator) < 0.5, value, value / 3)
             for name, value in values(model).items()
@@ -164,7 +164,7 @@ def train(
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Have a kind update as on an accelerator, eagerly: the device alone knows of skips."""
+    """Make a kind update as on an accelerator, where only the device knows of skips; eagerly."""
 
     def of(kind: str) -> None:
         if kind == "device":
@@ -199,13 +199,12 @@ def test_a_reader_that_sees_other_weights_moves_no_master(
 def test_other_weights_that_leave_the_model_move_no_master(
     way: str, kind: str, tmp_path: Path, on_device: Callable[[str], None]
 ):
-    """Also where ``load_state_dict`` brings them, and takes them away."""
     on_device(kind)
     assert_reads_move_nothing(tmp_path, kind, way, "state_dict")
 
 
 def shown_and_read(group: Any, folder: Path, kind: str, read: str) -> Any:
-    """What the model shows while a reader looks, what it found, and what it shows afterwards."""
+    """Return the model's values during a read, the values read, and the model's values after it."""
     build, fields = KINDS[kind]
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -238,7 +237,7 @@ def test_a_reader_sees_the_weights_that_the_model_shows(read: str, kind: str, tm
     by_rank = ThreadedWorld(2).run(shown_and_read, tmp_path, kind, read)
     shown, found, _ = by_rank[0]
     for name, value in shown.items():
-        if kind == "split16":  # the weight, and sixteen more bits
+        if kind == "split16":  # the weight and 16 more bits
             assert torch.equal(found[name].to(value.dtype), value), name
         else:
             assert torch.equal(found[name], value.float()), name
@@ -263,7 +262,7 @@ def test_a_plain_state_has_the_weights_that_a_script_assigned(group: Any):
 
 
 def test_a_module_that_is_compiled_in_place_later_keeps_its_masters_and_state():
-    """Its parameters have other names then, as after ``model.layers[0] = torch.compile(...)``."""
+    """``model.layers[0] = torch.compile(...)`` renames its parameters."""
     model = Net()
     optimizer = shardcast.shard(model, torch.optim.AdamW(model.parameters()), param_dtype="bf16")
     before = optimizer.full_parameters()

@@ -1,4 +1,4 @@
-"""Scripts that read and keep gradients of a lone rank, against plain torch."""
+"""Scripts that read and keep gradients on a single rank, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_gradient_that_a_loop_keeps_does_not_keep_the_memory_of_its_neighbours
 
 
 class Tiled(torch.autograd.Function):
-    """Runs ``layer`` and its backward inside the backward, for one half of the batch at a time."""
+    """Runs ``layer`` and its backward inside the backward, for half of the batch at a time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:

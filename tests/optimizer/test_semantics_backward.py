@@ -42,7 +42,7 @@ def test_a_gradient_penalty_costs_no_round_of_its_own():
 
 
 def test_a_rank_may_ask_for_gradients_alone():
-    """``torch.autograd.grad`` runs the hooks of a backward, of weights and of what comes first."""
+    """``torch.autograd.grad`` on one rank runs hooks of weights and inputs, like a backward."""
 
     def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
         for _ in range(3):
@@ -59,7 +59,7 @@ def test_a_rank_may_ask_for_gradients_alone():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_backward_through_a_graph_made_before_the_step_is_refused_as_in_plain_torch(size: int):
-    """It would take the new weights and the old activations."""
+    """It would combine new weights with old activations."""
 
     def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
         first, late = model(batch).square().mean(), model(batch).square().mean()
@@ -99,11 +99,11 @@ class Tied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).tanh()
         x = checkpoint(self.tied, x, use_reentrant=True) if self.inside else self.tied(x)
-        return self.tied(x.tanh())  # the backward of this comes before that of the checkpoint
+        return self.tied(x.tanh())  # its backward runs before the checkpoint's
 
 
 def late(group: Any, start: int) -> tuple[list[int], list[Tensor]]:
-    """Rank 0 checkpoints from step ``start`` on, the others never do; which steps are refused."""
+    """Train with checkpoints on rank 0 from step ``start`` on; return which steps were refused."""
     model, refused = Tied(), []
     optimizer = shardcast.shard(
         model, sgd(model), process_group=group, pack_params=1, param_dtype="fp32"
@@ -124,7 +124,7 @@ def late(group: Any, start: int) -> tuple[list[int], list[Tensor]]:
 
 @pytest.mark.parametrize("start", [0, 1])
 def test_a_weight_outside_and_inside_a_reentrant_checkpoint_trains_or_is_refused_once(start: int):
-    """From the first step on it trains. Later all ranks raise, and the repeated step trains."""
+    """It trains if used from the first step on. Later, all ranks raise and the next try trains."""
     world = ThreadedWorld(2)
     runs = world.run(late, start)
     assert_same_sequence(world.logs)
@@ -141,7 +141,7 @@ def fail(_grad: Tensor) -> None:
 
 
 def test_closing_after_a_failed_backward_waits_for_what_it_sent():
-    """Its buffers are freed with the optimizer; the strict world refuses what nobody waits for."""
+    """Its buffers are freed with the optimizer; the strict world rejects works never waited for."""
 
     def script(model: Any, optimizer: Any, batch: Tensor) -> bool:
         hidden = model[:2](batch)
@@ -151,7 +151,7 @@ def test_closing_after_a_failed_backward_waits_for_what_it_sent():
         optimizer.close()
         return any(call.async_op for call in packed_of(optimizer).comm.group.log)
 
-    assert on_ranks(script, pack_params=1, accumulate="sharded") == [True] * 2, "it was on the way"
+    assert on_ranks(script, pack_params=1, accumulate="sharded") == [True] * 2, "it was in flight"
 
 
 @pytest.mark.parametrize("call", ["step", "gather_gradients", "clip_grad_norm_"])
@@ -163,7 +163,7 @@ def test_a_hook_may_step_gather_or_clip_before_its_backward_ends(call: str):
             elif sharded:
                 getattr(optimizer, call)(*[1e3] * (call == "clip_grad_norm_"))
 
-        model[0].weight.register_post_accumulate_grad_hook(hook)  # the last but a bias
+        model[0].weight.register_post_accumulate_grad_hook(hook)  # only a bias comes later
         for _ in range(2):
             model(batch).float().square().mean().backward()
             if call != "step":
@@ -175,7 +175,7 @@ def test_a_hook_may_step_gather_or_clip_before_its_backward_ends(call: str):
 
 @on_each_rank(2)
 def test_an_empty_no_sync_of_one_rank_before_all_clear_is_no_difference(group: Any):
-    """Otherwise each later step, too, would raise that ranks differ in clears of gradients."""
+    """Otherwise every later step would raise that ranks cleared gradients differently."""
     model = CASES["mlp"].build()
     optimizer = sharded(model, group)
     CASES["mlp"].loss(model, CASES["mlp"].batch(0)).backward()

@@ -1,4 +1,4 @@
-"""Clipping, scaling and torch's GradScaler, in the orders and groups that training loops use."""
+"""Clipping, scaling and torch's GradScaler, in the orders that training loops use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import shardcast
 
 pytestmark = pytest.mark.timeout(60)
 
-# torch sums norms in fp32 tensor by tensor, here it is one sum in fp64: the factor differs by an
-# ulp or two, so each of three steps may round a weight below 0.5 the other way: 3 x 2^-25.
+# torch sums norms in fp32, tensor by tensor; shardcast makes one sum in fp64. The factors differ by
+# an ulp or two, so each of three steps may round a weight below 0.5 the other way: 3 x 2^-25.
 NORM = 3 * 2**-25
 
 
@@ -59,13 +59,13 @@ def test_a_step_takes_its_clip_across_a_no_sync_in_which_nothing_ran():
             optimizer.step()
             optimizer.zero_grad()
 
-    check(sgd, script, tol=NORM, max_grad_norm=0.02)  # which is for steps without a clip
+    check(sgd, script, tol=NORM, max_grad_norm=0.02)  # applies only to steps without a clip
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("left", ["zeros", "waiting", "means", "clipped means"])
 def test_a_loss_scale_is_loaded_whatever_gradients_are_left(size: int, left: str):
-    """Zeros stay zeros, what waits for its mean changes nothing, and means keep their size."""
+    """Zeros stay zeros, gradients not yet reduced have no effect, and means keep their size."""
 
     def script(model: nn.Module, optimizer: Any, batch: Tensor) -> tuple[list[Tensor], float]:
         def backward() -> None:
@@ -73,7 +73,7 @@ def test_a_loss_scale_is_loaded_whatever_gradients_are_left(size: int, left: str
 
         saved = optimizer.state_dict()
         optimizer.scale_loss(model(batch).float().sum() * math.inf).backward()
-        optimizer.step()  # skipped, with half of the scale from now on
+        optimizer.step()  # skipped, which halves the scale
         optimizer.zero_grad(set_to_none=left != "zeros")
         if left == "waiting" and loads:
             backward()
@@ -95,7 +95,7 @@ def test_a_loss_scale_is_loaded_whatever_gradients_are_left(size: int, left: str
 
     fields = {"param_dtype": "fp16", "loss_scale": "dynamic", "loss_scale_init": 1024.0}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the skip
+        warnings.simplefilter("ignore")  # of the skipped step
         loads = False
         (expected, half), *_ = on_ranks(script, size, **fields)
         loads = True
@@ -154,7 +154,7 @@ def test_a_group_may_get_its_own_bound_between_steps():
 
 
 class Bounded(torch.optim.SGD):
-    """A third-party class that has an option ``max_grad_norm`` of its own, as LAMBs have."""
+    """A third-party class with its own option ``max_grad_norm``, like LAMBs."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
@@ -173,7 +173,7 @@ def test_an_option_of_the_optimizers_own_is_not_taken_for_a_bound_of_the_group()
 def test_the_stock_recipe_of_grad_scaler_stops_on_all_ranks_alike(
     dtype: str, unscale: bool, bad: int | None
 ):
-    """Whatever overflows, and where: the same error everywhere, and nobody waits."""
+    """All ranks raise the same error, regardless of the rank that overflows, and none hangs."""
 
     def script(model: nn.Module, optimizer: Any, batch: Tensor) -> str:
         before = values(model)
@@ -187,7 +187,7 @@ def test_the_stock_recipe_of_grad_scaler_stops_on_all_ranks_alike(
             scaler.step(optimizer)
             scaler.update()
         assert equal(before, model.parameters())
-        # The script without it works.
+        # Without the scaler, the script works.
         optimizer.zero_grad()
         optimizer.scale_loss(model(batch).float().square().mean()).backward()
         optimizer.step()
@@ -196,7 +196,7 @@ def test_the_stock_recipe_of_grad_scaler_stops_on_all_ranks_alike(
 
     first, second = on_ranks(script, param_dtype=dtype)
     assert first == second
-    if dtype == "fp16" and unscale:  # torch itself refuses before it comes to us
+    if dtype == "fp16" and unscale:  # torch itself refuses first
         assert "unscale FP16" in first
     else:
         assert "remove the GradScaler and call optimizer.scale_loss" in first

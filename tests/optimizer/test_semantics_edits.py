@@ -1,4 +1,4 @@
-"""What scripts do to gradients by hand, against plain torch on the whole batch."""
+"""Scripts that edit gradients by hand, compared with plain torch on the whole batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_hooks_of_the_script_edit_gradients_before_they_are_sent(hook: Any, accu
     def script(model: nn.Module, optimizer: Any, batch: Tensor, _sharded: bool) -> None:
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(hook)
-        for _ in range(3):  # from the second one on packs are sent while backward runs
+        for _ in range(3):  # from the second one on, packs are sent during backward
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -97,7 +97,7 @@ def all_set_in_part(model: nn.Module) -> None:
 
 
 def absent_set(model: nn.Module) -> None:
-    """The backward has not reached the last layer."""
+    """Set gradients of the last layer, which the backward has not reached."""
     for param in model[4].parameters():
         param.grad = torch.full_like(param, 0.3)
 
@@ -129,9 +129,9 @@ def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(
     is_host: bool,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """On an accelerator, too, where the clip has decided and the step sends nothing before it.
+    """Also on an accelerator, where the clip decides and the step sends nothing before its update.
 
-    Neither decay nor momentum move a parameter without a gradient.
+    Neither decay nor momentum may change a parameter without a gradient.
     """
 
     def script(model: nn.Module, optimizer: Any, batch: Tensor, sharded: bool) -> None:
@@ -145,10 +145,10 @@ def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(
                 by_norm, by_value = optimizer.clip_grad_norm_, optimizer.clip_grad_value_
             by_norm(0.1)
             if not clips_again:
-                by_value(0.01)  # multiplies in what the norm had left to the update
+                by_value(0.01)  # applies the factor that the norm left to the update
             edit(model)
             if clips_again:
-                by_norm(100.0)  # clips nothing, so that no factor hides another
+                by_norm(100.0)  # clips nothing, so that the first factor stays visible
             optimizer.step()
             optimizer.zero_grad()
 
@@ -159,7 +159,7 @@ def test_gradients_that_are_edited_after_the_clip_train_as_under_ddp(
 @pytest.mark.parametrize("is_gathered", [False, True])
 @pytest.mark.parametrize("edit", [one_cleared, all_replaced, all_in_place])
 def test_edits_after_a_clip_are_the_same_on_one_rank(edit: Any, is_gathered: bool):
-    """In bf16 its update applies the clip, so that until then ``.grad`` is a stand-in."""
+    """In bf16 one rank's update applies the clip; until then ``.grad`` is a stand-in."""
 
     def run(group: Any) -> list[Tensor]:
         torch.manual_seed(0)
@@ -187,11 +187,11 @@ def test_a_clip_is_seen_on_one_rank_whoever_reads(dtype: str):
     def run(group: Any) -> None:
         model = nn.Linear(8, 8)
         optimizer: Any = shardcast.shard(model, sgd(model), process_group=group, param_dtype=dtype)
-        for step in range(3):  # without a clear, so that gradients are added to clipped ones
+        for step in range(3):  # not cleared, so that gradients are added to clipped ones
             model(torch.ones(1, 8)).float().sum().backward()
             before = model.weight.grad.clone()
             assert optimizer.clip_grad_norm_(0.1) > 1
-            if dtype == "bf16" and step == 0:  # what is multiplied in is in fp32, and added to
+            if dtype == "bf16" and step == 0:  # later means are fp32, with the clip applied
                 with pytest.raises(RuntimeError, match=r"'weight'.*gather_gradients"):
                     model.weight.grad.clone()
             norms = [param.grad.norm() for param in model.parameters()]
@@ -253,7 +253,7 @@ def test_acts_after_a_clip_are_the_same_on_one_rank(act: Any):
             optimizer.clip_grad_norm_(0.1)
             act(model, optimizer)
             optimizer.step()
-            if step:  # the second one adds to gradients of the first
+            if step:  # the second step adds to gradients of the first
                 optimizer.zero_grad()
         return list(optimizer.full_parameters().values())
 
@@ -278,11 +278,11 @@ def test_gradients_of_one_rank_can_be_read_where_no_clip_is_left_to_the_update()
         model[0].weight.grad.clone()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    assert not model[0].weight.grad.clone().any()  # zeros lack no clip
+    assert not model[0].weight.grad.clone().any()  # a clip does not change zeros
 
 
 def test_steps_of_one_rank_read_the_mean_where_the_first_backward_put_it():
-    """A CUDA graph of a backward writes it there in each replay, and runs no hook."""
+    """Each replay of a backward's CUDA graph writes the mean there and runs no hook."""
     models = [mlp(), mlp()]
     graphed, plain = (shardcast.shard(it, sgd(it), param_dtype="bf16") for it in models)
     for step in range(3):
@@ -306,7 +306,7 @@ def test_steps_of_one_rank_read_the_mean_where_the_first_backward_put_it():
 def test_hooks_that_miss_the_earlier_gradients_of_a_step_are_named(
     size: int, accumulate: str, is_quiet: bool
 ):
-    """Under DDP a second backward's hooks see the sum."""
+    """With DDP, hooks of a second backward see the sum."""
 
     def run(group: Any) -> Any:
         model = nn.Linear(2, 2, bias=False)
@@ -342,7 +342,7 @@ def test_what_was_kept_before_a_clip_is_not_edited_as_if_it_were_clipped():
     kept = [param.grad for param in model.parameters()]
     optimizer.clip_grad_norm_(0.1)
     for grad in kept:
-        grad.add_(0.01)  # which the clip would make smaller
+        grad.add_(0.01)  # the clip would shrink this edit
     with pytest.raises(RuntimeError, match=r"kept from before clip_grad_norm_"):
         optimizer.step()
 
@@ -359,7 +359,7 @@ def test_a_step_after_gradients_were_read_has_the_bits_of_one_without(dtype: str
                 assert it.grad is not None
 
     readers: list[Callable[..., Any]] = [lambda it, _: it.gather_gradients(), part]
-    readers += [norm] if dtype == "bf16" else []  # refused beside a loss scale
+    readers += [norm] if dtype == "bf16" else []  # refused with a loss scale
 
     def run(group: Any, clips: bool, read: Callable[..., Any]) -> list[Tensor]:
         torch.manual_seed(0)
@@ -413,7 +413,7 @@ def cleared_in_part(model: nn.Module, optimizer: Any, batch: Tensor, clips: str)
 
 
 def decayed(model: nn.Module, optimizer: Any, batch: Tensor, clips: str) -> None:
-    """A momentum in ``.grad``."""
+    """Use ``.grad`` as momentum."""
     loss_and_clip(model, optimizer, batch, clips)
     optimizer.step()
     for param in model.parameters():
@@ -433,7 +433,7 @@ def read_after_the_step(model: nn.Module, optimizer: Any, batch: Tensor, clips: 
 
 
 def dropped(model: nn.Module, optimizer: Any, batch: Tensor, clips: str) -> None:
-    """The next gradients are not those that the clip was for."""
+    """Drop clipped gradients; the clip must not apply to the next ones."""
     loss_and_clip(model, optimizer, 9 * batch, clips)
     model.zero_grad()
     model(batch).float().square().mean().backward()
@@ -447,7 +447,7 @@ def dropped(model: nn.Module, optimizer: Any, batch: Tensor, clips: str) -> None
     [each_micro_batch, stepped_twice, cleared_in_part, decayed, read_after_the_step, dropped],
 )
 def test_clipped_gradients_stay_clipped_until_they_are_cleared(script: Any, dtype: str):
-    """As under DDP, where a clip edits ``.grad`` in place; here it may wait for the update."""
+    """With DDP a clip edits ``.grad`` in place; here the update may apply it."""
 
     def train(model: nn.Module, optimizer: Any, batch: Tensor, clips: str) -> list[Tensor]:
         for _ in range(3):
@@ -467,7 +467,7 @@ def test_clipped_gradients_stay_clipped_until_they_are_cleared(script: Any, dtyp
         for clips in ("own", "torch's"):
             found = ThreadedWorld(size, timeout=20).run(run, clips)[0]
             for mine, theirs in zip(found, expected, strict=True):
-                close = 1e-6 if dtype == "fp32" else 4e-3  # two steps between bf16 weights
+                close = 1e-6 if dtype == "fp32" else 4e-3  # two bf16 spacings of the weights
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=close)
 
 
@@ -475,7 +475,7 @@ def test_clipped_gradients_stay_clipped_until_they_are_cleared(script: Any, dtyp
 def test_on_an_accelerator_the_step_after_a_clip_decides_nothing(
     edits: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """What it sends are parameters; ranks that edit differently are told of it by the next one."""
+    """It only sends parameters. If ranks edit differently, the next step raises."""
 
     def run(group: Any) -> tuple[list[str], str]:
         model = nn.Linear(8, 8)
@@ -524,7 +524,7 @@ def set_after_a_backward_that_is_dropped(model: nn.Module, optimizer: Any, batch
 
 
 def edited_through_data(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
-    """DINO's clip and hand-made all-reduces write ``p.grad.data``."""
+    """DINO's clip and hand-written all-reduces write ``p.grad.data``."""
     for _ in range(2):
         model(batch).square().mean().backward()
         for param in model.parameters():
@@ -541,7 +541,7 @@ def with_a_graph(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
 
 
 def a_clip_before_a_sleep(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
-    """It drops the gradients, as zero_grad() does; no backward came after the clip."""
+    """``asleep()`` drops gradients like ``zero_grad()``, so the step after it does nothing."""
     model(batch).square().mean().backward()
     optimizer.clip_grad_norm_(0.1)
     with optimizer.asleep():

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def interleaved(kind: Any, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """Weights, nothing, and biases in groups of their own, the biases first."""
+    """Build groups of biases, of nothing, and of weights, in this order."""
 
     def build(model: nn.Module) -> torch.optim.Optimizer:
         params = list(model.parameters())
@@ -57,7 +57,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(("on", "tensor"), [("original", True), ("sharded", False)])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_scheduler_works_on_either_optimizer(name: str, on: str, tensor: bool):
-    """SGD with momentum, which some schedulers change too, and a rate that may be a tensor."""
+    """Use SGD with momentum, which some schedulers also change, and a float or tensor rate."""
     made: dict[int, Any] = {}
 
     def build(model: nn.Module) -> torch.optim.Optimizer:
@@ -76,7 +76,7 @@ def test_every_scheduler_works_on_either_optimizer(name: str, on: str, tensor: b
             optimizer.zero_grad()
 
     with warnings.catch_warnings():
-        # SequentialLR itself calls its parts before the optimizer and with an epoch.
+        # SequentialLR calls its parts before the optimizer and with an epoch.
         warnings.simplefilter("ignore" if name == "SequentialLR" else "error")
         check(build, script, worlds=(1, 2))
 
@@ -98,7 +98,7 @@ def forgets(state: dict[Any, Any]) -> None:
 
 
 def replaces(state: dict[Any, Any]) -> None:
-    """As ReLoRA does: new tensors in place of the moments, the count of steps stays."""
+    """Replace the moments by new tensors and keep the step count, like ReLoRA."""
     for values in state.values():
         for name, value in values.items():
             if name not in ("step", "master"):
@@ -106,7 +106,7 @@ def replaces(state: dict[Any, Any]) -> None:
 
 
 def begins_elsewhere(state: dict[Any, Any]) -> None:
-    """With moments of the script's own."""
+    """Set moments and step count to the script's own values."""
     for values in state.values():
         values["step"] = torch.tensor(7.0)
         for name in values.keys() - {"step", "master"}:
@@ -177,7 +177,7 @@ COUNTED: list[Any] = [torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop]
 def test_every_rank_knows_the_step_of_every_parameter(
     kind: Any, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also of those that others own, and whose gradients this rank did not have."""
+    """This includes parameters owned by other ranks, and those without a local gradient."""
     monkeypatch.setattr(_compat, "is_host", lambda _device: on_host)
 
     def run(group: Any) -> list[list[float]]:
@@ -207,12 +207,12 @@ def test_every_rank_knows_the_step_of_every_parameter(
 
         everyone = Comm(group)
         step(lambda number: number != 5)
-        step(lambda number: number % 2 == rank % 2)  # each by some ranks
+        step(lambda number: number % 2 == rank % 2)  # each parameter on some ranks
         step(lambda number: number == 0 and rank == 1)
         step(lambda number: True, value=torch.inf)  # skipped
         step(lambda number: number != 2, value=torch.inf)
         step(lambda number: number > 1)
-        if not on_host:  # there ranks do not meet for it
+        if not on_host:  # on an accelerator this needs no collective
             step(lambda number: True, between=lambda: setattr(params[3], "grad", None))
         state = optimizer.state_dict()
         optimizer.load_state_dict(optimizer.state_dict())
@@ -234,7 +234,7 @@ def test_every_rank_knows_the_step_of_every_parameter(
 
 
 class OwnAdam(torch.optim.AdamW):
-    """May count as it likes."""
+    """A subclass, which may count steps differently."""
 
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, OwnAdam])
@@ -308,8 +308,8 @@ def sets_the_originals_list(optimizer: Any, groups: list[dict[str, Any]]) -> Non
 @pytest.mark.parametrize("act", [sets_a_place, sets_the_list, sets_the_originals_list])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_groups_that_are_replaced_or_added_by_an_assignment_are_used(kind: Any, act: Any):
-    """As callbacks that unfreeze layers do when they resume: other dictionaries, and more."""
-    is_list = act is sets_the_list  # the one way to add a group
+    """Callbacks that unfreeze layers do so on resume: they replace and add groups."""
+    is_list = act is sets_the_list  # only this way can add a group
 
     def replace(step: int, model: Any, optimizer: Any) -> None:
         if step == 2:
@@ -317,7 +317,7 @@ def test_groups_that_are_replaced_or_added_by_an_assignment_are_used(kind: Any, 
             more = [{**first, "params": [*model[4].parameters()]}] if is_list else []
             act(optimizer, [{**first, "lr": 0.3}, *others, *more])
         elif step == 4:
-            optimizer.param_groups[0]["lr"] = 0.1  # of the new dictionary
+            optimizer.param_groups[0]["lr"] = 0.1  # in the new dictionary
 
     build = interleaved(kind)
     check(lambda model: build(model[:4] if is_list else model), steps(6, replace))

@@ -1,4 +1,4 @@
-"""Freezing, groups, ties, buffers, meta and compiled models: parameters of real models."""
+"""Parameters of real models: freezing, groups, ties, buffers, meta and compiled models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardcast
 from shardcast.testing import ThreadedWorld
 
-# Different sums over the batch: 12 rows in halves or thirds instead of at once, five steps.
+# Sums over 12 rows in halves or thirds round differently than at once; five steps.
 ROUNDING = 1e-5
 
 
@@ -58,7 +58,7 @@ def test_ranks_that_add_different_groups_are_told_so():
         with pytest.raises(RuntimeError, match=r"rank 0: group 1: lr = 0\.5; rank 1: .* = 0\.25"):
             optimizer.add_param_group({"params": [], "lr": 0.5 if first else 0.25})
         assert len(optimizer.param_groups) == 1 and optimizer.layout == before
-        # The same may be added afterwards, and trains.
+        # The same group may be added afterwards, and trains.
         optimizer.add_param_group({"params": list(model[2].parameters())})
         weight = model[2].weight.detach().clone()
         backwards(2)(model, optimizer, BATCH, True)
@@ -71,7 +71,7 @@ def test_ranks_that_add_different_groups_are_told_so():
     ("dtype", "partition"), [("fp32", "even"), ("bf16", "even"), ("bf16", "whole")]
 )
 def test_groups_added_after_steps_train_with_gradients_of_any_dtype(dtype: str, partition: str):
-    """bf16 parameters whose gradients accumulate in fp32, in the new group as in the old one."""
+    """Gradients of bf16 parameters accumulate in fp32 in the new group, as in the old one."""
 
     def extend(step: int, model: Any, optimizer: Any) -> None:
         if step == 2:
@@ -92,7 +92,7 @@ def test_groups_added_after_steps_train_with_gradients_of_any_dtype(dtype: str, 
 
 
 def test_a_layer_added_with_its_group_follows_the_rules_of_the_others():
-    """A new normalisation layer under ``keep_fp32="norms"`` is kept in fp32, as the first was."""
+    """With ``keep_fp32="norms"``, a new normalization layer is kept in fp32, like the first."""
     model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5))
     optimizer = shardcast.shard(model, adamw(model), keep_fp32="norms")
     model.append(nn.LayerNorm(5))
@@ -144,7 +144,7 @@ def test_odd_parameters_train_as_in_plain_torch(size: int):
         assert torch.equal(state["first.weight"], state["tied.weight"])
 
 
-# -- buffers and normalisation --------------------------------------------------------------------
+# -- buffers and normalization --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("param_dtype", ["bf16", "fp32"])
@@ -184,7 +184,7 @@ def test_expanded_and_transposed_buffers_become_rank_zeros():
         assert torch.equal(turned, torch.arange(6.0).view(2, 3).t())
 
 
-# -- how a model comes ----------------------------------------------------------------------------
+# -- kinds of models ------------------------------------------------------------------------------
 
 
 def test_a_model_built_on_meta_is_materialised_by_the_users_function():
@@ -219,7 +219,7 @@ def test_a_compiled_model_trains_as_the_plain_one_and_keeps_its_names(when: str)
 
 
 class Learner(nn.Module):
-    """Its ``parameters()`` takes no arguments and returns no iterator, like those of MAML."""
+    """Its ``parameters()`` takes no arguments and returns a list, as in MAML code."""
 
     def __init__(self) -> None:
         super().__init__()

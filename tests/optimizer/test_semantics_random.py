@@ -1,8 +1,7 @@
-"""A state machine: what training scripts do, in random orders, against plain torch.
+"""Random sequences of what training scripts do, compared with plain torch.
 
-A story is a training in one world or several, of the acts of ``stories.py``, under options that are
-drawn too. An ordinary run draws the same stories each time; STORIES_SEED, a number, draws
-others, as a nightly run does.
+A story is a run of the actions of ``stories.py`` with random options, in one or several worlds. A
+normal run always draws the same stories. STORIES_SEED, a number, draws others, as in a nightly run.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ clips = st.sampled_from(
         *((("value", 0.5), ("norm", 2.0)), (("norm", 2.0), ("value", 0.125))),
     ]
 )
-# Look at everything after two steps of three: an overlapped sync goes on until then.
+# Look after two steps of three: a look ends an overlapped sync.
 looks = st.sampled_from([True, True, False])
 hows = st.tuples(zeros, clips, edits, st.booleans(), st.booleans(), looks)
 places, sizes = st.sampled_from([0, 2]), st.sampled_from([1, 2, 4])
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Collects what to do, and plays it on plain torch and in strict worlds at the end."""
+    """Collects actions, and runs them in plain torch and in strict worlds at the end."""
 
     partition, accumulate = "even", "local"
 
     def __init__(self) -> None:
         super().__init__()
         self.start, self.size, self.actions = Start(), 1, []
-        self.dropped = False  # gradients of a backward, and no step since
+        self.dropped = False  # whether gradients were thrown away since the last step
         self.zeros = False  # gradients were cleared in place
         self.worlds: list[tuple[int, list[Action], Way]] = []
 
@@ -110,17 +109,17 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(batches=mixed, way=st.sampled_from(["", "inputs", "twice"]), how=hows)
     def synchronised_backwards_and_a_step(self, batches: list[Any], way: str, how: Any) -> None:
-        """With an edit of what is gathered, gradients are gathered between the backwards."""
+        """An edit that reads gradients gathers them between the backwards."""
         self.train([(seed, use, False, way) for seed, use in batches], how)
 
     @rule(seed=st.integers(0, 50), use=per_rank, how=hows)
     def a_synchronised_backward_of_some_ranks_and_a_step(
         self, seed: int, use: Any, how: Any
     ) -> None:
-        """Others have no batch, or nothing in it that is trained; theirs are zeros.
+        """The other ranks have no batch, or none that uses trained parameters; they count as zeros.
 
-        Not after a dropped backward, where their step takes that for the one it is to wait for, nor
-        where they edit gradients, which come to them in the step only. DDP hangs in any case.
+        All ranks run one after a dropped backward, which the others' step would mistake for this
+        one, and before edits, since the others get gradients only in the step. DDP always hangs.
         """
         if self.dropped or how[2]:
             use = tuple(numbers | {1} for numbers in use)
@@ -131,10 +130,10 @@ class Interleavings(RuleBasedStateMachine):
         zero, clips, edit, by_closure, gather, look = how
         if self.accumulate == "sharded":  # there is no .grad
             edit, gather = "", False
-        if edit in COMPUTED and self.zeros:  # refused: it counts as assigned between two backwards
+        if edit in COMPUTED and self.zeros:  # else refused as assigned between two backwards
             edit = "in place"
         self.zeros = self.zeros or zero == "zeros"
-        if edit and self.start.dtype != FP32:  # bf16 has no bits for halves of halves
+        if edit and self.start.dtype != FP32:  # bf16 cannot represent halves of halves
             backwards = backwards[:1]
         self.act(Side.train, backwards, zero, clips, edit, by_closure, gather, look)
         self.dropped = False
@@ -159,7 +158,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def add_a_group(self) -> None:
-        """Without gradients of before, which a step refuses where ranks have others of them."""
+        """Add a group without earlier gradients, which would raise if ranks had different ones."""
         self.act(Side.clear, "model")
         self.act(Side.extend)
 
@@ -173,7 +172,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(number=st.sampled_from(NUMBERS), seed=st.integers(0, 50))
     def write_a_weight(self, number: int, seed: int) -> None:
-        """Not beside split masters, whose low bits stay."""
+        """Skip this with split masters, which keep their low bits."""
         if self.start.option("master") == "fp32":
             self.act(Side.write, number, seed)
 
@@ -194,10 +193,10 @@ class Interleavings(RuleBasedStateMachine):
         size=sizes,
     )
     def go_on_in_another_world(self, by: str, early: bool, interval: int, size: int) -> None:
-        self.act(Side.clear, "model")  # of those in no group too, which another model has not
-        if by == "plain" and self.start.option("master") != "fp32":  # which writes all weights
+        self.act(Side.clear, "model")  # also those in no group; a new model has none
+        if by == "plain" and self.start.option("master") != "fp32":  # plain writes all weights
             by = "dcp"
-        same = by == "local"  # a rank's part, which is loaded where all is laid out alike
+        same = by == "local"  # a rank's part needs an identical layout
         self.worlds.append((self.size, self.actions, Way(by, early and not same, interval)))
         self.size, self.actions = self.size if same else size, []
         self.dropped = False
@@ -245,7 +244,7 @@ def assert_equal(seen: list[Seen], expected: list[Seen]) -> None:
     for step, (mine, theirs) in enumerate(zip(seen, expected, strict=True)):
         assert mine.what == theirs.what, step
         for name, value in mine.values.items():
-            if mine.what == "norms":  # those of a frozen one that is packed with a trained one too
+            if mine.what == "norms":  # also of frozen parameters packed with trained ones
                 other = theirs.values.get(name, value)
                 close = torch.allclose(value, other, rtol=1e-4, atol=1e-6)
                 assert close, (step, mine.what, name, value.tolist(), other.tolist())

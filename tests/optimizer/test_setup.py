@@ -1,4 +1,4 @@
-"""What ``shard`` leaves behind: equal parameters, full-precision masters, nothing forgotten."""
+"""After ``shard``: parameters are equal, and masters have full precision."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WithBuffers(nn.Module):
 
 
 def start(group: Any, make: Any, fields: dict[str, Any]) -> tuple[dict, dict, dict]:
-    """Values before and after ``shard``, and this rank's masters; every rank starts differently."""
+    """Return values before and after ``shard``, and masters; each rank starts with other values."""
     torch.manual_seed(group.rank())
     model = make()
     before = values(model)
@@ -68,14 +68,14 @@ def test_all_ranks_start_from_the_first_ranks_values_and_masters_are_exact(
     fields = {"param_dtype": dtype, "partition": partition, "pack_params": 3, "autocast": False}
     ranks, _ = run_world(size, start, GPT, fields)
     first = ranks[0][0]
-    assert not torch.equal(ranks[1][0]["wte.weight"], first["wte.weight"]), "they did differ"
+    assert not torch.equal(ranks[1][0]["wte.weight"], first["wte.weight"]), "they differed before"
     for _, after, _ in ranks:
         assert_same_bits(after, {name: tensor.to(dtype) for name, tensor in first.items()})
     masters = whole(found for _, _, found in ranks)
     names = {name for name in first if name != "head.weight"}
     assert masters.keys() == {f"{name}/master" for name in names}
     for name in names:
-        assert torch.equal(masters[f"{name}/master"], first[name].flatten()), "not the cast ones"
+        assert torch.equal(masters[f"{name}/master"], first[name].flatten()), "masters are not cast"
 
 
 def test_buffers_and_parameters_outside_of_the_optimizer_are_made_equal_too():
@@ -134,7 +134,7 @@ def test_a_model_of_empty_parameters_alone_can_be_sharded():
 
 
 def abandoned(size: int, how: str) -> dict[str, weakref.ref[Any]]:
-    """What is left of a sharded model that nobody holds any more."""
+    """Return weak references to parts of a sharded model that nothing refers to any more."""
     with fake_world(size, 0) as group:
         model = MLP()
         optimizer = sharded(model, group if size > 1 else None, param_dtype=BF16)
@@ -151,7 +151,7 @@ def abandoned(size: int, how: str) -> dict[str, weakref.ref[Any]]:
 @pytest.mark.parametrize("how", ["never stepped", "stepped", "closed", "closed in low precision"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_sharded_model_that_nobody_holds_is_freed(size: int, how: str):
-    """torch keeps post-accumulate hooks where the collector cannot look: no cycle through them."""
+    """No cycle may pass through post-accumulate hooks, which torch hides from the collector."""
     left = abandoned(size, how)
     gc.collect()
     assert [name for name, item in left.items() if item() is not None] == []

@@ -1,4 +1,4 @@
-"""What makes a step slow, without a clock: waits for the device, passes over buffers, casts."""
+"""Count what slows a step: waits for the device, passes over buffers, casts, collectives."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ META, BF16, FP16 = torch.device("meta"), torch.bfloat16, torch.float16
 
 
 class Waits(TorchDispatchMode):
-    """A device whose values the host cannot see: every attempt to wait for them raises.
+    """Raise if the host waits for values of the device.
 
-    The device is ``meta``, where ``item``, ``tolist`` and ``bool`` raise by themselves. Copies
-    between it and the host raise here, but for those that ask not to be waited for.
+    The device is ``meta``, on which ``item``, ``tolist`` and ``bool`` raise anyway. Blocking copies
+    between it and the host raise here.
     """
 
     def __init__(self, raises: bool = True) -> None:
@@ -53,7 +53,7 @@ class Waits(TorchDispatchMode):
 
 
 class Odd(nn.Module):
-    """Parameters of several sizes; on ``meta`` nothing can be computed with them."""
+    """Parameters of several sizes; ``forward`` does not use them, since they are on ``meta``."""
 
     def __init__(self, device: torch.device | str = META, width: int = 5) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Odd(nn.Module):
 
 @pytest.fixture
 def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``shard`` take models on ``meta``: its own checks look at values, which are not there."""
+    """Make ``shard`` accept models on ``meta``, by removing checks that read values."""
     for name in (
         "plan.validate.check_memory",
         "comm.Comm.check_equal",
@@ -111,7 +111,7 @@ def test_no_part_of_a_step_waits_for_the_device(way: str, absent: bool, on_meta:
         if optimizer.config.metrics:
             assert list(optimizer.metrics({"all": "*"})) == ["all"]
 
-    with Waits(raises=False):  # the first step makes what is kept: state, constants
+    with Waits(raises=False):  # the first step creates state and constants
         step()
     with Waits() as mode:
         step()
@@ -131,16 +131,16 @@ def test_no_part_of_a_step_waits_for_the_device(way: str, absent: bool, on_meta:
     ],
 )
 def test_whatever_waits_is_noticed(wait: Callable[[Tensor], Any]):
-    """The test's own check."""
+    """Check that ``Waits`` works."""
     tensor = torch.ones(3, device=META)
     with Waits(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
         wait(tensor)
 
 
 class Passes(TorchDispatchMode):
-    """Bytes that operations read and write in ``watched`` memory; views touch nothing.
+    """Counts bytes that operations read and write in ``watched`` memory, without views.
 
-    Operations at single indices touch those elements alone.
+    Operations at single indices count only those elements.
     """
 
     def __init__(self, watched: Tensor) -> None:
@@ -165,13 +165,13 @@ class Passes(TorchDispatchMode):
 
 
 def passes_of_a_step(group: Any) -> dict[str, Any]:
-    """Reads and writes of the gradients and parameters of one step, in units of the own span."""
+    """Return a step's reads and writes of gradients and parameters, in units of the own span."""
     model = CASES["gpt"].build()
-    options = {"param_dtype": BF16, "autocast": False}  # all packs are low
+    options = {"param_dtype": BF16, "autocast": False}  # all packs are in low precision
     optimizer = sharded(model, group, max_grad_norm=1.0, **options)
     (master,) = packed_of(optimizer).shards
     found: dict[str, Any] = {}
-    for step in range(3):  # the last one has its buffers
+    for step in range(3):  # the last one has all buffers
         grads, params = master.grads.own, master.pack.data
         loss = CASES["gpt"].loss(model, CASES["gpt"].batch(step))
         with Passes(grads) as backward:
@@ -191,17 +191,17 @@ def passes_of_a_step(group: Any) -> dict[str, Any]:
 
 def test_a_step_passes_over_the_own_span_and_never_over_whole_buffers(gloo: SpawnedWorld):
     for rank in gloo.run(passes_of_a_step):
-        # The owner writes the mean, and a CPU looks whether it is finite.
+        # The owner writes the mean, and on a CPU checks whether it is finite.
         assert rank["backward"] == 2
         assert rank["gradients"] == 2, "read for the norm, read for the update"
-        # They are compared with the masters by memcmp, which is no operation.
+        # Comparing them with the masters is a memcmp, which is not counted.
         assert rank["parameters"] == 1, "written by the cast"
         assert not rank["operations"] & {"zero_", "fill_", "mul_", "div_", "clone"}
 
 
 # -- casts of parameters, bytes, collectives ------------------------------------------------------
 
-CASTS = 2  # eagerly: one to compare with what the model shows, one into the pack
+CASTS = 2  # eager update: one to compare with the model's values, one into the pack
 
 FP32 = torch.float32
 
@@ -242,13 +242,13 @@ class CastCounter(TorchDispatchMode):
 def count_step(
     group: Any, case: str, dtype: torch.dtype, fields: dict[str, Any], micros: int = 3
 ) -> dict[str, Any]:
-    """Casts in the micro-batches under ``no_sync``, in the last one, and in the step."""
+    """Count casts in micro-batches under ``no_sync``, in the last micro-batch, and in the step."""
     model = CASES[case].build()
     optimizer = sharded(model, group, param_dtype=dtype, **fields)
     packs = [master.pack.data for master in packed_of(optimizer).shards]
     masters = [m.data for m in packed_of(optimizer).shards if not m.in_place]
     found: dict[str, Any] = {}
-    for step in range(2):  # the second one has its buffers
+    for step in range(2):  # the second one has all buffers
         for micro in range(micros):
             last = micro + 1 == micros
             quiet = contextlib.nullcontext() if last else optimizer.no_sync()
@@ -262,10 +262,10 @@ def count_step(
         optimizer.zero_grad()
     rank = 0 if group is None else group.rank()
     found["of packs"] = int(sum(c.sum() for c in counter.counts[: len(packs)]))
-    wrong = []  # elements of parameters, not padding, that were not cast as often as is said
+    wrong = []  # parameters (without padding) not cast exactly CASTS times
     low = [master for master in packed_of(optimizer).shards if not master.in_place]
     for master, counts in zip(low, counter.counts[len(packs) :], strict=True):
-        if group is None:  # its pack ends within a row, which is cast in a padded copy
+        if group is None:  # the last, incomplete row is cast in a padded copy
             counts[len(counts) // ROW * ROW :] = CASTS
         for fragment in master.pack.layout.fragments(rank):
             part = counts[master.local(fragment.start, fragment.stop)]
@@ -302,7 +302,7 @@ def test_parameters_are_cast_in_the_update_and_never_in_forward_or_backward(
     for rank in ranks:
         assert rank["no_sync"] == rank["last backward"] == rank["of packs"] == 0
         assert rank["wrong"] == []
-        assert rank["casts"] <= CASTS * rank["masters"], "padding not more often"
+        assert rank["casts"] <= CASTS * rank["masters"], "padding is not cast more often"
     assert (sum(rank["casts"] for rank in ranks) > 0) == (dtype != FP32)
 
 
@@ -311,7 +311,7 @@ def test_parameters_are_cast_in_the_update_and_never_in_forward_or_backward(
 def test_frozen_parameters_in_the_optimizer_cost_two_all_reduces_per_step_on_a_cpu(
     group: Any, frozen: bool
 ):
-    """One compares the ranks' calls, so that the next may have another length."""
+    """One of them compares the ranks' calls, so that the next may have another length."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(not frozen)
     optimizer = sharded(model, group)

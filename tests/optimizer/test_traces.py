@@ -1,4 +1,4 @@
-"""What sharding leaves in a process: nothing outside of the model's and the optimizer's objects."""
+"""Sharding changes nothing in a process outside the objects of the model and the optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commands import command
 
 pytestmark = pytest.mark.timeout(120)
 
-# A fresh process: other tests, and the worlds of shardcast.testing, leave traces of their own.
+# Run in a new process, since other tests and worlds of shardcast.testing leave traces.
 BEFORE = """
 import atexit, gc, signal, sys, threading, types, warnings
 from datetime import timedelta

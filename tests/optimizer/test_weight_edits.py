@@ -1,4 +1,4 @@
-"""Weights that a script writes between steps, beside the same script on a plain fp32 model."""
+"""Weights that a script writes between steps, compared with the script on a plain fp32 model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_embedding_that_rescales_its_rows_keeps_their_norm(kind: Any, fields:
     assert optimizer.full_parameters()["0.weight"].norm(dim=1).max() < 0.51
 
 
-# -- every door -----------------------------------------------------------------------------------
+# -- every way to write ---------------------------------------------------------------------------
 
 Door = Callable[[nn.Parameter, Tensor], Any]  # writes values of the parameter's own dtype into it
 
@@ -89,14 +89,14 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def some(model: nn.Module, seed: int) -> list[tuple[nn.Parameter, Tensor]]:
-    """New values of some parameters: rows, single elements, clamps, zeros of both signs."""
+    """Return new values of parameters: rows, single elements, clamps, zeros of both signs."""
     generator = torch.Generator().manual_seed(seed)
     edits = []
     for param in model.parameters():
         new = param.detach().clone()
         kind = int(torch.randint(6, (), generator=generator))
         if kind == 0:
-            new.view(-1)[-1] = 0.5 + seed / 256  # another one each time: none comes back
+            new.view(-1)[-1] = 0.5 + seed / 256  # a new value each time
         elif kind == 1:
             new[-1] = 0.0
         elif kind == 2:
@@ -140,7 +140,7 @@ WAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Have some ways update as on an accelerator, eagerly: the device alone knows of skips."""
+    """Make some ways update as on an accelerator, where only the device knows of skips; eagerly."""
 
     def of(way: str) -> None:
         if way.startswith("device"):
@@ -151,7 +151,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def take_by_hand(optimizer: Any) -> None:
-    """The rule written down once more: published bits that are not the cast's are the master."""
+    """Repeat the rule: if published bits are not those of the cast, they become the master."""
     optimizer.wait_sync()
     take_moved(packed_of(optimizer).shards)
     for shard in packed_of(optimizer).shards if optimizer.config.master != "split16" else ():
@@ -176,7 +176,7 @@ def set_up(group: Any, way: str, **fields: Any) -> tuple[nn.Module, Any]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("way", ["bf16", "fp16"])
 def test_a_compiled_update_takes_the_same_edits_and_no_others(way: str):
-    """Compiled, a value that was rounded must not stand for one that was not."""
+    """Compiled code must not confuse a rounded value with the unrounded one."""
     assert_edits_are_those_by_hand(1, way, 0, fuse="compile")
     (model, optimizer), (plain, eager) = set_up(None, way, fuse="compile"), set_up(None, way)
     for step in range(4):
@@ -193,7 +193,7 @@ def test_a_compiled_update_takes_the_same_edits_and_no_others(way: str):
 
 
 def test_the_copy_of_the_owner_decides():
-    """An edit on one rank alone, with which DDP would drift: all ranks have the owner's values."""
+    """If one rank edits alone, all ranks get the owner's values; with DDP they would drift."""
 
     def run(group: Any, editor: int) -> dict[str, Tensor]:
         model, optimizer = set_up(group, "whole")
@@ -230,10 +230,10 @@ def test_weights_written_before_the_first_step_begin_an_average():
 
 
 def random_run(group: Any, way: str, seed: int, by_hand: bool, fields: dict[str, Any]) -> Any:
-    """Edits through all doors, reads, switched weights, absent gradients, skips; as ``seed`` says.
+    """Run random writes of all kinds, reads, switched weights, absent gradients and skips.
 
     Args:
-        by_hand: write masters by hand before each step that is made.
+        by_hand: write masters by hand before each step that is not skipped.
     """
     draw = random.Random(seed)
     model, optimizer = set_up(group, way, max_skipped_steps=99, **fields)
@@ -258,7 +258,7 @@ def random_run(group: Any, way: str, seed: int, by_hand: bool, fields: dict[str,
         if by_hand and not skips:
             take_by_hand(optimizer)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of the skips
+            warnings.simplefilter("ignore", UserWarning)  # of skipped steps
             optimizer.step()
         optimizer.wait_sync()
         if draw.random() < 0.3:
@@ -276,7 +276,7 @@ def assert_edits_are_those_by_hand(size: int, way: str, seed: int, **fields: Any
         assert_same_bits(one[2], found[0][2])
 
 
-@pytest.mark.parametrize("seed", seeds(len(WAYS)))  # each way
+@pytest.mark.parametrize("seed", seeds(len(WAYS)))  # one for each way
 def test_random_edits_are_those_of_masters_that_are_written_by_hand(
     seed: int, on_device: Callable[[str], None]
 ):
@@ -309,4 +309,4 @@ def meshed(mesh: Any, way: str) -> Tensor:
 @pytest.mark.parametrize("way", ["dtensor", "local", "data"])
 def test_tensor_parallel_weights_may_be_written_too(way: str):
     largest = max(m.abs().max() for m in threaded_world({"dp": 2, "tp": 2}, meshed, way))
-    assert largest < 0.251  # below it masters are cast to 0.25
+    assert largest < 0.251  # smaller masters are cast to 0.25
