@@ -135,6 +135,7 @@ def estimate(
     accumulates = world_size > 1 and micro_batches > 1 and config.accumulate == "local"
     sums = exact_sums(micro_batches, config) if world_size == 1 else micro_batches > 1
     sums = sums and not accumulates
+    reductions = micro_batches if config.accumulate == "sharded" else 1
     publishing, costs = publishing_of(config), dict[str, float]()
     local = encoded = 0
     shares: list[list[_Share]] = [[] for _ in range(size)]
@@ -148,7 +149,7 @@ def estimate(
         if accumulates and pack.requires_grad:
             of_batches = MASTER_DTYPE if exact_sums(micro_batches, config) else grad
             local += sum(slot.numel for slot in pack.slots) * of_batches.itemsize
-        share_of = cache(partial(_share, plan, copies, allocated, pack, grad))
+        share_of = cache(partial(_share, plan, copies, allocated, pack, grad, reductions))
         encoding = None if publishing is None else publishing.encoding(pack)
         encoded += encoding.size if encoding is not None and pack.requires_grad and size > 1 else 0
         for owner, start, stop in pack.spans:
@@ -176,7 +177,9 @@ def estimate(
         encoded=encoded,
         sent=max(sent),
         sender=sent.index(max(sent)),
-        collectives=_collectives(layout.trained, topology.backend, config, size, copies),
+        collectives=_collectives(
+            layout.trained, topology.backend, config, size, copies, reductions
+        ),
         imbalance=_over_mean(owned),
         cost_imbalance=_over_mean(by_owner(layout, costs)),
     )
@@ -203,6 +206,7 @@ def _share(
     allocated: Callable[..., Held],
     pack: PackLayout,
     grad: torch.dtype,
+    reductions: int,
     numel: int,
     trained: int,
     values: int,
@@ -210,6 +214,7 @@ def _share(
     """Return the share of a span of elements, see :func:`.held_of`, with gradients in ``grad``.
 
     Args:
+        reductions: how often gradients are reduced in a step.
         values: bytes of its published values on the wire.
     """
     config, size = plan.config, plan.layout.world_size
@@ -224,6 +229,7 @@ def _share(
     else:
         sent = (pack.numel - numel) * wire
     sent += 2 * (copies - 1) * numel * MASTER_DTYPE.itemsize // copies
+    sent *= reductions
     if trained or pack.algorithms.sync == "all_gather":
         sent += (size - 1) * values
     mean = numel * grad.itemsize
@@ -257,13 +263,18 @@ def _sync_launches(
 
 
 def _collectives(
-    packs: Sequence[PackLayout], backend: str, config: ShardcastConfig, size: int, copies: int
+    packs: Sequence[PackLayout],
+    backend: str,
+    config: ShardcastConfig,
+    size: int,
+    copies: int,
+    reductions: int,
 ) -> int:
     """Return the launches of a step, including the small all-reduce."""
-    launches = int(size * copies > 1) + len(packs) * (copies > 1)
+    launches = int(size * copies > 1) + len(packs) * (copies > 1) * reductions
     if size == 1:
         return launches
-    launches += sum(1 + (pack.algorithms.reduce == "two_level") for pack in packs)
+    launches += sum(1 + (pack.algorithms.reduce == "two_level") for pack in packs) * reductions
     for sync, synced in _sync_launches(packs, backend, config):
         if sync == "all_gather" or backend in GROUPED:
             launches += 1

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,29 @@ def test_what_is_sent_is_that_of_the_rank_that_sends_most(partition: str, sync: 
         for rank, calls in enumerate(calls_of_a_step(3, fields))
     ]
     assert found.sent == max(sent) == sent[found.sender]
+
+
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+def test_sharded_gradients_are_sent_in_each_micro_batch(accumulate: str):
+    fields = {"accumulate": accumulate, "pack_params": 2}
+
+    def run(group: Any) -> list[Collective]:
+        model = Wide()
+        optimizer = shardcast.shard(model, of_torch("SGD")(model), process_group=group, **fields)
+        group.barrier().wait()
+        begun = len(group.log)
+        for number in range(3):
+            with nullcontext() if number == 2 else optimizer.no_sync():
+                model().float().backward()
+        optimizer.step()
+        return list(group.log[begun:])
+
+    model = Wide()
+    found = estimate(model, of_torch("SGD")(model), 3, fields, micro_batches=3)
+    by_rank = run_world(3, run)[0]
+    sent = [sum(leaves(call, rank, 3) for call in calls) for rank, calls in enumerate(by_rank)]
+    assert found.sent == max(sent) == sent[found.sender]
+    assert found.collectives == len({call.launch for call in by_rank[0]})
 
 
 class Blocks(nn.Module):
