@@ -1,7 +1,7 @@
-"""A step as a CUDA graph would have it: its operations alone, again and again.
+"""A step as in a CUDA graph, which only repeats the device's operations.
 
-There is no graph on a CPU, so the operations of one step are recorded on the path of accelerators
-and run again on the same memory. What the host would have decided is decided once, as in a graph.
+A CPU has no graphs, so these tests record the operations of one step on the path of accelerators,
+and run them again on the same memory. Decisions of the host are made once, as in a graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardcast.optimizer.sharded import packed_of
 from shardcast.step.decide.report import HostCopy
 from shardcast.testing import fake_world
 
-BY_INDEX = {torch.ops.aten.index.Tensor}  # of a shape that a mask alone makes unknown
+BY_INDEX = {torch.ops.aten.index.Tensor}  # only a mask makes its shape unknown
 READS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__")
 FORMS: list[dict[str, Any]] = [
     {},
@@ -37,7 +37,7 @@ FORMS: list[dict[str, Any]] = [
 
 
 class Recorded(TorchDispatchMode):
-    """Records operations and what they gave; :meth:`replay` runs them on the same memory."""
+    """Records operations and their results; :meth:`replay` runs them on the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class Recorded(TorchDispatchMode):
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A CPU passes for an accelerator that is being captured: the host has no number of it."""
+    """Treat the CPU as an accelerator during capture, whose values the host does not know."""
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
     with fake_world(8):
         yield
 
 
 def prepared(fields: dict[str, Any], rate: Any = 1e-2) -> tuple[nn.Module, Any]:
-    """A model with gradients that stay, after two steps, which allocate and find out."""
+    """Return a model with fixed gradients after two steps, which allocate all buffers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 64))
     plain = torch.optim.AdamW(model.parameters(), lr=rate)
@@ -87,13 +87,13 @@ def prepared(fields: dict[str, Any], rate: Any = 1e-2) -> tuple[nn.Module, Any]:
 
 
 def recorded(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """One step, and how to make it again."""
+    """Run one step, and return a function that repeats it."""
 
     def read(*_args: Any) -> Any:
         raise AssertionError("the host reads a value")
 
     with monkeypatch.context() as patch, Recorded() as step:
-        patch.setattr(HostCopy, "read", lambda _self: None)  # as while a graph is captured
+        patch.setattr(HostCopy, "read", lambda _self: None)  # as during capture
         for name in READS:
             patch.setattr(Tensor, name, read)
         optimizer.step()
@@ -157,7 +157,7 @@ def test_a_replayed_step_skips_what_is_not_finite(monkeypatch: pytest.MonkeyPatc
 def test_reads_of_the_host_are_seen(
     way: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
 ):
-    """The control: each way to a value, within a step."""
+    """Negative control: each way to read a value, within a step."""
     _, optimizer = prepared({})
     decider = packed_of(optimizer).decider
     monkeypatch.setattr(decider, "conclude", lambda decision: way(decision.norm.view(1)))
@@ -166,7 +166,7 @@ def test_reads_of_the_host_are_seen(
 
 
 class Reads(TorchDispatchMode):
-    """Counts the values of tensors that the host asks for, and so waits for."""
+    """Counts the tensor values that the host reads, which makes it wait."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""Where nothing can be compiled, on one rank perhaps, updates and means go on eagerly."""
+"""If compiling fails, perhaps only on one rank, updates and means run eagerly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
-    """What was compiled before, or within, is not in use."""
+    """Clear compiled functions before and after the block."""
     try:
         torch._dynamo.reset()
         mean._kernel.cache_clear()
@@ -42,7 +42,7 @@ def forgotten() -> Iterator[None]:
 
 @contextlib.contextmanager
 def broken_compiler() -> Iterator[list[warnings.WarningMessage]]:
-    """Nothing was compiled yet in this process, and nothing can be; gives what was warned of."""
+    """Clear compiled functions and make the compiler fail; yields the warnings."""
     from torch._inductor import config
 
     with (
@@ -58,7 +58,7 @@ def broken_compiler() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def compiling_failed(told: list[warnings.WarningMessage]) -> list[str]:
-    """The kernels that were warned of."""
+    """Return the kernels named in warnings."""
     start = "fuse: compiling failed for "
     texts = [str(one.message) for one in told]
     return [text.removeprefix(start).split(" (", 1)[0] for text in texts if text.startswith(start)]
@@ -84,7 +84,7 @@ def trained(
 
 
 def test_the_update_is_that_of_eager_with_one_warning():
-    """With numbers of the device, so that the last bit of a master may differ."""
+    """The last bit of a master may differ, since the numbers are on the device."""
     with broken_compiler() as told:
         found = trained("compile", "fp16")
     (kernel,) = compiling_failed(told)
@@ -106,7 +106,7 @@ def test_one_rank_that_cannot_compile_trains_with_the_others(gloo: SpawnedWorld)
     assert not warned
     assert [kernel.split(" ", 3)[1] for kernel in warned_too] == ["mean", "update"]
     assert_same_bits(one, other)
-    assert torch.equal(one["norm 0"], eager["norm 0"]), "the norm of the same means"
+    assert torch.equal(one["norm 0"], eager["norm 0"]), "the means must be equal"
 
 
 def test_a_failed_kernel_stays_eager_and_others_are_compiled():
@@ -164,7 +164,7 @@ def test_what_no_compiler_raises_is_raised():
 
 
 def test_no_kernel_counts_against_the_limit_of_graphs_of_another(monkeypatch: pytest.MonkeyPatch):
-    """Of a process, with torch 2.11, where one code object may have eight of them."""
+    """With torch 2.11, a code object may have eight graphs in a process."""
     graphs, compile_ = CompileCounter(), torch.compile
     monkeypatch.setattr(
         torch,

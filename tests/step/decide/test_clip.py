@@ -1,4 +1,4 @@
-"""Norms and clips beyond what the semantics of clips compare with torch: see tests/optimizer."""
+"""Norms and clips that tests/optimizer/test_semantics_clip.py does not compare with torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.filterwarnings("ignore:step skipped")
 def test_values_clipped_by_a_norm_that_is_not_finite_do_not_spoil_later_steps():
-    """The factor is NaN then, and a clamp to NaN would reach the padding, which nobody clears."""
+    """The factor is then NaN; clamping to NaN would spoil the padding, which is never cleared."""
     model, other = CASES["mlp"].build(), CASES["mlp"].build()
     optimizer, expected = sharded(model), sharded(other)
     assert optimizer.layout.padding > 0
@@ -57,10 +57,10 @@ def test_sums_in_fp32_give_the_norm_of_doubles(p: float, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("on_device", "size"), [(False, 1), (True, 1), (False, 2)])
 @on_each_rank("size")
 def test_a_clip_is_torchs(group: Any, limit: float, factor: float, on_device: bool, size: int):
-    """Also by an infinite bound, with which scripts ask for the norm alone."""
+    """This includes an infinite bound, with which scripts only compute the norm."""
     model, other = CASES["mlp"].build(), CASES["mlp"].build()
     for m in (model, other):
-        nn.utils.vector_to_parameters(torch.zeros(500), m.parameters())  # so all bits are seen
+        nn.utils.vector_to_parameters(torch.zeros(500), m.parameters())  # so all bits are visible
     optimizer, plain = sharded(model, group, optimizer=sgd), sgd(other)
     for m in (model, other):
         install(m, 0)
@@ -88,7 +88,7 @@ def test_an_infinity_is_not_clamped_and_skips_the_step():
 
 @pytest.mark.filterwarnings("ignore:step skipped")
 def test_what_a_guard_has_judged_holds_after_another_clip():
-    """A norm that the first clip made small is no reason to train a spike."""
+    """A spike stays skipped although the first clip made its norm small."""
     model = CASES["mlp"].build()
     optimizer, before = sharded(model, guard=lambda norm, _loss: norm > 0.2), values(model)
     install(model, 0)

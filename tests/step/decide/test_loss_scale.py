@@ -1,4 +1,4 @@
-"""Who has to scale the loss, and when. How the scale moves: test_semantics_random.py."""
+"""Losses that are not scaled, and growth of the scale; see also test_semantics_random.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_loss_may_be_scaled_before_or_after_gradients_are_cleared(order: str
         optimizer.step()
 
 
-# -- who has to scale ------------------------------------------------------------------------------
+# -- losses that are not scaled --------------------------------------------------------------------
 
 
 def unscaled_on(group: Any, bad: int, how: str) -> str:
@@ -77,14 +77,14 @@ def test_all_ranks_refuse_a_loss_that_one_of_them_did_not_scale(how: str, size: 
 
 
 def test_a_rank_without_a_batch_has_nothing_to_scale():
-    """It used to raise alone, while the others waited for it."""
+    """It used to raise on this rank only, while the others hung."""
     ranks, _ = run_world(3, unscaled_on, 1, "no batch")
     assert len(set(ranks)) == 1 and ranks[0].startswith("ok")
     assert math.isfinite(float(ranks[0][3:]))
 
 
 def test_a_step_that_the_guard_skips_says_nothing_of_the_scale():
-    """It neither grows by it, as by a good step, nor backs off, as by an overflow."""
+    """The step neither counts towards growth nor halves the scale."""
     model = CASES["mlp"].build()
     spikes = [False, True, True, False, True, False]
     optimizer = sharded(

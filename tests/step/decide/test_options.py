@@ -1,4 +1,4 @@
-"""Options that must be alike on all ranks in every step."""
+"""Options that must be equal on all ranks in every step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def outcomes(size: int, drift: Callable[[Any, nn.Module, int], Any], **fields: Any) -> list[str]:
-    """The errors of all ranks in a step after ``drift(optimizer, model, rank)``."""
+    """Return all ranks' errors of a step after ``drift(optimizer, model, rank)``."""
 
     def run(group: Any) -> str:
         model = CASES["mlp"].build()
@@ -49,7 +49,7 @@ def outcomes(size: int, drift: Callable[[Any, nn.Module, int], Any], **fields: A
 
 
 def scheduled(optimizer: Any, _model: nn.Module, rank: int) -> None:
-    """ReduceLROnPlateau on a loss that is another one on each rank."""
+    """Step ReduceLROnPlateau with a loss that differs between ranks."""
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     scheduler.step(1.0)
     scheduler.step(2.0 if rank else 0.5)
@@ -80,7 +80,7 @@ def change_and_freeze(optimizer: Any, model: nn.Module, rank: int) -> None:
 
 
 def fill_in_place(optimizer: Any, _model: nn.Module, rank: int) -> None:
-    """A rate that is the same object as in a step before, which has no gradients."""
+    """Change a tensor rate in place after an earlier step, which has no gradients."""
     rate = torch.tensor(1e-2)
     optimizer.param_groups[1]["lr"] = rate
     optimizer.zero_grad()
@@ -126,7 +126,7 @@ DRIFTS: dict[str, tuple[Callable[[Any, nn.Module, int], None], list[str]]] = {
 def test_every_rank_names_option_group_and_values(name: str):
     drift, facts = DRIFTS[name]
     errors = outcomes(3, drift)
-    assert len(set(errors)) == 1, "the same on all ranks"
+    assert len(set(errors)) == 1, "equal on all ranks"
     for fact in facts:
         assert fact in errors[0]
     assert errors[0].count(" of group ") == sum(" of group " in fact for fact in facts)
@@ -136,13 +136,13 @@ def test_equal_values_and_notes_of_a_script_are_no_difference():
     def drift(optimizer: Any, _model: nn.Module, rank: int) -> None:
         for group in optimizer.param_groups:
             group["note of a script"] = rank
-            group["lr"] = 0.02 if rank else 2 * 0.01  # another object, the same value
+            group["lr"] = 0.02 if rank else 2 * 0.01  # another object of the same value
 
     assert outcomes(3, drift) == ["ok"] * 3
 
 
 def test_a_parameter_that_some_ranks_do_not_train_is_warned_of_once():
-    """It counts as one without a gradient there, so the step is made."""
+    """There it counts as a parameter without a gradient, so the step runs."""
     with pytest.warns(UserWarning) as caught:
         assert outcomes(3, freeze) == ["ok"] * 3
     fact = "requires_grad of parameter 'b.bias' differs (ranks 0, 1: True; rank 2: False)"
@@ -151,7 +151,7 @@ def test_a_parameter_that_some_ranks_do_not_train_is_warned_of_once():
 
 @on_each_rank(2)
 def test_a_step_with_equal_options_again_goes_on(group: Any):
-    """The refused step changed nothing, and what was corrected is compared anew."""
+    """The refused step changed nothing, and the corrected options are compared again."""
     trained = []
     for mistaken in (True, False):
         model = CASES["mlp"].build()
@@ -172,7 +172,7 @@ def test_a_step_with_equal_options_again_goes_on(group: Any):
 
 
 def differ(groups_of_ranks: list[list[dict[str, Any]]]) -> bool:
-    """What the ranks conclude from the sum of their digests."""
+    """Return whether the sum of the ranks' digests shows a difference."""
     size = len(groups_of_ranks)
     names = [name for name in groups_of_ranks[0][0] if name != "params"]
     with fake_world(size) as group:
@@ -211,11 +211,11 @@ def test_a_difference_is_noticed_whatever_ranks_have_it(ranks: list[Any]):
     assert differ(ranks)
 
 
-# -- on an accelerator the host has the numbers later ---------------------------------------------
+# -- on an accelerator the host gets the numbers later --------------------------------------------
 
 
 class Event:
-    """Not yet come to pass when it is asked for the first time."""
+    """Has not happened yet at the first query."""
 
     asked = False
 
@@ -242,17 +242,17 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_numbers_are_read_when_they_have_arrived_and_not_overwritten_before():
-    """A step posts before it reads: to post anew each time would put the arrival off for ever."""
+    """A step sends before it reads; if each send replaced the last, no copy would ever arrive."""
     copy = HostCopy(torch.device("cuda"))
     read = []
     for step in range(6):
         copy.send(torch.tensor([float(step)]))
-        read.append(copy.read())  # the copy that was just started is not done
+        read.append(copy.read())  # the copy just started has not arrived
     assert read == [None, [0.0], None, [2.0], None, [4.0]]
 
 
 def tensors(rates: tuple[float, float], beta: float) -> Callable[..., torch.optim.Optimizer]:
-    """Options that ``shard()`` does not read on an accelerator, for that would wait for it."""
+    """Return tensor options, which ``shard()`` does not read since it would wait for the device."""
 
     def build(model: nn.Module) -> torch.optim.Optimizer:
         first, *others = model.parameters()
@@ -267,12 +267,12 @@ def tensors(rates: tuple[float, float], beta: float) -> Callable[..., torch.opti
 
 
 class OnDevice(NamedTuple):
-    """What the error names, the optimizer of a rank, what it does before the step, and options."""
+    """The error, a rank's optimizer, what it does before the step, and options of ``shard()``."""
 
     told: str
     optimizer_of: Callable[[int], Any] = lambda _: adamw
     act: Callable[[Any, int], Any] = lambda *_: None
-    fields: dict[str, Any] = {}  # noqa: RUF012 - of a tuple, which nobody changes
+    fields: dict[str, Any] = {}  # noqa: RUF012 - never modified
 
 
 ON_DEVICE = {

@@ -1,4 +1,4 @@
-"""What one rank alone does in a call that all make is an error on all ranks, by name."""
+"""A mistake of one rank in a call that all ranks make raises on all ranks, by name."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def steps_with(*, clipped: bool = False, **named: Any) -> Callable[..., Any]:
 
 def is_stepped_by_a_scaler(optimizer: Any, _model: nn.Module, is_wrong: bool) -> None:
     if is_wrong:
-        optimizer.found_inf = torch.zeros(())  # as torch.amp.GradScaler says it
+        optimizer.found_inf = torch.zeros(())  # as torch.amp.GradScaler does
 
 
 def inside_no_sync(call: str, *arguments: Any, again: bool) -> Callable[..., Any]:
-    """A call inside ``no_sync``, with the last backward or without it."""
+    """Return a call inside ``no_sync``, with the last backward or without it."""
 
     def act(optimizer: Any, model: nn.Module, is_wrong: bool) -> None:
         if again:
@@ -78,7 +78,7 @@ def inside_no_sync(call: str, *arguments: Any, again: bool) -> Callable[..., Any
     return act
 
 
-# The kind of the error, its text, and what a rank does wrongly before the step.
+# The error's class, its text, and what a rank does before the step.
 MISTAKES: dict[str, tuple[type[Exception], str, Callable[..., Any]]] = {
     "a bound": (ValueError, "max_norm: expected a number above 0, got -1.0", clips(-1.0)),
     "a bound of another kind": (TypeError, "max_norm: expected a number above 0", clips("1")),
@@ -137,7 +137,7 @@ def test_a_mistake_of_one_rank_is_an_error_on_all_of_them(name: str, ranks: int)
         optimizer.divisor = None
         optimizer.zero_grad()
         backward(model)
-        optimizer.step()  # nothing of it is left
+        optimizer.step()  # the mistake leaves no trace
 
     ThreadedWorld(ranks).run(run)
 
@@ -191,7 +191,7 @@ CALLS: dict[str, Call] = {
 
 
 def one_calls(group: Any, name: str, folder: str, frozen: bool = False) -> str:
-    """The error of a rank, of which the first one makes a call where the others step."""
+    """Return a rank's error if the first rank makes another call while the others step."""
     model = CASES["mlp"].build()
     model.a.requires_grad_(not frozen)
     optimizer = sharded(model, group, param_dtype=BF16, averages={"ema": 0.9})
@@ -226,7 +226,7 @@ def test_so_it_is_where_a_step_looks_whether_frozen_parameters_have_gradients(
 @pytest.mark.parametrize("call", ["step", "gather_gradients"])
 @on_each_rank(2)
 def test_two_models_of_one_shape_that_meet_are_named_on_all_ranks(group: Any, call: str):
-    """Their messages have the same length, so that gloo would mix their gradients and weights."""
+    """Their messages have equal lengths, so gloo would mix up their gradients and weights."""
     models = [CASES["mlp"].build() for _ in range(2)]
     optimizers = [sharded(model, group) for model in models]
     before = [values(model) for model in models]
@@ -238,7 +238,7 @@ def test_two_models_of_one_shape_that_meet_are_named_on_all_ranks(group: Any, ca
         getattr(order[0], call)()
     for model, weights in zip(models, before, strict=True):
         assert_same_bits(values(model), weights)
-    for optimizer in optimizers:  # nothing of it is left
+    for optimizer in optimizers:  # the mistake leaves no trace
         optimizer.step()
 
 
@@ -247,11 +247,11 @@ def test_two_models_of_one_shape_that_meet_are_named_on_all_ranks(group: Any, ca
 def test_backwards_of_two_such_models_in_different_orders_are_named_on_all_ranks(
     group: Any, orders: str
 ):
-    """Each model gets gradients of the other; the step takes none of them."""
+    """Each model receives gradients of the other; the step uses none of them."""
     models = {name: CASES["mlp"].build() for name in "ab"}
     optimizers = {name: sharded(model, group) for name, model in models.items()}
     before = {name: values(model) for name, model in models.items()}
-    for own in (orders.split()[group.rank()], "aab"):  # the second is the same on all ranks
+    for own in (orders.split()[group.rank()], "aab"):  # the second order is the same on all ranks
         for name in own:
             backward(models[name])
         for name, optimizer in optimizers.items():

@@ -1,4 +1,4 @@
-"""Steps that are skipped for non-finite gradients, and what is said of them."""
+"""Steps that are skipped for non-finite gradients, and their warnings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def skips(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 def skipping(group: Any, value: float, bad_rank: int, fields: dict[str, Any], kind: str) -> None:
-    """Good step, bad step on one rank, good step; and the same without the bad one."""
+    """Compare good steps around steps that are bad on one rank with only the good steps."""
     rank = 0 if group is None else group.rank()
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
@@ -86,7 +86,7 @@ def test_one_ranks_bad_gradient_skips_the_step_everywhere_and_changes_nothing(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ranks_of(size, skipping, value, size - 1, fields, kind)
-    assert len(skips(caught)) == 2, "one rank says it for all"
+    assert len(skips(caught)) == 2, "only one rank warns"
     if size > 1:
         assert [text.rpartition(" (")[2] for text in skips(caught)] == [
             "after 2 steps)",

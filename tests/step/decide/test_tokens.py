@@ -1,4 +1,4 @@
-"""One mean over the tokens of all ranks and micro-batches, against one process by hand."""
+"""One mean over the tokens of all ranks and micro-batches, compared with one plain process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 def batches_of(step: int, rank: int) -> Batches:
-    """Micro-batches of unequal sizes; in the second step one of rank 0 has no rows at all."""
+    """Micro-batches of unequal sizes; in the second step one of rank 0 has no rows."""
     sizes = [1 + (3 * rank + 5 * step + number) % 7 for number in range(3)]
     if (step, rank) == (1, 0):
         sizes[1] = 0
@@ -36,7 +36,7 @@ adagrad = of("Adagrad", lr=1e-2)
 
 
 def by_hand(size: int, make: Callable[[nn.Module], Any], clip: str, split: int = 1) -> Tensors:
-    """One process with the whole batch and torch's own optimizers."""
+    """Train one process with the whole batch and torch's own optimizers."""
     model = CASES["mlp"].build()
     made = make(model)
     for step in range(STEPS):
@@ -122,7 +122,7 @@ FORMS: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.filterwarnings("ignore:step skipped", "ignore:.*lr_scheduler")
 @pytest.mark.parametrize(("make", "fields"), FORMS, ids=lambda v: getattr(v, "__name__", None))
 def test_counts_and_guards_move_no_bit_of_any_class_and_form(make: Any, fields: dict[str, Any]):
-    """8 tokens, a power of two, divide as exactly as a mean; a spike is skipped in both."""
+    """Dividing by 8 tokens, a power of two, is exact. Both runs skip a spike."""
 
     def run(group: Any, counts: bool) -> tuple[list[bool], Tensors]:
         model = CASES["mlp"].build()
@@ -134,7 +134,7 @@ def test_counts_and_guards_move_no_bit_of_any_class_and_form(make: Any, fields: 
             if counts:
                 optimizer.count(4)
             optimizer.scale_loss(loss_of(model, rows) * size).backward()
-            if step == 3:  # nobody has one
+            if step == 3:  # no rank has this gradient
                 model.b.bias.grad = None
             optimizer.step()
             optimizer.zero_grad()

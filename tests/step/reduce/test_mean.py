@@ -1,4 +1,4 @@
-"""The mean over ranks of a span: in chunks, of two in one operation, compiled; the same bits."""
+"""The mean over ranks of a span has the same bits in chunks, for two ranks, and compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.needs_compiler
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_the_mean_of_two_has_the_bits_of_half_their_sum(dtype: torch.dtype):
-    """Every value with 200 others, those around powers of two and ties among them."""
+    """Combine every value with 200 others, including ties and values near powers of two."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     torch.manual_seed(0)
     special = torch.tensor([0.0, 1.0, 1.0 + 2**-7, 2**-8, 2**-9, 3 * 2**-9, 2**-24]).to(dtype)
@@ -42,7 +42,7 @@ def test_the_mean_of_two_has_the_bits_of_half_their_sum(dtype: torch.dtype):
 def operands(
     size: int, wire: torch.dtype, out: torch.dtype, carries: bool, numel: int
 ) -> tuple[list[Tensor], Tensor | None, Tensor]:
-    """The pieces of all ranks; the own one, of rank 1, is the output where dtypes allow it."""
+    """Return the pieces of all ranks; rank 1's own piece is the output if the dtypes are equal."""
     torch.manual_seed(size)
     pieces = [torch.randn(numel).to(wire) * 10.0 ** (rank % 3) for rank in range(size)]
     carry = torch.randn(numel) if carries else None
@@ -61,7 +61,7 @@ CASES = [
 def test_in_chunks_it_has_the_bits_of_the_whole(
     size: int, wire: torch.dtype, out: torch.dtype, carries: bool
 ):
-    for numel in (2 * mean.CHUNK + 77, 777):  # in chunks, and all at once
+    for numel in (2 * mean.CHUNK + 77, 777):  # several chunks, one chunk
         expected = torch.empty(numel, dtype=out)
         pieces, carry, _ = operands(size, wire, out, carries, numel)
         mean_(pieces, size, carry, expected)
@@ -75,12 +75,12 @@ def test_in_chunks_it_has_the_bits_of_the_whole(
 def test_compiled_it_has_the_same_bits_and_one_graph_for_all_lengths_and_places(size: int):
     compiled = choose_mean(ShardcastConfig(fuse="compile"), size, CPU)
     assert (compiled is mean_in_chunks_) == (size == 3 and not inductor.divides_exactly())
-    # Of three, where only the divisor is another one, bf16 alone.
+    # For size 3, which changes only the divisor, test only bf16.
     cases = [case for case in CASES if case[0] == size and (size == 2 or case[1:3] == (BF16, BF16))]
-    if not WHOLE:  # each pair of dtypes with a carry or without one
+    if not WHOLE:  # each pair of dtypes, with or without a carry
         cases = cases[::4] + cases[3::4]
     for _, wire, out, carries in cases:
-        # The first as on rank 0 of two, where the offset of what it received is the length too.
+        # The first is like rank 0 of two, whose received piece has an offset equal to the length.
         for numel in (2048, 0, 64, 70_000):
             expected = torch.empty(numel, dtype=out)
             pieces, carry, _ = operands(size, wire, out, carries, numel)
@@ -101,7 +101,7 @@ def test_a_mean_of_equal_values_is_that_value_whatever_their_number():
 
 
 def mean_of_different(group: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One SGD step of lr 1 from 0 on gradients that differ: minus the reduced mean."""
+    """Make an SGD step of lr 1 from 0 on different gradients, which gives the negative mean."""
     model = nn.Linear(5, 7, bias=False)
     nn.init.zeros_(model.weight)
     make = lambda m: torch.optim.SGD(m.parameters(), lr=1.0)  # noqa: E731
@@ -119,7 +119,7 @@ def test_the_reduction_is_the_mean_summed_in_fp32_and_rounded_once(dtype: torch.
     total = torch.stack([grad.float() for grad, _ in ranks])
     exact = ((total[0] + total[1]) + total[2]) / 3
     for _, weight in ranks:
-        # The mean is rounded to the gradient dtype, and the weight is that number negated.
+        # The mean is rounded to the gradient dtype; the weight is its negative.
         assert torch.equal(weight, -exact.to(dtype))
     low = (ranks[0][0] + ranks[1][0] + ranks[2][0]) / 3
     assert not torch.equal(low, exact.to(dtype)), "the control: low-precision sums differ"

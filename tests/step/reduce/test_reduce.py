@@ -1,6 +1,6 @@
-"""Gradients on their way to the owner, from real backward passes, against plain torch.
+"""Gradients from real backward passes, reduced to their owners, compared with plain torch.
 
-STORIES_SEED, a number, draws other random sequences, as a nightly run does.
+STORIES_SEED, a number, draws other random sequences, as in a nightly run.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ SEQUENCES: dict[str, list[Action]] = {
 
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_means_that_are_begun_upon_or_cleared_count_as_in_plain_torch(name: str):
-    """Also where a rank has all of a mean: copies of shards, and sums over a mesh."""
+    """Includes copies of shards, where a rank has all of a mean, and sums over a mesh."""
     compare(SEQUENCES[name])
     compare(SEQUENCES[name], accumulate="sharded")
     if all(method is not Side.failed_apart for method, _ in SEQUENCES[name]):
@@ -254,8 +254,8 @@ def test_means_that_are_begun_upon_or_cleared_count_as_in_plain_torch(name: str)
 
 
 def test_a_complete_pack_is_sent_by_the_next_gradient_of_whichever_pack():
-    """Two groups with other flags, so that parameters lie in the two packs by turns; the last pack
-    is sent first."""
+    """Two groups with different flags put parameters alternately in two packs; the last pack is
+    sent first."""
 
     def run(group: Any) -> list[tuple[int, int]]:
         model = nn.ParameterList(torch.ones(4) for _ in range(8))
@@ -286,7 +286,7 @@ def test_a_complete_pack_is_sent_by_the_next_gradient_of_whichever_pack():
 
 def fits(storage: str, layout: str, kind: str, way: str, size: int) -> bool:
     if kind in ("Muon", "Adafactor") and (layout == "even" or storage in ("split16", "int8")):
-        return False  # these keep whole masters, and state of their own
+        return False  # these keep whole masters and their own state
     if size == 1 and layout not in ("even", "whole"):
         return False
     return way != "published" or storage not in ("fp32", "split16")
@@ -328,12 +328,12 @@ def test_random_sequences_equal_plain_torch(cell: Cell, accumulate: str):
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("cell", CELLS[::4], ids=str)
 def test_random_sequences_with_clips_equal_plain_torch(cell: Cell, accumulate: str):
-    """The gradients stay clipped until they are cleared: for a second step, a read, a backward."""
+    """Gradients stay clipped until they are cleared, for a second step, a read or a backward."""
     draw = random.Random(1_000_003 * SEED + 7 + CELLS.index(cell))
     fp32 = cell._replace(storage="fp32", kind="SGD", way="plain")
     for _ in range(4):
         compare(random_sequence(draw, cell.copies == 1, (0.5, 2.0)), fp32, accumulate=accumulate)
-    for bounds in ((0.5, 2.0), (2.0, 0.5)):  # the second one is of what the first left
+    for bounds in ((0.5, 2.0), (2.0, 0.5)):  # the second clip applies to clipped gradients
         clips: list[Action] = [(Side.clip, (bound,)) for bound in bounds]
         compare([(Side.backward, (1, ALL)), *clips, (Side.step, ())], fp32, accumulate=accumulate)
 
@@ -343,7 +343,7 @@ def test_random_sequences_with_clips_equal_plain_torch(cell: Cell, accumulate: s
 def test_random_sequences_in_which_ranks_fail_at_places_of_their_own_equal_plain_torch(
     cell: Cell, accumulate: str
 ):
-    """Where it ends on some ranks, all of them drop what it brought."""
+    """If it fails on some ranks only, all ranks clear its gradients."""
     draw = random.Random(1_000_003 * SEED + CELLS.index(cell))
     actions: list[Action] = [(Side.backward, (0, ALL)), (Side.step, ()), (Side.clear, ("none",))]
     for seed in range(1, 10):
@@ -375,12 +375,12 @@ def test_four_processes_equal_plain_torch(cell: Cell, four: SpawnedWorld):
     compare(drawn(cell, 0), cell, four)
 
 
-# -- what is assigned, and cleared, between backwards ----------------------------------------------
+# -- gradients assigned or cleared between backwards -----------------------------------------------
 
 
 @pytest.mark.parametrize("last", [LAST, LAST[1:]], ids=["a backward", "a step"])
 def test_all_ranks_assign_what_some_got_in_no_sync_after_a_clear(last: list[Action]):
-    """Some note the clear as such a gradient comes, others the assignment."""
+    """Some ranks notice the clear when a gradient arrives, others when one is assigned."""
     actions = [
         FIRST,
         (Side.clear, ("model",)),
@@ -421,7 +421,7 @@ def test_all_ranks_raise_where_what_is_assigned_is_summed_over_model_parallel_ra
     mesh: Any,
     by: tuple[int, ...],
 ):
-    """Whether it is a part of that sum, or all of it, nobody can know."""
+    """It is unknown whether the tensor is a part of that sum or all of it."""
     model = nn.ParameterList(torch.ones(4) for _ in range(2))
     optimizer = sharded(model, None, sgd, mesh=mesh, grad_sum_over={"tp": ["1"]})
     for step in range(2):
@@ -437,7 +437,7 @@ def test_all_ranks_raise_where_what_is_assigned_is_summed_over_model_parallel_ra
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_takes_the_place_of_zeros_is_no_difference_between_ranks(size: int):
-    """Where one rank alone has a backward in a step, all may edit what they have."""
+    """If only one rank has a backward in a step, all ranks may still edit their gradients."""
 
     def train(group: Any) -> list[Tensor]:
         model = CASES["mlp"].build()
@@ -447,7 +447,7 @@ def test_what_takes_the_place_of_zeros_is_no_difference_between_ranks(size: int)
                 with contextlib.nullcontext() if group is None else optimizer.no_sync():
                     CASES["mlp"].loss(model, CASES["mlp"].batch(step)).backward()
             for param in model.parameters():
-                if type(param.grad) is Tensor:  # not what is at its owners, which are zeros
+                if type(param.grad) is Tensor:  # not the stand-ins, whose means are zeros
                     param.grad = param.grad * (0.5 / size if group is None else 0.5)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
@@ -464,7 +464,7 @@ def test_what_takes_the_place_of_zeros_is_no_difference_between_ranks(size: int)
 def test_a_norm_after_a_backward_that_failed_is_of_all_ranks_or_of_none(
     layout: str, places: Sequence[int]
 ):
-    """A rank that got no gradient has no zeros to take the norm of while others wait for it."""
+    """A rank without a gradient must not skip the norm while others wait for it."""
     usual = failed_apart(places, "step")[:-2]
     for before in ([], [(Side.gather, ())]):
         actions = [*usual[:3], (Side.backward, (4, ALL)), *before, *usual[3:], (Side.norm, ())]
@@ -479,7 +479,7 @@ def test_a_norm_after_a_backward_that_failed_is_of_all_ranks_or_of_none(
 def test_what_is_assigned_while_a_failed_backward_waits_is_refused(
     places: Sequence[int], which: Any
 ):
-    """Some ranks may have averaged what it replaces, in some packs. It is none after a clear."""
+    """Some ranks may have averaged the replaced gradients. After a clear, assigning is allowed."""
     assigned: list[Action] = [(Side.clear, ("model",)), (Side.assign, (5, which))]
     another: Action = (Side.backward, (6, ALL))
     failed = failed_apart(places, "step")[:-2]
@@ -497,7 +497,7 @@ def test_what_is_assigned_while_a_failed_backward_waits_is_refused(
 def test_a_group_that_is_added_after_the_backward_has_its_gradients_averaged(
     group: Any, is_used: bool, value: float
 ):
-    """Also if a rank has none, which counts as zero."""
+    """Also if one rank has no gradient, which counts as zero."""
     model = nn.ParameterList(torch.ones(4) for _ in range(2))
     optimizer = sharded(model, group, lambda m: torch.optim.SGD([m[0]], lr=1.0))
     loss = model[0].sum()
@@ -530,7 +530,7 @@ def test_gradients_that_one_rank_alone_clears_are_an_error_on_all(
         side.backward(1, ALL)
     with pytest.raises(RuntimeError, match=told):
         side.step()
-    if numbers:  # of the next step, and not between its backwards
+    if numbers:  # in the next step, clear before the backward
         side.optimizers[0].zero_grad()
         side.backward(1, ALL)
         side.clear_some(3)
@@ -539,10 +539,10 @@ def test_gradients_that_one_rank_alone_clears_are_an_error_on_all(
 
 @on_each_rank(2)
 def test_a_backward_that_fails_on_one_rank_alone_is_an_error_on_all(group: Any):
-    """Whatever it had sent, the step sends the rest, so that nobody waits."""
+    """The step sends the packs that the backward did not send, so no rank hangs."""
     side = Side(Cell(), group)
     for fails_at in (0, 2, 4):
-        for _ in range(2):  # nothing is sent before the end of the first
+        for _ in range(2):  # the first backward sends at its end
             side.backward(0, ALL)
             side.step()
             side.clear("none")
@@ -556,7 +556,7 @@ def test_a_backward_that_fails_on_one_rank_alone_is_an_error_on_all(group: Any):
 
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_a_backward_that_fails_in_the_loss_on_one_rank_counts_as_none_there(backwards: int):
-    """Zeros are sent for it in the step, unless the rank made another one."""
+    """The step sends zeros for it. If the rank also ran another backward, the ranks hang."""
 
     def run(group: Any) -> Tensor:
         model = nn.ParameterList([torch.zeros(4)])
@@ -591,7 +591,7 @@ AFTER: dict[str, list[Action]] = {
 
 
 def failed_apart(places: Sequence[int], after: str) -> list[Action]:
-    """Nothing is sent before the end of the first backward, so another one comes before."""
+    """Fail after a complete step, since the first backward sends nothing before its end."""
     usual: list[Action] = [(Side.backward, (2, ALL)), (Side.step, ()), (Side.clear, ("none",))]
     return [*usual, (Side.failed_apart, (3, places)), *AFTER[after], (Side.step, ())]
 
@@ -603,7 +603,7 @@ def failed_apart(places: Sequence[int], after: str) -> list[Action]:
 def test_a_backward_that_fails_on_each_rank_at_another_place_is_one_pass_on_all(
     places: Sequence[int], after: str
 ):
-    """Before its first gradient, too: what came counts, and nobody waits."""
+    """Gradients that arrived count, and no rank hangs, even if it fails before its first one."""
     for layout, accumulate in (("even", "local"), ("whole", "sharded")):
         cell = Cell(layout=layout, size=len(places), pack_params=1)
         compare(failed_apart(places, after), cell, accumulate=accumulate)
@@ -618,7 +618,7 @@ def test_processes_whose_backward_fails_at_another_place_on_each_do_not_wait(glo
 
 
 def test_where_it_fails_on_some_ranks_alone_they_begin_anew_together_or_all_raise():
-    """On those before its first gradient, or after all but one."""
+    """It fails before its first gradient, or before its last one."""
 
     def run(group: Any, places: Sequence[int]) -> None:
         side = Side(Cell(size=len(places), pack_params=1), group)
@@ -648,7 +648,7 @@ def test_a_call_of_all_ranks_ends_the_pass_of_a_backward_that_failed(group: Any,
 def test_a_cleared_mean_is_in_no_norm_whether_or_not_its_owner_had_a_gradient(
     accumulate: str, cleared: Sequence[int]
 ):
-    """Of 1 and of 4 one rank alone had a gradient; each of two ranks owns a part of a pack."""
+    """Only one rank had gradients of 1 and of 4; each of two ranks owns a part of a pack."""
     uses = (use(0, 1, 2, 3), use(0, 2, 3, 4))
     for quiet in (False, True):
         actions: list[Action] = [
@@ -667,7 +667,7 @@ def test_a_cleared_mean_is_in_no_norm_whether_or_not_its_owner_had_a_gradient(
 
 
 def train_on_part(group: Any, case: str, micros: int) -> dict[str, Tensor]:
-    """Three steps; each rank takes its part of the batch of 12, in ``micros`` pieces."""
+    """Train three steps; each rank takes its part of the batch of 12, in ``micros`` pieces."""
     torch.set_num_threads(1)
     model = CASES[case].build()
     make, rank, size = (lambda m: sgd(m, momentum=0.9)), 0, 1
@@ -686,8 +686,8 @@ def train_on_part(group: Any, case: str, micros: int) -> dict[str, Tensor]:
 
 
 def assert_as_plain(ranks: list[dict[str, Tensor]], case: str) -> None:
-    """A gradient is a sum over 12 x 9 tokens in another order: below 1, so each differs by less
-    than 2^-23 times a few; three steps of 0.1 with momentum weigh 0.1 x (1 + 1.9 + 2.7)."""
+    """Gradients are sums over 12 x 9 tokens in another order. They are below 1, so they differ by
+    a few 2^-23; three steps of 0.1 with momentum weigh 0.1 x (1 + 1.9 + 2.7)."""
     expected = train_on_part(None, case, 1)
     for mine in ranks:
         assert_same_bits(mine, ranks[0])
@@ -717,7 +717,7 @@ def test_two_gloo_processes_with_halves_of_a_batch_equal_plain_training(gloo: Sp
 def test_gradients_are_copied_after_all_streams_that_made_them(
     size: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Autograd runs each node on the stream of its forward: within a pack they may differ."""
+    """Autograd runs each node on the stream of its forward, so streams differ within a pack."""
     current = threading.local()
     waited: list[set[str]] = []
     monkeypatch.setattr(_compat, "current_stream", lambda _: current.stream)
@@ -741,7 +741,7 @@ def test_gradients_are_copied_after_all_streams_that_made_them(
 
 
 def zero_what_was_sent(group: Any) -> list[dict[str, Tensor]]:
-    """After a backward that fails by its last gradient, when those of other packs are under way."""
+    """Zero gradients after a backward that failed at its last one, with other packs in flight."""
     side = Side(Cell(pack_params=1), group)
     side.backward(0, ALL[:2])
     side.step()

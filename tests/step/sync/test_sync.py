@@ -1,4 +1,4 @@
-"""The collectives of a step: which, how many, in which order, on every rank alike."""
+"""The collectives of a step: kinds, number and order, equal on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 
 
 def log_of_a_step(group: Any, case: str, fields: dict[str, Any]) -> dict[str, list[Collective]]:
-    """The collectives of each phase of the second step."""
+    """Return the collectives of each phase of the second step."""
     model = CASES[case].build()
     optimizer = sharded(model, group, **fields)
     phases: dict[str, list[Collective]] = {}
@@ -66,7 +66,7 @@ def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_launch_of
         assert phases["no_sync"] == phases["forward"] == phases["zero_grad"] == []
         exchanges = phases["backward"]
         assert {call.op for call in exchanges} == {"all_to_all_single"}
-        if case != "tied_reentrant":  # there a pack may get gradients after it was sent
+        if case != "tied_reentrant":  # which may add gradients to a pack after it was sent
             assert [sum(c.input_splits) for c in exchanges] == [
                 pack.numel for pack in reversed(layout.packs)
             ]
@@ -80,13 +80,13 @@ def test_a_step_has_one_exchange_per_pack_one_small_all_reduce_and_one_launch_of
             if pack.fragments(span.owner)
         ]
         assert [(call.shape[0], call.source) for call in sync] == expected
-        assert len({call.launch for call in sync}) == 1, "of all packs"
+        assert len({call.launch for call in sync}) == 1, "one launch for all packs"
         assert all(c.op == "broadcast" and not c.async_op and c.dtype == BF16 for c in sync)
 
 
 @pytest.mark.parametrize("partition", ["even", "whole"])
 def test_by_itself_sync_goes_the_way_that_the_layout_shows_for_each_pack(partition: str):
-    fields = {"param_dtype": BF16, "autocast": False}  # all of one dtype
+    fields = {"param_dtype": BF16, "autocast": False}  # all packs have one dtype
     fields |= {"partition": partition, "pack_params": 4, "alignment": 16}
     ranks, _ = run_world(3, log_of_a_step, "gpt", fields)
     layout: Any = ranks[0]["layout"]
@@ -99,9 +99,9 @@ def test_by_itself_sync_goes_the_way_that_the_layout_shows_for_each_pack(partiti
 
 @on_each_rank(3)
 def test_packs_that_differ_in_algorithm_or_gather_other_dtypes_take_a_launch_for_each(group: Any):
-    """NCCL gathers one dtype in a launch, as the mock group does.
+    """NCCL, like the mock group, gathers one dtype per launch.
 
-    fp32 norms beside bf16 biases, which AdamW cuts evenly; matrices, which Muon does not.
+    The packs are fp32 norms and bf16 biases, cut evenly, and whole matrices.
     """
     model = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.Linear(24, 40, bias=False))
     matrices = [param for param in model.parameters() if param.dim() == 2]

@@ -1,4 +1,4 @@
-"""What is fused into one pass: codecs that are decoded and encoded in it, and epilogues."""
+"""Codecs and epilogues that are fused into one pass with the update."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NUMEL = 64 * 21 + 13
 
 
 class Range:
-    """Masters and state of one range by given codecs, and an update of it."""
+    """Masters and state of one range with given codecs, and its update."""
 
     def __init__(self, optimizer: str, master: str, moments: str, row: int = 64) -> None:
         kind, options = OPTIMIZERS[optimizer]
@@ -117,7 +117,7 @@ CUTS = [*itertools.product((4, 64), MOMENTS)]
 def test_where_an_update_is_cut_does_not_show(
     executor: Executor, row: int, moments: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Neither in the bits of ties nor in what is drawn; in parts, and in pieces of two rows."""
+    """Updates in parts or in pieces of two rows give the same ties and random bits."""
     uncut, cut = (Range("adamw", "split16", moments, row) for _ in range(2))
     for step, grad in enumerate(gradients(3), 1):
         uncut.run(executor, grad, step)
@@ -133,7 +133,7 @@ def test_where_an_update_is_cut_does_not_show(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("master", "moments"), thinned(2, MASTERS, ("bf16", "int8")))
 def test_compiled_codecs_give_the_eager_values_within_a_step(master: str, moments: str):
-    """A last bit of a moment may take it over the edge of a step, and the master a bit further."""
+    """A last bit of a moment may change the rounded value by a step, and the master slightly."""
     eager, compiled = (Range("adamw", master, moments) for _ in range(2))
     for step, grad in enumerate(gradients(3), 1):
         eager.run(ON_DEVICE, grad, step)
@@ -155,7 +155,7 @@ def test_ties_survive_an_update_that_changes_no_weight(executor: Executor):
     assert_same_bits(found.bits(), before)
 
 
-# -- chance -------------------------------------------------------------------------------------
+# -- stochastic rounding ------------------------------------------------------------------------
 
 
 def by_chance(group: Any, **fields: Any) -> tuple[dict[str, Tensor], Any]:
@@ -183,7 +183,7 @@ def test_chance_depends_neither_on_packs_nor_on_partition_nor_on_ranks(fields: d
 
 
 def test_chance_differs_between_parameters_and_between_steps():
-    """Two parameters with equal values and gradients, of which each is alone in its pack."""
+    """Two parameters have equal values and gradients, each in its own pack."""
     model = nn.ParameterList(nn.Parameter(torch.ones(4096)) for _ in range(2))
     optimizer = sharded(model, param_dtype=BF16, moments="bf16", pack_params=1)
     seen = []
@@ -196,7 +196,7 @@ def test_chance_differs_between_parameters_and_between_steps():
 
 
 def moments_of_parts(mesh: DeviceMesh | None, dim: int) -> dict[Any, Tensor]:
-    """State of a matrix, cut along ``dim`` of a mesh, and of a vector."""
+    """Return the state of a vector and of a matrix that a mesh cuts along ``dim``."""
     torch.manual_seed(0)
     matrix, vector, *gradients = torch.randn(5, 64, 256).unbind()
 
@@ -237,7 +237,7 @@ def test_chance_does_not_depend_on_a_mesh(dim: int):
 def test_an_epilogue_changes_no_bit_of_masters_and_state(
     fuse: str, dtype: torch.dtype, fields: dict[str, Any]
 ):
-    """With an absent gradient and a skipped step."""
+    """Includes an absent gradient and a skipped step."""
 
     def state(**fields: Any) -> dict[Any, Tensor]:
         model = CASES["gpt"].build()

@@ -1,6 +1,6 @@
-"""Kernels of a GPU, on a machine without one: what Inductor generates.
+"""GPU kernels that Inductor generates, on a machine without a GPU.
 
-They need Triton: ``pip install triton``. ``bash launch/test.sh --versions`` has it.
+These tests need Triton (``pip install triton``); ``bash launch/test.sh --versions`` installs it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from generated import kernels
 
 pytestmark = pytest.mark.timeout(120)
 
-SHAPE = (1003, 101)  # a multiple of nothing
+SHAPE = (1003, 101)  # not a multiple of any block size
 
 
 def forget() -> None:
-    """Forget what the library keeps of ``torch.compile`` for all models of a process."""
+    """Clear the library's caches of compiled functions."""
     for name, module in list(sys.modules.items()):
         for value in list(vars(module).values()) if name.startswith("shardcast") else ():
             if hasattr(value, "cache_clear"):
@@ -38,7 +38,7 @@ def forget() -> None:
 
 @contextmanager
 def compiled() -> Iterator[list[tuple[Any, Any]]]:
-    """What goes to ``torch.compile`` while the host is taken for an accelerator; run eagerly."""
+    """Record calls of compiled functions, run eagerly, with the host in place of an accelerator."""
     calls: list[tuple[Any, Any]] = []
 
     def compiler(function: Any, **_options: Any) -> Any:
@@ -59,7 +59,7 @@ def compiled() -> Iterator[list[tuple[Any, Any]]]:
 def test_the_update_of_adamw_reads_and_writes_each_operand_once_and_spills_no_register(
     amsgrad: bool, moved: int, tmp_path: Path
 ):
-    """Gradient 2; master and moments 24; the parameter 4, as what a script writes there counts."""
+    """Bytes: gradient 2, master and moments 24, parameter 4 (read to see a script's writes)."""
     with compiled() as calls:
         model = nn.ParameterList([torch.randn(SHAPE)])
         optimizer: Any = torch.optim.AdamW(model.parameters(), amsgrad=amsgrad)
@@ -72,7 +72,7 @@ def test_the_update_of_adamw_reads_and_writes_each_operand_once_and_spills_no_re
 
 
 def test_the_update_of_several_groups_is_one_kernel_that_moves_as_much(tmp_path: Path):
-    """But for the place of its numbers, 4 bytes, which 64 elements of a row share."""
+    """Except 4 bytes per row of 64 elements, the place of its numbers."""
     with compiled() as calls:
         model = nn.ParameterList(torch.randn(SHAPE) for _ in range(3))
         groups = [{"params": [param], "lr": 1e-3 * (n + 1)} for n, param in enumerate(model)]
@@ -87,4 +87,4 @@ def test_the_update_of_several_groups_is_one_kernel_that_moves_as_much(tmp_path:
     updates = [call for call in calls if isinstance(call[1][0], Fusion)]
     (kernel,) = kernels(*updates[0], tmp_path)
     assert (kernel.bytes, kernel.spills) == (30 + 4, 0)
-    assert len(updates) == 2, "all groups, and the end that is no whole row"
+    assert len(updates) == 2, "one for all groups, one for the last, incomplete row"

@@ -1,4 +1,4 @@
-"""World 1 in fp32 against plain torch.optim: bit for bit eagerly, within 1 ulp compiled."""
+"""One rank in fp32 compared with torch.optim: bitwise equal if eager, within 1 ulp compiled."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check(
     compare: Any = assert_same_bits,
     **fields: Any,
 ) -> None:
-    """Parameters are the cast of those of torch's optimizer, masters and state are its own."""
+    """Assert that masters and state equal those of torch's optimizer, and parameters their cast."""
     model = CASES[case].build() if isinstance(case, str) else case
     twin = copy.deepcopy(model)
     optimizer, expected = sharded(model, None, make, param_dtype=param_dtype, **fields), plain(twin)
@@ -93,7 +93,7 @@ def test_twenty_fp32_steps_of_one_rank_equal_torch_bit_for_bit(case: str, combin
 
 @pytest.mark.parametrize("combination", FUSED)
 def test_an_optimizer_with_fused_gets_the_bits_of_torchs_fused_kernel(combination: str):
-    """Here all are whole vectors; what is left after them torch rounds in another way."""
+    """Sizes are whole SIMD vectors here; torch rounds the rest of other sizes differently."""
     model: Any = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
     check(*[maker(combination, fused=True)] * 2, model)
 
@@ -146,12 +146,12 @@ def test_on_a_cpu_auto_runs_torchs_fused_kernel_where_the_group_does_not_say(
     found = trained(None, maker("adamw", **options), fuse=fuse)
     assert_same_bits(found, wanted)
     assert any(not torch.equal(found[name], other[name]) for name in found), "they differ"
-    for name in found:  # by roundings: within 1 ulp of the weight per step
+    for name in found:  # by rounding, within 1 ulp of the weight per step
         torch.testing.assert_close(found[name], other[name], rtol=5 * 2**-23, atol=5e-9)
 
 
 def ulps(left: Tensor, right: Tensor) -> int:
-    """Largest distance of two fp32 tensors of equal signs, in units in the last place."""
+    """Return the largest difference of two fp32 tensors of equal signs, in ulps."""
     return int((left.view(torch.int32).long() - right.view(torch.int32).long()).abs().max())
 
 
@@ -165,7 +165,7 @@ needs_compiler = pytest.mark.needs_compiler
 
 
 def ranges(kind: type[torch.optim.Optimizer], options: dict[str, Any], numel: int) -> Any:
-    """A group, what is fused for it, and a function that makes equal operands."""
+    """Return a group, its fusion, and a function that makes equal operands."""
     group = kind([nn.Parameter(torch.zeros(1))], lr=1e-3, **options).param_groups[0]
     rule = rules.rule_of(kind, group)
     fusion = Fusion(rule, Codec(), (Codec(),) * len(rule.state), casts=True, row=64)
@@ -208,10 +208,10 @@ COMPILED = [pytest.mark.slow, needs_compiler, pytest.mark.timeout(240)]
 def test_numbers_on_the_device_give_the_numbers_of_the_host_within_one_ulp(
     name: str, compiled: bool
 ):
-    """From the same state in every step: a difference does not add up over steps.
+    """Every step starts from the same state, so that differences do not add up.
 
-    Weights stay between 0.3 and 1.7. Nearer to 0, where an update is as large as the weight, its
-    own roundings are several ulps of the result on any path.
+    Weights stay between 0.3 and 1.7. Near 0, where an update is as large as the weight, its own
+    rounding is several ulps of the result in any implementation.
     """
     group, fusion, make = ranges(*RULES[name], 1003)
     on_device = CompiledExecutor() if compiled else Executor(on_host=False)
@@ -226,7 +226,7 @@ def test_numbers_on_the_device_give_the_numbers_of_the_host_within_one_ulp(
         execute(on_host, fusion, operands, group, step)
         assert ulps(also[2], master) <= 1
         for left, right, moment in zip(also[3:], state, before, strict=True):
-            # Two roundings of the larger summand: what remains may be small, as moments cancel.
+            # Two roundings of the larger summand; the sum may be smaller, since moments may cancel.
             largest = torch.stack([moment.abs(), right.abs(), grad.abs()]).amax(0)
             assert bool(((left - right).abs() <= largest * 2**-22).all())
         assert torch.equal(also[1], also[2].half())

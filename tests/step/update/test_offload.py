@@ -1,6 +1,6 @@
-"""Masters that are updated on the host: the bits of an update on the device, and what orders it.
+"""Masters that are updated on the host: same bits as on the device, and order of the copies.
 
-Every test with ``offload`` has the copies of ``late.py``, also the random ones of other options.
+All tests with ``offload``, including random ones of other options, use the copies of ``late.py``.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ def test_each_own_element_goes_down_once_and_up_once_in_a_step(bus: Late):
             edit()
         optimizer.step()
         optimizer.zero_grad()
-        assert before >= weights, "beside the backward, not in the step"
+        assert before >= weights, "in the backward, not in the step"
         return bus.went_down, bus.went_up
 
     whole = sum(shard.pack.data.nbytes for shard in packed_of(optimizer).shards)
-    moved()  # what the model has when it is sharded comes down once more
+    moved()  # the initial weights are copied down once more
     assert moved() == (whole, whole)
     edited = model.up.weight.nbytes
     with torch.no_grad():
@@ -131,14 +131,14 @@ def test_a_mean_that_another_reduction_adds_to_goes_down_again(bus: Late):
         return bus.went_down - first, own
 
     ((down, own),) = threaded_world(2, run)[:1]
-    assert down >= 4 * own, "in fp32, of this rank and perhaps of both"
+    assert down >= 4 * own, "fp32 means of this rank, perhaps of both"
 
 
 def test_each_part_is_cast_copied_up_and_synced_before_the_next_one_is_updated(
     bus: Late, monkeypatch: pytest.MonkeyPatch
 ):
     events: dict[int, list[tuple[str, int]]] = {}
-    later: dict[int, Callable[[int], bool]] = {}  # whether parts after one have their old masters
+    later: dict[int, Callable[[int], bool]] = {}  # whether later parts have their old masters
     begin, up = Sync.begin, bus.up
 
     def syncs(self: Sync, packs: Any) -> None:
@@ -178,7 +178,7 @@ def test_each_part_is_cast_copied_up_and_synced_before_the_next_one_is_updated(
         expected = []
         for shard in shards:
             at = shard.pack.own_data.data_ptr()
-            # Padding alone is synced, and not updated.
+            # A part with only padding is synced but not updated.
             expected += [("up", at)] * bool(shard.fragments) + [("sync", at)]
         return found, expected
 
@@ -217,13 +217,13 @@ def test_a_rank_that_owns_nothing_syncs_as_the_others_do(
         return values(model)
 
     found = threaded_world(2, run, True)
-    assert begun == ["weight"] * 4, "in each step that is made, on both ranks"
+    assert begun == ["weight"] * 4, "in each of two steps, on both ranks"
     for one, other in zip(found, threaded_world(2, run, False), strict=True):
         assert_same_bits(one, other)
 
 
 class Sides(TorchDispatchMode):
-    """Raises where an operation has values of the pretended device and of the host."""
+    """Raises if an operation mixes values of the pretended device and of the host."""
 
     def __init__(self, device: list[Tensor], host: list[Tensor]) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Sides(TorchDispatchMode):
                 self.put(tensor, side)
 
     def put(self, tensor: Tensor, side: str) -> None:
-        storage = tensor.untyped_storage()  # kept, so that no other one gets its address
+        storage = tensor.untyped_storage()  # kept, so that its address is not reused
         if storage.nbytes():
             self.sides.setdefault(storage.data_ptr(), (side, storage))
 
@@ -258,7 +258,7 @@ class Sides(TorchDispatchMode):
 
 
 class Across(offload.Copies):
-    """Copies that may have both sides."""
+    """Copies, which may use both sides."""
 
     def down(self, host: Tensor, values: Tensor) -> Any:
         with torch.utils._python_dispatch._disable_current_modes():
@@ -350,7 +350,7 @@ def test_a_host_with_too_little_memory_is_named_with_both_figures(monkeypatch: p
 
     monkeypatch.setattr(offload, "available_bytes", lambda: 10_000_000)
     messages = threaded_world(2, run)
-    # Masters and two moments, mean and cast: 16 bytes for each of a million on two ranks.
+    # Masters and two moments, mean and cast: 16 bytes for each of a million elements, two ranks.
     assert all("expected 0.02 GB" in m and "of 2 ranks" in m for m in messages)
     assert all("got 0.01 GB" in m for m in messages)
 
@@ -444,7 +444,7 @@ def test_report_estimate_and_check_tell_host_and_device_apart_to_the_byte(
 
 
 class Cudart:
-    """CUDA's functions for host memory that a device can read itself."""
+    """Fakes CUDA's functions for pinned host memory."""
 
     def __init__(self, error: int = 0) -> None:
         self.error, self.registered = error, dict[int, int]()
@@ -467,7 +467,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
     made = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     yield made
-    assert made.registered == {}, "memory that is freed is unpinned"
+    assert made.registered == {}, "freed memory must be unpinned"
 
 
 def test_pinned_memory_is_as_long_as_it_is_and_unpinned_when_its_last_view_goes(cudart: Cudart):

@@ -1,4 +1,4 @@
-"""Every optimizer: the elementwise ones in both partitions, all others on whole parameters."""
+"""Every optimizer: elementwise ones in both partitions, all others on whole parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL = {
     if inspect.isclass(kind) and kind is not torch.optim.Optimizer
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "Adagrad": {"initial_accumulator_value": 0.3},  # its state is made by its constructor
+    "Adagrad": {"initial_accumulator_value": 0.3},  # its constructor creates state
     "Adam": {"amsgrad": True, "weight_decay": 0.1},
     "SGD": {"momentum": 0.9, "dampening": 0.5},
     "RMSprop": {"momentum": 0.9, "centered": True},
@@ -44,12 +44,12 @@ def builder(name: str, **options: Any) -> Any:
     return build
 
 
-@pytest.mark.parametrize(  # whole masters are to any class what torch's own parameters are
+@pytest.mark.parametrize(  # for any class, whole masters are like torch's own parameters
     ("name", "partition"),
     [
         *((kind, "even") for kind in sorted(kind.__name__ for kind in ELEMENTWISE)),
         *((kind, "whole") for kind in ("AdamW", "RMSprop", "Rprop")),
-        *((kind, "auto") for kind in ("Muon", "Adafactor")),  # which need whole parameters
+        *((kind, "auto") for kind in ("Muon", "Adafactor")),  # need whole parameters
     ],
 )
 def test_classes_of_torch_equal_plain_torch_bit_for_bit(name: str, partition: str):
@@ -97,7 +97,7 @@ def test_a_schedule_free_optimizer_equals_itself_in_both_modes(fields: dict[str,
     ids=str,
 )
 def test_flags_of_the_implementation_and_tensor_rates_are_accepted(options: dict[str, Any]):
-    """One ulp of the weights: torch's own implementations round differently among themselves."""
+    """The tolerance is one ulp, since torch's own implementations round differently."""
     options = {**options, "weight_decay": 0.1}
 
     def build(model: nn.Module) -> torch.optim.Optimizer:
@@ -165,12 +165,12 @@ def test_the_state_of_a_low_precision_run_is_taken_in_fp32(name: str):
 
 
 def narrow() -> nn.Sequential:
-    """Matrices of one row and of one column: a moment of columns has as many elements as they."""
+    """Matrices with one row or one column, whose moments of columns or rows have their size."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 8))
 
 
-# A model, its optimizers, and how far from plain torch they are.
+# A model, its optimizers, and the tolerance relative to plain torch.
 RESUMED: dict[str, tuple[Any, Any, float]] = {
     "state of its own shapes": (narrow, lambda m: [foreign.OwnShapes(m.parameters())], 0),
     "AdamW of torch": (mlp, lambda m: [torch.optim.AdamW(m.parameters(), fused=False)], 0),
@@ -238,12 +238,12 @@ def test_state_goes_on_through_every_door_at_other_numbers_of_ranks(
     expected = build()
     train(expected, optimizers_of(expected), range(6))
     saved = ThreadedWorld(2).run(save)
-    assert saved[1][1] in ([], [{}]), "rank 0 has it"
+    assert saved[1][1] in ([], [{}]), "only rank 0 has it"
     _, *files = shardcast.checkpoint.export(tmp_path / "run", tmp_path / "plain")
     exported = [torch.load(file, weights_only=True) for file in files]
     for size in (2,) if door == "local" else (1, 3):
         assert max(ThreadedWorld(size).run(resume)) <= tol
-    if door in ("full", "export"):  # and into the plain ones
+    if door in ("full", "export"):  # also into plain optimizers
         model = build()
         model.load_state_dict(saved[0][2])
         plain = optimizers_of(model)
@@ -256,7 +256,7 @@ def test_state_goes_on_through_every_door_at_other_numbers_of_ranks(
 
 
 class Sophia(torch.optim.Optimizer):
-    """As Sophia-G: a second method that works on gradients and state."""
+    """Has a second method that uses gradients and state, like Sophia-G."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -279,7 +279,7 @@ class Sophia(torch.optim.Optimizer):
 
 
 def with_hessians(group: Any, steps: int = 4) -> list[torch.Tensor]:
-    """Parameters after steps, behind every second of which the Hessian is updated."""
+    """Return parameters after steps; every second step is followed by an update of the Hessian."""
     model, ranks = mlp(), range(2) if group is None else [group.rank()]
     optimizer: Any = Sophia(model.parameters())
     if group is not None:
@@ -327,7 +327,7 @@ def test_methods_of_the_original_and_those_that_no_class_has_are_errors_by_name(
         inner.update_hessian()
     with pytest.raises(AttributeError, match="no attribute 'other'"):
         optimizer.other()
-    optimizer.add_param_group({"params": [model[0].bias]})  # measures the class anew
+    optimizer.add_param_group({"params": [model[0].bias]})  # probes the class again
     assert [pack.partition for pack in optimizer.layout.packs] == ["whole", "whole"]
     before = model[0].bias.detach().clone()
     model[0].bias.grad = torch.ones_like(model[0].bias)

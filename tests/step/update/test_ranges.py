@@ -23,7 +23,7 @@ SIZES = (3, 700, 64, 130, 64, 1, 2000, 129, 513, 64, 320, 77, 640)
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU passes for an accelerator, and compiled functions run as they are."""
+    """Treat the CPU as an accelerator, and run compiled functions eagerly."""
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
     monkeypatch.setattr(fusion, "_kernel", lambda *_: fusion.in_pieces)
 
@@ -90,7 +90,7 @@ def trained(
 def test_a_training_with_numbers_of_the_device_is_that_with_numbers_of_the_host(
     kind: type[torch.optim.Optimizer], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """Several rates and bounds, absent gradients, a skipped step, ends of no whole row."""
+    """Includes several rates and bounds, absent gradients, a skipped step, incomplete rows."""
     fields = {"fuse": "eager", **fields}
     expected = run_world(2, lambda group: trained(kind, fields, group))[0][0]
     monkeypatch.setattr(_compat, "is_host", lambda _device: False)
@@ -105,7 +105,7 @@ def test_a_training_with_numbers_of_the_device_is_that_with_numbers_of_the_host(
 def test_all_that_a_kernel_is_given_begins_at_a_multiple_of_16_bytes(
     kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ):
-    """Inductor copies on a GPU what does not, in each call."""
+    """On a GPU, Inductor copies unaligned tensors in each call."""
     given: list[Tensor] = []
 
     def run(_fusion: Any, operands: Any, numbers: Any, factor: Any, skip: Any) -> None:
@@ -133,7 +133,7 @@ def test_a_rule_has_one_graph_for_all_lengths_rates_and_absent_gradients(
     for pack_params in (None, 8):
         fields = {"param_dtype": torch.float32, "max_grad_norm": 1.0, "pack_params": pack_params}
         trained(torch.optim.AdamW, fields)
-        assert counts["unique_graphs"] == before + 3, "and one for several groups"
+        assert counts["unique_graphs"] == before + 3, "one more for several groups"
 
 
 @pytest.mark.usefixtures("accelerator")
@@ -150,7 +150,7 @@ def test_a_kernel_updates_all_groups_of_a_pack_at_once(monkeypatch: pytest.Monke
     for param in model:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    assert len(calls) <= 2, "one call, and one for the end of no whole row"
+    assert len(calls) <= 2, "one for all groups, one for the last, incomplete row"
 
 
 # -- several groups in one pack -------------------------------------------------------------------
@@ -159,7 +159,7 @@ ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95)}
 
 
 def layers(model: nn.Module) -> list[dict[str, Any]]:
-    """As layer-wise decay: a rate for each layer, and no weight decay of biases."""
+    """Return groups as for layer-wise decay: a rate per layer, and no weight decay of biases."""
     params = list(model.parameters())
     return [
         {"params": [param], "lr": 1e-2 * 0.7**number, "weight_decay": 0.3 * (param.dim() > 1)}
@@ -195,7 +195,7 @@ def packs_of(model: nn.Module, optimizer: torch.optim.Optimizer, **fields: Any) 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("pack_params", [3, 4])
 def test_each_group_has_its_own_numbers(name: str, groups: str, pack_params: int):
-    """Also where they change, where gradients are absent, and where a group has a bound."""
+    """Also if they change and gradients are absent."""
 
     def build(model: nn.Module) -> torch.optim.Optimizer:
         return OPTIMIZERS[name](GROUPS[groups](model))
@@ -208,7 +208,7 @@ def test_each_group_has_its_own_numbers(name: str, groups: str, pack_params: int
         for step in range(6):
             change(step, model, optimizer)
             set_grads(model, step)
-            if step in (0, 3):  # the first step of one parameter comes later than that of others
+            if step in (0, 3):  # one parameter's first step comes later than the others'
                 list(model.parameters())[step % 4 + 1].grad = None
             optimizer.step()
             optimizer.zero_grad()
@@ -218,7 +218,7 @@ def test_each_group_has_its_own_numbers(name: str, groups: str, pack_params: int
     check(build, script, worlds=(1, 2, 4), tol=tol, **fields)
     model = mlp()
     packs = packs_of(model, build(model), param_dtype="fp32", **fields)
-    assert packs == 2, "as many packs as one group has"
+    assert packs == 2, "as many packs as with one group"
 
 
 @on_each_rank(2)
@@ -237,7 +237,7 @@ def test_gradients_that_are_read_after_a_clip_show_that_of_their_own_group(group
 
 
 def test_a_flag_that_one_group_gets_later_gives_its_state_to_that_group_alone():
-    """As amsgrad: the pack stays, and parameters of the other group have no such state."""
+    """With amsgrad, the pack stays, and parameters of the other group get no such state."""
 
     def flag(step: int, _model: nn.Module, optimizer: Any) -> None:
         optimizer.param_groups[0]["amsgrad"] = step >= 2

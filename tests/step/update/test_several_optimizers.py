@@ -1,4 +1,4 @@
-"""Several optimizers on one model: Muon on matrices, AdamW on the rest, as the two of torch."""
+"""Several optimizers on one model, such as Muon for matrices and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Build = Callable[[nn.Module], Optimizers]
 
 
 def train(model: nn.Module, optimizers: Any, steps: range | int = 6, edit: Any = None) -> None:
-    """Steps with installed gradients, in the loop that scripts have for several optimizers."""
+    """Train with given gradients, in a script's usual loop over several optimizers."""
     for step in steps if isinstance(steps, range) else range(steps):
         set_grads(model, step)
         if edit is not None:
@@ -50,7 +50,7 @@ def plain(script: Any = train, build: Build = pair) -> nn.Module:
 def check(
     script: Any = train, build: Build = pair, like: Any = None, tol: float = TOL, **fields: Any
 ) -> None:
-    """The script trains handles as two plain optimizers (by ``like``), in worlds of 1 to 3."""
+    """Compare the script on handles with ``like`` on plain optimizers, in worlds of 1 to 3."""
 
     def both(model: nn.Module, optimizers: Any, _batch: Tensor, sharded: bool) -> None:
         if sharded:
@@ -65,7 +65,7 @@ def check(
 
 
 def three(model: nn.Module) -> Optimizers:
-    """Two of one class, with options of their own."""
+    """Muon and two AdamWs with different options."""
     muon, adamw = pair(model)
     biases = adamw.param_groups[0]["params"]
     return [
@@ -76,7 +76,7 @@ def three(model: nn.Module) -> Optimizers:
 
 
 def counting(model: nn.Module) -> Optimizers:
-    """It counts its parameters, and is not taken for one that wants all."""
+    """The first counts its parameters, which must not be mistaken for needing all of them."""
     muon, adamw = pair(model)
     return [foreign.Counts(muon.param_groups[0]["params"]), adamw]
 
@@ -164,7 +164,7 @@ def test_schedulers_of_each_optimizer_work_on_handles_and_on_originals(on: str):
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["a number", "a tensor"])
 def test_a_scheduler_between_the_steps_of_two_handles_sets_the_rate_of_the_next_step(lr: Any):
-    """``for opt, sched in zip(...): opt.step(); sched.step()``, as modded-nanogpt has it."""
+    """``for opt, sched in zip(...): opt.step(); sched.step()``, as in modded-nanogpt."""
 
     def build(model: nn.Module) -> Optimizers:
         return [torch.optim.AdamW(layer.parameters(), lr=copy.deepcopy(lr)) for layer in model[::2]]
@@ -225,7 +225,7 @@ def test_handles_of_one_class_are_told_apart_by_their_places():
 
 @pytest.mark.parametrize("between", ["a backward", "zero_grad", "an edit"])
 def test_gradients_that_change_between_the_steps_of_handles_are_named(between: str):
-    """With optimizers apart the first one would not have seen the change."""
+    """With separate optimizers, the first one would not have seen the change."""
     model = mlp()
     muon, adamw = shard(model, pair(model)).optimizers
     model(BATCH).sum().backward()
@@ -245,7 +245,7 @@ def test_gradients_that_change_between_the_steps_of_handles_are_named(between: s
 
 
 def test_weights_that_are_written_between_the_steps_of_handles_are_named():
-    """With optimizers apart the clamp would see the first one's update."""
+    """With separate optimizers, the clamp would see the first one's update."""
     model = mlp()
     muon, adamw = shard(model, pair(model)).optimizers
     for step, writes in enumerate((False, True)):
@@ -302,7 +302,7 @@ def test_the_joint_list_of_groups_of_several_optimizers_is_not_changed():
 
 
 def test_groups_added_to_the_first_optimizer_are_numbered_within_it(tmp_path: Path):
-    """As the plain optimizers' own states, and as one that had the groups from the start."""
+    """States equal those of an optimizer that had the groups from the start."""
 
     def apart(model: nn.Module) -> tuple[list[Any], list[Any]]:
         return [
@@ -342,7 +342,7 @@ def test_groups_added_to_the_first_optimizer_are_numbered_within_it(tmp_path: Pa
 
 
 def edited(edit: Callable[[Any, Any], object]) -> Build:
-    """A pair after an edit of the groups of both."""
+    """Return a builder of a pair whose groups are edited."""
 
     def build(model: nn.Module) -> Optimizers:
         optimizers = pair(model)
@@ -447,7 +447,7 @@ def test_ranks_that_assign_differently_all_raise(difference_of_last: Any):
 
 
 class Products(TorchDispatchMode):
-    """Counts products of matrices, of which a batch is one."""
+    """Counts matmuls; a batched one counts once."""
 
     count = 0
 
