@@ -101,8 +101,8 @@ def _alias_of(
     if isinstance(holder, tuple) or not (is_view and first <= start and stop <= end):
         names = ", ".join(repr(params[each]) for each in shared)
         raise ValueError(
-            f"model: {name!r} shares memory with parameter {names}, which moves into a pack, so "
-            "it would keep showing old values; create it after shardcast.shard, compute it in "
+            f"model: {name!r} shares memory with parameter {names}, whose values move into a pack, "
+            "so it would keep showing old values; create it after shardcast.shard, compute it in "
             "forward, or use a view of one whole parameter, which shard() moves too"
         )
     differentiable = tensor.requires_grad and not tensor.is_leaf
