@@ -1,4 +1,4 @@
-"""``averages=``: moving averages of the masters at their owners, beside the same by hand."""
+"""``averages=``: moving averages of the masters, compared with averages by hand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_average_is_in_the_model_inside_averaged_and_the_same_bits_are_back_a
         advance(twin, plain, 0, 1)
         for one in (optimizer, plain):
             one.wait_sync()
-        assert_same_bits(values(model), values(twin))  # training goes on as if nothing had been
+        assert_same_bits(values(model), values(twin))  # training is not affected
 
     run_world(2, run)
 
@@ -116,7 +116,7 @@ def test_an_average_in_bf16_moves_as_one_in_fp32_and_rounded_to_nearest_it_stand
     exact, low = (optimizer.full_parameters(name) for name in averages)
 
     def lost(average: dict[str, Tensor]) -> float:
-        """The share of the exact average's movement that another one does not make."""
+        """Return the share of the exact average's movement that another one misses."""
         along = sum(((average[n].float() - s) * (exact[n] - s)).sum() for n, s in start.items())
         return 1 - float(along / sum((exact[n] - s).square().sum() for n, s in start.items()))
 
@@ -161,7 +161,7 @@ def test_averages_are_exported_and_added_dropped_and_replaced_at_a_resume(tmp_pa
 
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_a_loaded_average_counts_its_steps_on_ranks_that_own_nothing(ranks: int, tmp_path: Path):
-    """Of one of two optimizers, and of two blocks of a form that is not cut."""
+    """The ranks own nothing of one of two optimizers, or of a matrix with only two blocks."""
 
     def two(model: Any) -> Any:
         others = [model[0].bias, *model[1].parameters()]
@@ -221,12 +221,12 @@ def test_half_lives_are_decays_and_a_frozen_parameter_gets_the_average_that_is_l
         )
         assert_same_bits(of_decay, of_half_life)
     kept = small()[0].a.weight.detach().float()
-    assert float((of_decay["a.weight"] - kept).min()) > 0.3  # 1 times the decay's third power
+    assert float((of_decay["a.weight"] - kept).min()) > 0.3  # the added 1, times the decay cubed
 
 
 @pytest.mark.parametrize("kind", [adamw, lambda m: torch.optim.NAdam(m.parameters(), lr=1e-2)])
 def test_metrics_change_no_bit_of_an_average_that_is_rounded_by_chance(kind: Any):
-    """Where a class makes the masters itself, a step with metrics takes them as a state."""
+    """NAdam writes the masters itself, so a step with metrics treats them as state."""
 
     def average(metrics: Any) -> Any:
         model = CASES["mlp"].build()
@@ -243,7 +243,7 @@ def test_metrics_change_no_bit_of_an_average_that_is_rounded_by_chance(kind: Any
 def test_what_is_written_to_buffers_inside_averaged_is_undone_and_a_checkpoint_has_the_trainings(
     tmp_path: Path,
 ):
-    """As ``update_bn`` writes them."""
+    """``update_bn`` writes buffers like this."""
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     optimizer = sharded(model, averages={"ema": 0.5}, param_dtype=FP32)
     batch = torch.randn(8, 4)
@@ -261,7 +261,7 @@ def test_what_is_written_to_buffers_inside_averaged_is_undone_and_a_checkpoint_h
 
 
 def test_an_average_is_loaded_by_the_keys_of_a_state_dict_too():
-    """torch's wrapper for activation checkpointing has other names in ``named_parameters``."""
+    """torch's checkpoint wrapper uses other names in ``named_parameters`` than in state dicts."""
     model = nn.Sequential(checkpoint_wrapper(nn.Linear(3, 3)), nn.Linear(3, 2))
     optimizer: Any = sharded(model, averages={"ema": 0.5})
     named = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Buffers are rank 0's before forwards in training, as under DDP, and after every step."""
+"""Ranks take rank 0's buffers before training forwards, as with DDP, and after every step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardcast.testing import SpawnedWorld, threaded_world
 
 
 class Net(nn.Module):
-    """BatchNorm, a mask, frequencies, and a centre that is assigned anew where it is written."""
+    """BatchNorm, a mask, frequencies, and a centre that the forward may write or replace."""
 
     def __init__(self, norm: bool = True) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def batch(rank: int, step: int = 0) -> Tensor:
 
 
 class Scaled(nn.Module):
-    """Its forward reads, notes and writes a scale and an integer that are buffers."""
+    """Its forward reads, records and writes two buffers, a scale and an integer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ class Scaled(nn.Module):
         self.seen.append(float(self.scale) + int(self.calls))
         y = self.norm(self.linear(x)) * self.scale
         if self.training:
-            self.scale = 0.9 * self.scale + 0.1 * y.detach().abs().mean()  # another one
+            self.scale = 0.9 * self.scale + 0.1 * y.detach().abs().mean()  # a new tensor
             self.calls += 1 + dist.get_rank()
         return y
 
 
 def unlike(group: Any, how: str, ddp: bool) -> tuple[list[float], list[Tensor]]:
-    """What forwards read and what rank 0 is left with, in a loop that DDP's users write."""
+    """Run a loop as for DDP; return what forwards read, and the final buffers and weights."""
     torch.set_num_threads(1)
     rank, model = group.rank(), Scaled()
     bare = model
@@ -77,7 +77,7 @@ def unlike(group: Any, how: str, ddp: bool) -> tuple[list[float], list[Tensor]]:
     if how == "compiled":
         model = torch.compile(model, backend="eager")
     for step in range(3):
-        if rank == 0:  # nobody else knows of it
+        if rank == 0:  # a write on one rank
             bare.scale.fill_(2.0 + step)
         micro_batches = 3 if how == "accumulated" else 1
         for number in range(micro_batches):
@@ -85,11 +85,11 @@ def unlike(group: Any, how: str, ddp: bool) -> tuple[list[float], list[Tensor]]:
             syncing = model.no_sync() if ddp else optimizer.no_sync()
             with syncing if held else contextlib.nullcontext():
                 out = model(batch(rank, step))
-                if how == "twice":  # the second one must not spoil the graph of the first
+                if how == "twice":  # the second forward must not invalidate the first one's graph
                     out = out + model(batch(rank, step + 5))
                 out.square().mean().backward()
         if how == "alone" and rank == 0:
-            bare.eval()(batch(9))  # without a collective, also with gradients
+            bare.eval()(batch(9))  # no collective in eval mode, even with gradients
             bare.train()
         optimizer.step()
         optimizer.zero_grad()
@@ -142,7 +142,7 @@ def test_one_message_precedes_each_forward_in_training_and_one_ends_a_step(
 
 
 class Two(nn.ModuleDict):
-    """As a GAN, whose parts are called by themselves; one has no buffer."""
+    """Parts that are called separately, as in a GAN; one has no buffer."""
 
     def __init__(self) -> None:
         super().__init__({"g": Net(), "d": Net(), "plain": nn.Linear(4, 4)})
@@ -238,7 +238,7 @@ def test_a_buffer_that_comes_into_being_later_is_named():
         optimizer = shardcast.shard(model, sgd(model), process_group=group, **fields)
         model(batch(0)).sum().backward()
         model.later = torch.ones(3)
-        del model.mask, model.frequencies, model.centre  # their number stays
+        del model.mask, model.frequencies, model.centre  # so their number is unchanged
         model.norm.register_buffer("more", torch.ones(3))
         model.norm.register_buffer("own", torch.ones(3))
         optimizer.step()
@@ -249,7 +249,7 @@ def test_a_buffer_that_comes_into_being_later_is_named():
     assert len([each for each in caught if "'norm.more'" in str(each.message)]) == 1
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, of what is in beta or goes
+@pytest.mark.filterwarnings("ignore")  # torch's own, about beta and deprecated features
 @pytest.mark.parametrize(
     "make",
     [
@@ -278,7 +278,7 @@ def test_buffers_are_equal_along_the_data_parallel_dimension_of_a_mesh_alone():
         model = Net(norm=False)
         optimizer = shardcast.shard(model, sgd(model), mesh=mesh, param_dtype="fp32")
         for _ in range(2):
-            model(batch(0)).square().mean().backward()  # the same, as tensor-parallel ranks have
+            model(batch(0)).square().mean().backward()  # the same, as on tensor-parallel ranks
             model.centre.fill_(1.0 + mesh.get_rank())
             optimizer.step()
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Options next to the core: the examples of CONTRIBUTING.md run; what is off is not imported."""
+"""The examples of CONTRIBUTING.md run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LINES = re.findall(r'```python\n# \S+, a line of (\w+) +"(\w+)": (\w+)\n(.*?)```
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> type[ShardcastConfig]:
-    """The options with those of the examples, whose modules are there."""
+    """Add the options and modules of the examples to the configuration."""
     fields: list[tuple[str, Any, Any]] = []
     for name, line, source in EXAMPLES:
         module = ModuleType(f"shardcast.extensions.{name}")
@@ -48,7 +48,7 @@ def test_there_is_an_example_of_each_protocol_of_at_most_forty_lines():
 
 
 def example(table: str) -> tuple[str, Any]:
-    """Return the name and the class of the example that is a line of a table."""
+    """Return the name and the class of the example for a table."""
     ((name, kind, source),) = (line for each, *line in LINES if each == table)
     module = ModuleType(name)
     exec(compile(source, "CONTRIBUTING.md", "exec"), vars(module))

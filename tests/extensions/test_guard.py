@@ -1,4 +1,4 @@
-"""The guard against spikes, beside the same rule by hand in one process."""
+"""The guard against spikes, compared with the same rule by hand in one process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardcast.extensions.guard import Guard, GuardRule
 pytestmark = pytest.mark.filterwarnings("ignore:step skipped")
 
 STEPS, WINDOW, SIGMA = 24, 8, 3.0
-SPIKES = {1, 12, 18, 19}  # the first one before the window is half full, so that it is trained
+SPIKES = {1, 12, 18, 19}  # the window is not half full at the first one, which is trained
 NORM = {"norm": SIGMA, "window": WINDOW}
 sgd = of("SGD", lr=0.02)
 
 
 def loss_of(model: nn.Module, step: int, rank: int, spiky: int) -> tuple[Tensor, Tensor]:
-    """The loss, and what is said of it: ranks but ``spiky`` see nothing unusual in any step."""
+    """Return the loss, and its detached value; only the rank ``spiky`` has spikes."""
     loss = CASES["mlp"].loss(model, CASES["mlp"].batch(10 * step + rank))
     if step in SPIKES and rank == spiky:
         loss = loss * 20.0
@@ -36,7 +36,7 @@ def loss_of(model: nn.Module, step: int, rank: int, spiky: int) -> tuple[Tensor,
 def by_hand(
     size: int, rule: dict[str, Any], max_norm: float = math.inf
 ) -> tuple[Tensors, set[int]]:
-    """What the guard is to do, with torch's own optimizer on the batches of all ranks."""
+    """Apply the rule with torch's own optimizer on the batches of all ranks."""
     model = CASES["mlp"].build()
     optimizer = sgd(model)
     accepted: dict[str, list[Tensor]] = {"norm": [], "loss": []}
@@ -71,7 +71,7 @@ def by_hand(
 def train(
     group: Any, guard: Any, how: str, fields: dict[str, Any]
 ) -> tuple[Tensors, set[int], set[int]]:
-    """The parameters, the steps that were skipped, and those that the guard counted."""
+    """Return the parameters, the skipped steps, and those counted by the guard."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     model = CASES["mlp"].build()
     optimizer = sharded(model, group, sgd, guard=guard, **fields)
@@ -149,7 +149,7 @@ def test_a_function_may_judge(how: str):
     assert all((loss is not None) == (how == "loss") for _, loss in seen)
 
 
-# -- what is kept, and what is said ----------------------------------------------------------------
+# -- saved state and warnings ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", ["state_dict", "a checkpoint"])
@@ -237,7 +237,7 @@ def test_a_guard_that_is_none_is_refused_by_name(bad: str):
 
 
 LOSS, PAIR = {"loss": 6.0, "window": 8}, torch.ones(2)
-# The guard, what a rank does, the error and what it names.
+# The guard, what a rank does, the error and its text.
 REFUSED: dict[str, tuple[Any, Callable[[Any, int], Any], type[Exception], str]] = {
     "no guard": (None, lambda o, _: o.step(loss=1.0), TypeError, "guard"),
     "a guard of norms": (NORM, lambda o, _: o.step(loss=1.0), TypeError, "guard"),

@@ -1,4 +1,4 @@
-"""``metrics=``: norms per parameter, equal on all ranks, beside the same by hand."""
+"""``metrics=``: norms per parameter, equal on all ranks, compared with norms by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ rmsprop = of("RMSprop", lr=1e-3)
 
 
 def by_hand(model: nn.Module, optimizer: Any, scale: float) -> Norms:
-    """Makes a step; its norms from full parameters, on rank 0."""
+    """Make a step; return its norms, from full parameters, on rank 0."""
     params = dict(model.named_parameters())
     grads = {
         n: torch.zeros(1) if p.grad is None else p.grad.double() / scale for n, p in params.items()
@@ -59,7 +59,7 @@ def compare(found: Norms, expected: Norms) -> None:
     assert found.keys() == expected.keys()
     for name, norms in expected.items():
         for metric, value in norms.items():
-            # The change of an fp32 master is rounded as the master is.
+            # The change of an fp32 master includes the master's rounding.
             wide = 1e-4 if "update" in metric else 1e-6
             torch.testing.assert_close(
                 found[name][metric].double(), value, rtol=wide, atol=1e-9, msg=f"{name} {metric}"
@@ -67,7 +67,7 @@ def compare(found: Norms, expected: Norms) -> None:
 
 
 def decide(monkeypatch: pytest.MonkeyPatch, on_host: bool) -> None:
-    """Have updates decide on the host, or on the device, as an accelerator does."""
+    """Make updates decide on the host or, as on an accelerator, on the device."""
     for module in (fused, any_update):
         monkeypatch.setattr(module, "choose_executor", lambda *_: Executor(on_host=on_host))
 
@@ -75,14 +75,14 @@ def decide(monkeypatch: pytest.MonkeyPatch, on_host: bool) -> None:
 def four_steps(
     group: Any, build: Any, kind: Any, absent: str, act: Any = None, **fields: Any
 ) -> Norms:
-    """Compare the norms of three steps, of the last one without a gradient, and of one skipped."""
+    """Compare norms after three steps, the third without one gradient, and a skipped one."""
     model = build()
     options = {"process_group": group, "metrics": True, "fuse": "eager", **fields}
     optimizer = shardcast.shard(model, kind(model), **options)
     expected: Norms = {}
     for step in range(4):
         install(model, step)
-        optimizer.scale_loss(torch.zeros(()))  # the installed gradients are those of it
+        optimizer.scale_loss(torch.zeros(()))  # as if the gradients came from a scaled loss
         with torch.no_grad():
             if act is not None:
                 act(model, optimizer, step)
@@ -100,14 +100,14 @@ def four_steps(
 
 
 def assert_same_everywhere(ranks: list[Norms], absent: str) -> None:
-    assert float(ranks[0][absent]["update_norm"]) == 0.0, "absent in the last step"
+    assert float(ranks[0][absent]["update_norm"]) == 0.0, "no gradient in the last step"
     for found in ranks[1:]:
         for name, norms in ranks[0].items():
             assert_same_bits(found[name], norms)
 
 
 def test_sums_of_long_rows_are_exact():
-    """Of equal values, all of whose roundings go one way."""
+    """All values are equal, so that all roundings have the same direction."""
     model = nn.Linear(8192, 16, bias=False)
     model.weight.data.fill_(0.1)
     optimizer = shardcast.shard(model, adamw(model), param_dtype=BF16, metrics=True)
@@ -138,7 +138,7 @@ def test_sums_of_long_rows_are_exact():
 def test_metrics_on_an_accelerators_path_are_those_of_one_process_by_hand(
     kind: Any, world: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    if "fuse" not in fields:  # else compiled, which decides there, too
+    if "fuse" not in fields:  # compiled updates decide on the device anyway
         decide(monkeypatch, on_host=False)
     exact_muon(monkeypatch)
     fields = {"param_dtype": FP32, **fields}
@@ -148,7 +148,7 @@ def test_metrics_on_an_accelerators_path_are_those_of_one_process_by_hand(
 
 
 class Signs(torch.optim.SGD):
-    """Steps by the sign of a gradient, which it writes to the gradient."""
+    """Steps by the gradient's sign, which it writes into the gradient."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -188,7 +188,7 @@ SWALLOWING: list[tuple[Any, str, int, dict[str, Any]]] = [
 def test_changes_that_a_form_swallows_are_counted_behind_its_cast(
     case: tuple[Any, str, int, dict[str, Any]], on_host: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """On both paths, and where a script has written."""
+    """Also if a script has written weights, on host and device."""
     kind, form, world, fields = case
     decide(monkeypatch, on_host)
 
@@ -242,7 +242,7 @@ def test_metrics_without_the_option_are_refused_by_name():
 
 
 class Patterns(UserDict[str, str]):
-    """A mapping whose text does not tell what is in it."""
+    """A mapping whose repr does not show its contents."""
 
     __repr__ = object.__repr__
 
@@ -267,7 +267,7 @@ def test_a_mapping_measures_the_parameters_that_each_pattern_matches_as_one():
             assert min(m["swallowed"] for m in members) <= found["swallowed"]
             assert found["swallowed"] <= max(m["swallowed"] for m in members)
         patterns.data = {"weights": "*weight"}
-        assert [*optimizer.metrics(patterns)] == ["weights"], "read in each call"
+        assert [*optimizer.metrics(patterns)] == ["weights"], "the mapping is read in each call"
         assert optimizer.metrics("nothing.*") == {}
         with pytest.raises(ValueError, match="'attention'"):
             optimizer.metrics({"attention": "*.attention.*", "all": "*"})
@@ -292,13 +292,13 @@ def numbered(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("grid", "stages", "factors", "options"),
     [
-        (  # means over the data-parallel ranks of 2**rank, of the tied weight their sum
+        (  # means of 2**rank over the data-parallel ranks; the tied weight has their sum
             {"dp": 2, "pp": 2},
             [{"words": (5, 3), "positions": (4, 3)}, {"head": (5, 3), "norm": (3,)}],
             {"words": [7.5], "positions": [2.5], "head": [7.5], "norm": [5.0]},
             {"tied": [("words", "head")]},
         ),
-        (  # the experts of two ranks have one name, and are measured as one stack
+        (  # experts of two ranks with one name are measured as one stack
             {"ep": 2, "edp": 2},
             [{"router": (3,), "expert": (5, 2)}],
             {"router": [3.75], "expert": [0.75, 3.0]},
@@ -339,7 +339,7 @@ def test_metrics_are_of_the_whole_parameter_in_pipelines_ties_and_experts(
 
 
 def test_metrics_and_averages_are_of_the_whole_parameter_on_a_mesh():
-    """A matrix that is cut over tp, a vector that is copied along it, replicas of shards."""
+    """A matrix is cut over tp, a vector is copied along it, and shards have replicas."""
 
     def run(mesh: Any) -> tuple[Any, ...]:
         torch.manual_seed(0)

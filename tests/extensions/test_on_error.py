@@ -1,4 +1,4 @@
-"""``optimizer.attempt()``: a rank that fails costs a step at most, and is named."""
+"""``optimizer.attempt()``: a failing rank costs at most one step, and is named."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CASE = CASES["mlp"]
 
 
 class BadSample(Exception):  # noqa: N818
-    """What a rank raises."""
+    """Raised by a failing rank."""
 
 
 def micro_batches(model: nn.Module, optimizer: Any, step: int, rank: int, fails: str) -> None:
-    """Two micro-batches; ``fails`` says where an error comes in the first one, if it does."""
+    """Run two micro-batches; ``fails`` names the place of an error in the first one, if any."""
     for number in range(2):
         x, y = CASE.batch(100 * step + 10 * rank + number)
         with optimizer.no_sync() if number == 0 else contextlib.nullcontext():
@@ -46,7 +46,7 @@ def micro_batches(model: nn.Module, optimizer: Any, step: int, rank: int, fails:
 def train(
     group: Any, plan: dict[int, dict[int, str]], steps: int = 4, **fields: Any
 ) -> tuple[Any, Any]:
-    """Steps of which ``plan`` says, by number, which ranks fail where."""
+    """Train; ``plan`` gives for each step which ranks fail, and where."""
     model = CASE.build()
     optimizer = sharded(model, group, **{"on_error": "drop", **fields})
     rank = 0 if group is None else group.rank()
@@ -86,7 +86,7 @@ def test_too_many_failed_steps_in_a_row_raise_on_all_ranks():
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("action", ["drop", "skip"])
 def test_a_rank_that_fails_before_it_counts_divides_as_the_others_do(action: str, clip: bool):
-    """In a first step, and in those of a script that counts in some steps alone."""
+    """In the first step, and if a script counts only in some steps."""
     counted, failing = (True, False, True, True, False), {0: "before", 1: "", 2: "after", 4: ""}
 
     def run(group: Any, attempts: bool) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ def test_a_loss_scale_and_moments_of_fp16_go_on():
         assert optimizer.skipped_steps == 1
         return float(optimizer.loss_scale)
 
-    assert run_world(2, run)[0] == [32.0, 32.0]  # five steps: the skipped one is no overflow
+    assert run_world(2, run)[0] == [32.0, 32.0]  # five steps; the skip is no overflow
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit])
@@ -167,7 +167,7 @@ def test_what_is_no_failure_is_raised(error: type[BaseException]):
     _, optimizer = train(None, {}, 1)
     with pytest.raises(error), optimizer.attempt():
         raise error
-    with optimizer.attempt():  # it is closed
+    with optimizer.attempt():  # the previous one is closed
         pass
     optimizer.step()
     assert optimizer.failures() == []

@@ -1,6 +1,6 @@
-"""Sync beside the next forward: the bits of the plain run whatever a script does, and who waits.
+"""Sync during the next forward: results are bitwise those without overlap, and calls wait.
 
-Values that nobody waited for are NaN in the worlds of these tests.
+In the worlds of these tests, values are NaN until they have been waited for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALL = {"pack_params": 2, "alignment": 8, "sync": "broadcast"}
 
 
 class Body(nn.Sequential):
-    """A sequence whose forward is not torch's own, which would not be compiled."""
+    """A sequence with its own forward, since torch's would not be compiled."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self:
@@ -42,7 +42,7 @@ class Body(nn.Sequential):
 
 
 class Net(nn.Module):
-    """A parameter of the root itself, and layers one inside another."""
+    """A parameter of the root, and nested layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 class Branches(nn.Module):
-    """What no call of the owner announces: a tied weight and a weight of a layer never called."""
+    """Weights used without a call of their module: a tied one, and one of a layer never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Branches(nn.Module):
 
 
 class Fused(Net):
-    """Evaluates by another path, as nn.TransformerEncoderLayer, which reads its layers' weights."""
+    """Evaluates on another path, which reads its layers' weights, like TransformerEncoderLayer."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and torch.is_grad_enabled():
@@ -81,7 +81,7 @@ class Fused(Net):
 
 
 class Ways(nn.Module):
-    """Its ``way`` is another one on each rank."""
+    """Its ``way`` differs between ranks."""
 
     way = 0
 
@@ -95,7 +95,7 @@ class Ways(nn.Module):
 
 
 def normed() -> Net:
-    """weight_norm's hook, which computes a weight, was there before those of sync."""
+    """Register weight_norm's hooks, which compute weights, before those of sync."""
     net = Net()
     for layer in (net.layers[0], net.last):
         torch.nn.utils.weight_norm(layer)
@@ -118,7 +118,7 @@ MODELS = {
 
 
 class Run:
-    """One rank's training; a script may return tensors for the comparison."""
+    """Training on one rank; a script may return tensors to compare."""
 
     def __init__(self, group: Any, name: str, path: Path, overlap: bool, **fields: Any) -> None:
         self.case, self.path, self.overlap = MODELS[SCRIPTS[name].model], path, overlap
@@ -145,7 +145,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def steps(self, count: int) -> None:
-        """After each of them something is on its way."""
+        """Make steps, after each of which a sync is in flight."""
         for _ in range(count):
             self.step()
             assert self.pending == self.overlap
@@ -157,11 +157,11 @@ Script = Callable[[Run], Any]
 class Named(NamedTuple):
     script: Script
     model: str = "net"
-    fields: dict[str, Any] = {}  # noqa: RUF012, nobody writes into it
+    fields: dict[str, Any] = {}  # noqa: RUF012, never modified
 
 
 def tensors(value: Any, name: str = "") -> dict[Any, Tensor]:
-    """Copies of all tensors inside."""
+    """Return copies of all tensors inside."""
     if isinstance(value, Tensor):
         return {name: value.detach().clone()}
     inside: Iterable[tuple[Any, Any]] = ()
@@ -176,7 +176,7 @@ def tensors(value: Any, name: str = "") -> dict[Any, Tensor]:
 
 
 def played(group: Any, name: str, path: Path, overlap: bool, fields: dict[str, Any]) -> Any:
-    """Two steps, the script: what it read, parameters, and what this rank owns."""
+    """Make two steps and run the script; return what it read, parameters, and this rank's state."""
     torch.set_num_threads(1)
     run = Run(group, name, path / str(overlap), overlap, **fields)
     run.steps(2)
@@ -229,7 +229,7 @@ READERS: dict[str, Named] = {
     "functional_call": reads(mapped),
     "a copy": reads(lambda model, _: dict(copy.deepcopy(model).named_parameters())),
     "a pickle": reads(unpickled),
-    # With all-gather the own part is on its way too; a broadcast only reads it.
+    # With all-gather the own part is in flight too; a broadcast only reads it.
     "state_dict of the optimizer": reads(lambda _, optimizer: optimizer.state_dict()),
     "full_parameters": reads(lambda _, optimizer: optimizer.full_parameters()),
     "wait_sync": reads(by_hand),
@@ -257,7 +257,7 @@ def two_forwards(run: Run) -> None:
 
 
 def no_forward(run: Run) -> None:
-    """The update waits for the broadcasts that read what it writes."""
+    """The update must wait for broadcasts that read what it writes."""
     for param in run.model.parameters():
         param.grad = torch.ones_like(param)
     run.optimizer.step()
@@ -265,7 +265,7 @@ def no_forward(run: Run) -> None:
 
 
 def parts_strung_together(run: Run) -> None:
-    """Only forwards of the root show who is to wait: the step after others waits by itself."""
+    """Calls of other parts do not show what must wait, so the step after them waits itself."""
 
     def front(x: Tensor) -> Tensor:
         return run.model.last(run.model.layers(x * run.model.scale))
@@ -306,7 +306,7 @@ def assert_as_without(name: str, path: Path, world: Any = None, **fields: Any):
 
 
 def trains(run: Run) -> list[Tensor]:
-    """Steps of two backwards, and evaluations; nothing here but forwards waits."""
+    """Run steps of two backwards, and evaluations; only forwards wait."""
     seen = []
     for step in range(3):
         seen.append(run.backward())
@@ -320,7 +320,7 @@ def trains(run: Run) -> list[Tensor]:
 
 
 def other_ways(run: Run) -> None:
-    """What is launched does not depend on the forwards, nor on who waits."""
+    """Launches must not depend on the forwards, nor on which ranks wait."""
     for step in range(6):
         run.model.way = step * (1 + run.rank) % 3
         run.step()
@@ -329,7 +329,7 @@ def other_ways(run: Run) -> None:
 
 
 def without_a_batch(run: Run) -> None:
-    """That rank cannot overlap, for it has shown no forward; it launches what others launch."""
+    """The rank without a forward cannot overlap, but must launch the same collectives."""
     for step in range(3):
         if step != 1 or run.rank == 0:
             run.backward()
@@ -338,7 +338,7 @@ def without_a_batch(run: Run) -> None:
 
 
 def compiled(run: Run, part: bool) -> list[Tensor]:
-    """Eager steps and compiled ones, evaluated through the graph all the while."""
+    """Run eager and compiled steps, with evaluations through the graph between them."""
     torch._dynamo.reset()
     front = run.model
     if part:
@@ -379,7 +379,7 @@ def test_training_has_the_bits_of_the_one_without_overlap(name: str, tmp_path: P
 ON_GLOO: dict[str, Named] = {
     "broadcast": Named(trains, "gpt", BF16),
     "gather": Named(trains, "gpt", {**BF16, "sync": "all_gather"}),
-    "a rank without a batch": Named(without_a_batch),  # on gloo a plain sync is other calls
+    "a rank without a batch": Named(without_a_batch),  # on gloo, a plain sync makes other calls
     "compiled root": Named(partial(compiled, part=False), fields=BF16),
     "compiled part": Named(partial(compiled, part=True), fields=BF16),
 }
@@ -393,11 +393,11 @@ def test_real_processes_have_the_bits_of_those_without_overlap(
     assert_as_without(name, tmp_path, gloo)
 
 
-# -- that it overlaps, and who waits --------------------------------------------------------------
+# -- overlap and waits ----------------------------------------------------------------------------
 
 
 def started(group: Any, steps: int = 1, **fields: Any) -> tuple[Net, ShardedOptimizer]:
-    """After ``steps`` steps, the last sync on its way."""
+    """Return model and optimizer after ``steps`` steps, with the last sync in flight."""
     model = MODELS["net"].build()
     optimizer = sharded(model, group, **{"pack_params": 1, "overlap_sync": True, **fields})
     for _ in range(steps):
@@ -408,7 +408,7 @@ def started(group: Any, steps: int = 1, **fields: Any) -> tuple[Net, ShardedOpti
 
 
 def pending(optimizer: ShardedOptimizer) -> list[str]:
-    """The parameters that are on their way."""
+    """Return the first parameter of each pack in flight."""
     return [pack.layout.slots[0].name for pack in packed_of(optimizer).sync.packs if pack.pending]
 
 
@@ -419,7 +419,7 @@ def test_a_module_begins_while_the_packs_of_later_ones_are_on_their_way():
 
     def run(group: Any) -> None:
         model, optimizer = started(group, steps=3)
-        assert pending(optimizer) == first, "step() has waited for what the root itself reads"
+        assert pending(optimizer) == first, "step() waits for the root's own parameters"
         seen = {}
         for name in ("layers.0", "layers.2", "last"):
             model.get_submodule(name).register_forward_pre_hook(
@@ -440,7 +440,7 @@ def test_a_module_begins_while_the_packs_of_later_ones_are_on_their_way():
 def test_a_forward_that_reads_past_a_call_it_always_made_is_an_error_on_all_ranks(
     group: Any, call: str, by: set[int]
 ):
-    """Not inside its backward, which would leave the other ranks waiting."""
+    """It is not raised inside the backward, where the other ranks would hang."""
     model, optimizer = started(group)
     reads_past = group.rank() in by
     out = F.linear(model.layers(X), model.last.weight) if reads_past else model(X)
@@ -453,7 +453,7 @@ def test_a_forward_that_reads_past_a_call_it_always_made_is_an_error_on_all_rank
         assert torch.equal(param, before[name]), name
     optimizer.zero_grad()
     model(X).sum().backward()
-    optimizer.step()  # goes on
+    optimizer.step()  # training continues
     optimizer.wait_sync()
     assert not all(map(torch.equal, model.layers.parameters(), before.values()))
 
@@ -483,21 +483,21 @@ def test_a_lost_rank_is_an_error_where_its_values_are_waited_for():
             def lost(*args: Any) -> Any:
                 if len(group.log) == last:
                     for work in sent:
-                        work.is_completed()  # lets rank 1 go ahead
+                        work.is_completed()  # lets rank 1 continue
                     raise ConnectionError("rank 0 is lost")
                 sent.append(send(*args))
                 return sent[-1]
 
             group.broadcast = lost
         model, _ = started(group, sync="broadcast")
-        if last is not None and group.rank() == 1:  # it has launched everything by then
+        if last is not None and group.rank() == 1:  # it has launched everything by now
             with pytest.raises(RankLeftError):
                 model(X)
             told.append("forward")
 
     world = ThreadedWorld(2)
-    with pytest.raises(BufferHazardError):  # nobody waits at the end: counts the collectives only
+    with pytest.raises(BufferHazardError):  # without a wait at the end; only counts the collectives
         world.run(run, None)
-    with pytest.raises(ConnectionError):  # of rank 0, in its last broadcast of that step
+    with pytest.raises(ConnectionError):  # from rank 0, in the last broadcast of that step
         world.run(run, len(world.logs[0]) - 1)
     assert told == ["forward"]

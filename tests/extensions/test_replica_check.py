@@ -1,4 +1,4 @@
-"""Hashes: ``replica_check`` names ranks that differ, and ``digest()`` is one for all state."""
+"""Hashes: ``replica_check`` names ranks that differ, and ``digest()`` covers all state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardcast.testing import threaded_world
 
 
 def first_error(optimizer: Any, backward: Callable[[], Any], steps: int) -> str:
-    """What is raised, and in which step; empty if all are made."""
+    """Return the first error and its step, or "" if no step raises."""
     for step in range(1, steps + 1):
         try:
             backward()
@@ -35,7 +35,7 @@ def first_error(optimizer: Any, backward: Callable[[], Any], steps: int) -> str:
 
 
 def outcome(group: Any, bad_rank: int, change: Flip, spoiled: int, **fields: Any) -> str:
-    """The first error of seven steps, of which one is spoiled on one rank."""
+    """Return the first error of seven steps, one of which is spoiled on one rank."""
     model = CASES["mlp"].build()
     model.register_buffer("statistics", torch.zeros(3))
     optimizer = sharded(model, group, **{"replica_check": 1, "pack_params": 2, **fields})
@@ -70,7 +70,7 @@ def test_weights_written_on_one_rank_are_named_before_the_sync_hides_them(option
 
         return first_error(optimizer, backward, 6)
 
-    for writer in (1, 2):  # each owns another part
+    for writer in (1, 2):  # each owns a different part
         for text in run_world(3, run, writer)[0]:
             assert f"step 4: replica_check: before step 4 parameters of rank {writer}" in text, text
             assert "the script changed them on that rank" in text
@@ -117,10 +117,10 @@ def test_between_two_checks_nothing_is_hashed_or_sent():
         return [(call.op, call.shape) for call in world.logs[0]]
 
     plain, checked = calls(0), calls(3)
-    step = next(n for n in range(1, len(plain)) if plain[-n:] == plain[-2 * n : -n])  # its calls
-    # Before the update and after the sync: of the hashes, and whether some rank raises.
+    step = next(n for n in range(1, len(plain)) if plain[-n:] == plain[-2 * n : -n])  # per step
+    # Before the update and after the sync, one for the hashes and one for errors.
     assert Counter(checked) - Counter(plain) == {("all_gather_single", (1,)): 8}
-    start, due = len(plain) - 4 * step, step + 4  # the third and the sixth step check
+    start, due = len(plain) - 4 * step, step + 4  # steps 3 and 6 check
     assert checked[:start] == plain[:start]
     assert checked[start + due : -due] == plain[start + step : -step]
 
@@ -169,13 +169,13 @@ def test_a_hash_changes_with_every_bit_and_place(dtype: torch.dtype):
             data[place] ^= 1 << bit
     assert len(seen) == 1 + 3 * len(places)
     before = int(hasher(values))
-    # Two signs, which a sum of products by odd numbers alone would lose.
+    # Two flipped signs, which would cancel in a sum of products with odd numbers.
     data[3] ^= 128
     data[7] ^= 128
     assert int(hasher(values)) != before
     data[3] ^= 128
     data[7] ^= 128
-    data[:8], data[8:16] = data[8:16].clone(), data[:8].clone()  # two places changed
+    data[:8], data[8:16] = data[8:16].clone(), data[:8].clone()  # two places are exchanged
     assert int(hasher(values)) != before
 
 

@@ -1,11 +1,10 @@
-"""Random stories of options together: attempts, counted tokens, sleeps, and bits that turn over.
+"""Random combinations of options: attempts, counted tokens, sleeps, and flipped bits.
 
-Ranks fail at random places of micro-batches, the optimizer sleeps at random points, and bits turn
-over: in a span that a rank received, in a buffer, in the master of a copy. Gradients are known
-multiples of 1/64, so that sums and means are exact, or rounded where the library rounds. Without
-such a bit the training is plain torch's to the bit; with one all ranks raise at the step that must
-see it, and name it. STORIES_SEED, a number, draws other stories, as a nightly run does; STORIES,
-another count of them.
+Ranks fail at random places of micro-batches, the optimizer sleeps at random points, and bits flip
+in a received span, in a buffer, or in the master of a copy. Gradients are known multiples of 1/64,
+so sums and means are exact, or rounded where the library rounds. Without a flipped bit, training is
+bitwise equal to plain torch. With one, all ranks raise at the step that must detect it, and name
+it. STORIES_SEED, a number, draws other stories, as in a nightly run; STORIES sets their count.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 LOW_ONLY, FUSED_ONLY, IN_ANOTHER_FORM = {"master"}, {"moments", "master", "offload"}, {"moments"}
 KEEPS = [(), ("parameters",), ("masters",), ("state",), ("parameters", "state")]
-DOORS: dict[str, Callable[[Any], Any]] = {  # calls that an optimizer that sleeps refuses
+DOORS: dict[str, Callable[[Any], Any]] = {  # calls that a sleeping optimizer refuses
     "step": lambda it: it.step(),
     "digest": lambda it: it.digest(),
     "state_dict": lambda it: it.state_dict(),
@@ -61,7 +60,7 @@ DOORS: dict[str, Callable[[Any], Any]] = {  # calls that an optimizer that sleep
 
 
 class Failed(Exception):  # noqa: N818
-    """What ranks raise."""
+    """Raised by failing ranks."""
 
 
 def explode(_param: Tensor) -> None:
@@ -69,7 +68,7 @@ def explode(_param: Tensor) -> None:
 
 
 class Model(Dots):
-    """With a buffer, which is sent before a forward."""
+    """A model with a buffer, which is sent before a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +78,7 @@ class Model(Dots):
         if place == "forward":
             raise Failed("forward")
         self.seen.add_(1)
-        numbers = [n for n in range(len(SHAPES)) if (seed + n) % 4]  # some have none
+        numbers = [n for n in range(len(SHAPES)) if (seed + n) % 4]  # some have no gradient
         terms = [(self.all[n] * gradient(seed, n)).sum() for n in numbers]
         if place == "half way":
             terms[len(terms) // 2] = Fail.apply(terms[len(terms) // 2])
@@ -89,20 +88,20 @@ class Model(Dots):
         return self.loss(seed, place)
 
 
-# -- what a story is ------------------------------------------------------------------------------
+# -- stories --------------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
-    """One step: of each micro-batch whether it is in no_sync, and who fails in it, where."""
+    """One step: which micro-batches are in no_sync, and which ranks fail in them, and where."""
 
     quiet: list[bool]
     fails: dict[tuple[int, int], str]  # by rank and micro-batch
-    apart: bool  # an attempt for each micro-batch
+    apart: bool  # each micro-batch has its own attempt
     counts: bool
 
 
 class Bit(NamedTuple):
-    """What turns over after the sync of a step, counted from 1, on one rank."""
+    """A bit that flips on one rank after the sync of a step, counted from 1."""
 
     kind: str
     step: int
@@ -110,7 +109,7 @@ class Bit(NamedTuple):
 
 
 class Sleep(NamedTuple):
-    """A sleep behind a step, or before it, behind micro-batches that are run again."""
+    """A sleep after a step or, if ``wasted``, before it, after micro-batches that are repeated."""
 
     keep: tuple[str, ...]
     in_file: bool
@@ -120,7 +119,7 @@ class Sleep(NamedTuple):
 
 
 class Story(NamedTuple):
-    """A training in a world of so many ranks, with sleeps by the number of a step, maybe a bit."""
+    """A run in a world of ``size`` ranks, with sleeps by step, and perhaps a flipped bit."""
 
     size: int
     low: bool
@@ -147,7 +146,7 @@ def drawn(number: int) -> Story:
     for _ in range(draw.randint(2, 6)):
         count = draw.randint(1, 3)
         fails = {}
-        if draw.random() < 0.6 and (steps or not counts):  # it does as in the step before
+        if draw.random() < 0.6 and (steps or not counts):  # repeats the last step's count
             for rank in range(size):
                 if draw.random() < 0.5:
                     fails[rank, draw.randrange(count)] = draw.choice(PLACES)
@@ -162,7 +161,7 @@ def drawn(number: int) -> Story:
         fields.pop("broadcast_buffers", None)
         if due := [n for n in range(1, len(steps)) if n % period == 0]:
             bit = Bit(of, draw.choice(due), draw.randrange(size))
-    if in_mesh:  # copies of masters
+    if in_mesh:  # masters have copies
         low, kind = True, "AdamW"
         for name in ("partition", "pack_params", "moments", "offload", "master"):
             fields.pop(name, None)
@@ -190,11 +189,11 @@ def seed_of(step: int, rank: int, micro: int) -> int:
     return 13 * step + 5 * rank + micro
 
 
-# -- on plain torch -------------------------------------------------------------------------------
+# -- in plain torch -------------------------------------------------------------------------------
 
 
 def expected(story: Story) -> tuple[dict[str, Tensor], Any, int]:
-    """Parameters, failures by step and rank, and the number of steps that are skipped."""
+    """Return parameters, failures by step and rank, and the number of skipped steps."""
     model, failures, skipped = Model(), list[tuple[int, int]](), 0
     optimizer = made(model, story)
     for number, step in enumerate(story.steps):
@@ -235,7 +234,7 @@ def in_buffer(_optimizer: Any, model: nn.Module) -> None:
 
 
 def sleep(optimizer: Any, it: Sleep, folder: str) -> None:
-    """Sleep, knock at a door, wake up; or leave by an exception that all ranks raise."""
+    """Sleep, make a refused call, and wake up, perhaps through an exception on all ranks."""
     with contextlib.suppress(Failed), optimizer.asleep(it.keep, folder if it.in_file else None):
         with pytest.raises(RuntimeError, match=r"wake\(\)"):
             DOORS[it.door](optimizer)
@@ -244,7 +243,7 @@ def sleep(optimizer: Any, it: Sleep, folder: str) -> None:
 
 
 def play(group: Any, story: Story, folder: str) -> Any:
-    """Parameters, failures and skipped steps, or what is raised in a step."""
+    """Return parameters, failures and skipped steps, or the error of a step."""
     rank = group.get_rank() if story.in_mesh else group.rank()
     model = Model()
     fields = {**story.fields, "on_error": {"action": story.action, "max_failed_steps": 100}}
@@ -265,7 +264,7 @@ def play(group: Any, story: Story, folder: str) -> Any:
             optimizer.count(2 + rank)
         with optimizer.no_sync() if step.quiet[micro] else contextlib.nullcontext():
             loss = model(seed_of(number, rank, micro), place)
-            if place == "loss":  # before the backward reaches the model's output
+            if place == "loss":  # fails before the backward reaches the model's output
                 loss = Fail.apply(loss)
             params = model.all if place == "hook" else ()
             handles = [param.register_post_accumulate_grad_hook(explode) for param in params]
@@ -330,7 +329,7 @@ def check(story: Story, processes: SpawnedWorld | None = None) -> None:
             if kind == "master":
                 assert "masters of rank 1 along 'copies' differ" in text, (story, text)
             else:
-                named = rank if story.size > 2 else 1  # of two, both may be the one
+                named = rank if story.size > 2 else 1  # with two ranks, either may be at fault
                 what = "parameters" if kind == "span" else "buffers"
                 assert f"{what} of rank {named} differ" in text, (story, text)
         return

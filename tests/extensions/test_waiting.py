@@ -1,4 +1,4 @@
-"""Ranks that make other calls than the rest: the error says what this rank was waiting for."""
+"""Errors and logs of ranks that wait for others, which make different calls."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ CPU = torch.device("cpu")
 
 
 def limit(group: Any, seconds: float) -> None:
-    """Give collectives a short time limit, from when all ranks come here."""
+    """Give collectives a short time limit once all ranks are here."""
     dist.barrier(group)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def one_more(group: Any) -> str | None:
-    """What rank 1 is told of one more batch after two steps; rank 0 just returns."""
-    for of in (group, dist.new_group(timeout=timedelta(seconds=5))):  # first without hurry
+    """Return rank 1's error of an additional batch after two steps; rank 0 just returns."""
+    for of in (group, dist.new_group(timeout=timedelta(seconds=5))):  # the first has no short limit
         model = CASES["gpt"].build()
         optimizer = sharded(model, of, param_dtype=BF16, autocast=False, pack_params=6)
         dist.barrier(group)
@@ -67,7 +67,7 @@ def test_a_rank_that_does_one_thing_more_is_told_what_it_waited_for(gloo: Spawne
 
 
 class GivesUp(FakeGroup):
-    """Raises the error of a backend whose peers do not come."""
+    """Raises the error of a backend whose peers do not arrive."""
 
     error: type[Exception] = RuntimeError
 
@@ -106,7 +106,7 @@ def test_every_collective_names_itself_and_whose_it_is(named: str):
 
 @on_each_rank(1)
 def test_a_rank_with_several_optimizers_tells_one_number_of_steps(group: Any, caplog: Any):
-    """The error too: that of the one that made most, as in the places of all ranks."""
+    """Log and error show the steps of the optimizer that made most."""
     comm, ahead = Comm(GivesUp(1, 2)), Comm(FakeGroup(1, 2))
     comm.steps, ahead.steps = 3, 5
     with caplog.at_level("WARNING", "shardcast"):
@@ -143,7 +143,7 @@ def test_works_that_fail_later_are_named_too():
 
 @contextlib.contextmanager
 def telling(patience: float) -> Iterator[list[str]]:
-    """What is logged of waits that take longer than ``patience``, in seconds."""
+    """Yield the log messages of waits longer than ``patience``, in seconds."""
     messages: list[str] = []
 
     class Handler(logging.Handler):
@@ -160,8 +160,8 @@ def telling(patience: float) -> Iterator[list[str]]:
 
 
 def until(done: Callable[[], object]) -> None:
-    """Wait for what another rank, or another thread, does."""
-    while not done():  # the time limit of the test ends it
+    """Wait until another rank or thread has done something."""
+    while not done():  # limited by the test's timeout
         time.sleep(0.01)
 
 
@@ -184,7 +184,7 @@ def watching() -> list[threading.Thread]:
 
 
 def comes_late(group: Any, call: str, folder: str) -> list[str]:
-    """What a rank logs when rank 1 comes to a call late; what was sharded ends its thread."""
+    """Return a rank's log if rank 1 is late for a call; wait until the watching thread ends."""
     with telling(0.6) as messages:
         model = CASES["mlp"].build()
         optimizer = sharded(model, param_dtype=BF16, averages={"ema": 0.9})
@@ -198,13 +198,13 @@ def comes_late(group: Any, call: str, folder: str) -> list[str]:
         if group.rank() == 0:
             speaker.start()
         else:
-            until(told.exists)  # the rank is elsewhere
+            until(told.exists)  # outside any call of shardcast
         COLLECTIVE[call](optimizer, model, f"{folder}/saved")
         if group.rank() == 0:
             speaker.join()
-        gc.collect()  # what tests before have left, not closed
+        gc.collect()  # optimizers of earlier tests that were not closed
         optimizer.close(restore=False)
-    until(lambda: not watching())  # it may still be in a call of the store, on a busy machine
+    until(lambda: not watching())  # on a busy machine, it may still be in a call of the store
     return messages
 
 
@@ -223,7 +223,7 @@ def test_a_rank_that_waits_for_long_says_in_which_call_and_where_the_other_is(
 
 
 def leaves_out_a_step(group: Any, size: int, goes_on: bool) -> str:
-    """The error of a rank, of which rank 1 alone leaves out the second step."""
+    """Return a rank's error if only rank 1 leaves out the second step."""
     with_limit: Any = dist.new_group([*range(size)])
     store = dist.distributed_c10d._get_default_store()
     if group.rank() >= size:
@@ -234,11 +234,11 @@ def leaves_out_a_step(group: Any, size: int, goes_on: bool) -> str:
         try:
             for step in range(3):
                 CASES["mlp"].loss(model, CASES["mlp"].batch(step)).backward()
-                if step == 1:  # what follows is to time out
+                if step == 1:  # later collectives shall time out
                     limit(with_limit, 3.0)
                 if step == 1 and group.rank() == 1:
                     if not goes_on:
-                        until(lambda: store.check(["given up"]))  # it evaluates, say
+                        until(lambda: store.check(["given up"]))  # as if it evaluated
                         return ""
                     optimizer.zero_grad()
                     continue
@@ -271,7 +271,7 @@ def test_a_step_that_one_rank_leaves_out_is_named_with_what_that_rank_did_last(
 
 
 def late_thread(group: Any, messages: list[str], known: bool) -> None:
-    """Rank 1 comes to a call once rank 0 has told of it."""
+    """Rank 1 makes a call after rank 0 has logged that it waits."""
     groups = ProcessGroups.flat(Comm(group))
     with look_after(groups) if known or group.rank() == 0 else contextlib.nullcontext():
         if group.rank() == 1:
@@ -292,9 +292,9 @@ def test_ranks_that_are_threads_tell_of_each_other_and_of_what_is_not_known(know
 def test_the_last_optimizer_ends_the_thread_beside_one_whose_group_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """One that a script still holds, not closed: its group was destroyed."""
+    """The group of another optimizer, which is not closed, was destroyed."""
 
-    # an optimizer of an earlier test, which something still holds, would keep the shared thread
+    # an optimizer of an earlier test that is still alive would keep the shared thread
     monkeypatch.setattr(waiting, "_LOOKOUT", waiting.Lookout())
 
     def run(group: Any) -> list[threading.Thread]:
@@ -310,7 +310,7 @@ def test_the_last_optimizer_ends_the_thread_beside_one_whose_group_is_gone(
 
 
 def test_an_optimizer_that_the_thread_itself_collects_ends_its_watch_and_nobody_waits():
-    """The thread may have the last reference to a group while it looks at it."""
+    """The thread may hold the last reference to a group while it checks it."""
     lookout = waiting.Lookout()
     watch = Watch()
 
@@ -319,7 +319,7 @@ def test_an_optimizer_that_the_thread_itself_collects_ends_its_watch_and_nobody_
 
         @property
         def is_alive(self) -> bool:
-            lookout.end(watch)  # as the finalizer of an optimizer does
+            lookout.end(watch)  # like the finalizer of an optimizer
             return False
 
     watch._comms[group := Collected()] = None  # type: ignore[index]
@@ -334,7 +334,7 @@ def test_an_optimizer_that_the_thread_itself_collects_ends_its_watch_and_nobody_
 
 
 def test_groups_can_be_read_while_another_thread_makes_some(monkeypatch: pytest.MonkeyPatch):
-    """The thread that checks a watch reads them at any time; an error would end the thread."""
+    """The watching thread may read them at any time, and an error would end it."""
     monkeypatch.setattr(_of_thread, "watch", watch := Watch(), raising=False)
     stays, over = Comm(FakeGroup(0, 2)), threading.Event()
     interval = sys.getswitchinterval()
@@ -374,17 +374,17 @@ def test_a_run_in_which_no_rank_is_late_writes_to_no_store(monkeypatch: pytest.M
 
 
 def steps_of_two(group: Any) -> list[int]:
-    """The steps before and after the group of an optimizer that made most is destroyed."""
+    """Return the steps before and after the group of the optimizer with the most is destroyed."""
     own: Any = dist.new_group()
     before, now = Comm(own), Comm(group)
     before.steps, now.steps = 1007, 1002
     steps = [now.watch.steps]
-    dist.barrier(group)  # gloo on other ranks may still connect the new one
+    dist.barrier(group)  # gloo on other ranks may still be connecting the new group
     dist.destroy_process_group(own)
     del own
     return [*steps, now.watch.steps, before.steps]
 
 
 def test_steps_of_an_optimizer_whose_group_was_destroyed_count_no_more(gloo: SpawnedWorld):
-    """A process that trains one model after the other may still hold the first optimizer."""
+    """A process that trains one model after another may still hold the first optimizer."""
     assert gloo.run(steps_of_two) == [[1007, 1002, 1007]] * 2

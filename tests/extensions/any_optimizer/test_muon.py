@@ -1,7 +1,7 @@
-"""Muon's batches against ``torch.optim.Muon`` on every matrix by itself, in random cases.
+"""Muon's batches, compared with ``torch.optim.Muon`` on single matrices, in random cases.
 
-Both orthogonalise in float64 here. In bf16, as they do it, they have the same bits except where
-torch's kernels for one matrix and for a batch round differently, which the iterations amplify.
+Both orthogonalize in float64 here. In bf16, their usual dtype, the bits are equal unless torch's
+kernels for one matrix and for a batch round differently, which the iterations amplify.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = (1, 2, 3, 5, 8, 16, 17, 33)
 
 @dataclass
 class Case:
-    """Parameters with their ``row_splits``, options of the optimizer, and what the steps get."""
+    """Parameters with their ``row_splits``, options of the optimizer, and its gradients."""
 
     params: list[tuple[tuple[int, ...], list[int] | None]]
     options: dict[str, Any]
@@ -44,7 +44,7 @@ class Case:
         return [self.scale * value for value in found]
 
     def matrices(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The matrices in each of ``values``, views."""
+        """Return the matrices in ``values``, as views."""
         found = []
         for value, (shape, splits) in zip(values, self.params, strict=True):
             for matrix in value.view(-1, *shape[-2:]):
@@ -64,7 +64,7 @@ def case_of(seed: int) -> Case:
         else:
             stack = (draw.randint(1, 4),) if kind == "stack" else ()
             params.append(((*stack, rows, columns), None))
-    params += params[: draw.randint(0, 2)]  # equal shapes, which are batched
+    params += params[: draw.randint(0, 2)]  # of equal shapes, which are batched
     options = {
         "lr": draw.choice([1e-3, 1e-1, torch.tensor(1e-2)]),
         "weight_decay": draw.choice([0.0, 0.5]),
@@ -107,7 +107,7 @@ def sharded(case: Case, steps: int, group: Any, **fields: Any) -> list[Tensor]:
 
 
 def difference(seed: int, steps: int = 3, **fields: Any) -> float:
-    """The largest one of a matrix, relative to its largest element, on any rank."""
+    """Return the largest difference, relative to a matrix's largest element, on any rank."""
     case = case_of(seed)
     expected = plain(case, steps)
     return max(
@@ -130,7 +130,7 @@ def test_random_matrices_are_updated_as_each_by_itself(start: int):
 
 
 def test_a_model_that_is_updated_in_several_turns_equals_one_turn(monkeypatch: pytest.MonkeyPatch):
-    """As every model of more than :data:`muon.BATCH` elements per rank is."""
+    """Models of more than :data:`muon.BATCH` elements per rank are updated in turns."""
     counts: list[int] = []
     turns = update.AnyOptimizerUpdate._turns
 

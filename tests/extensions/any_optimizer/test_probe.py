@@ -1,4 +1,4 @@
-"""What a class of optimizers needs is measured at shard(): classes that nobody has listed."""
+"""``shard()`` probes what an unlisted class of optimizers needs."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def in_list(params: Any) -> torch.optim.Optimizer:
 
 
 def in_two_groups(kind: Any) -> Build:
-    # A warm-up begins at 0, where no update would differ.
+    # A warm-up begins with a rate of 0, with which no updates would differ.
     return lambda params: kind([{"params": p, "lr": 0.0} for p in params])
 
 
 REFUSED: list[tuple[Build, int, tuple[str, ...]]] = [
-    # The option of a class for its own clip is named with what replaces it.
+    # For a class with its own clip, the error names the option and its replacement.
     (foreign.ByOwnNorm, 2, ("ByOwnNorm", "max_grad_norm=None", "max_grad_norm=1.0 to shard()")),
     (in_two_groups(foreign.ByOwnNorm), 2, ("ByOwnNorm",)),
     (foreign.StepSizeOfAll, 2, ("StepSizeOfAll",)),
@@ -121,7 +121,7 @@ REFUSED: list[tuple[Build, int, tuple[str, ...]]] = [
     (foreign.CommonState, 1, ("CommonState", "'k'")),
     (foreign.StackedState, 2, ("StackedState", "(momentum)", "another number of ranks")),
     (type("MuonAdamW", (foreign.StackedState,), {}), 2, ("use torch.optim.Muon",)),
-    (type("Muon", (foreign.GathersMatrices,), {}), 1, ("torch.optim.Muon",)),  # there is no group
+    (type("Muon", (foreign.GathersMatrices,), {}), 1, ("torch.optim.Muon",)),  # without a group
 ]
 
 
@@ -146,7 +146,7 @@ def test_a_class_that_cannot_be_sharded_is_refused_by_name_and_nothing_is_change
 
 
 def test_products_are_told_from_roots_and_other_words_by_the_operators_that_torch_calls():
-    """Products may round otherwise for several parameters at once; nothing else may."""
+    """Only matmuls may round differently for several parameters at once."""
 
     def multiplies(run: Callable[[Tensor], object]) -> bool:
         matrix = torch.eye(3)
@@ -182,7 +182,7 @@ def test_products_are_told_from_roots_and_other_words_by_the_operators_that_torc
 
 
 def test_a_probe_makes_no_large_square_of_a_vector():
-    """Shampoo takes a root of one, which took minutes."""
+    """Shampoo takes a root of such a square, which took minutes."""
     lengths = []
 
     class Squares(foreign.Rule):
@@ -333,12 +333,12 @@ def test_a_class_that_no_trial_could_measure_is_watched_in_its_first_steps():
             run(group)
         messages.append(group.rank())
 
-    ThreadedWorld(8).run(caught)  # some ranks own nothing, and raise all the same
+    ThreadedWorld(8).run(caught)  # ranks that own nothing raise too
     assert len(messages) == 8
 
 
 def test_a_class_that_fails_for_a_group_of_which_a_rank_owns_nothing_is_named_on_every_rank():
-    """A combined Muon and AdamW stacks each group's matrices: one of two ranks may have none."""
+    """A combined Muon and AdamW stacks each group's matrices; a rank may own none of them."""
     messages = []
 
     def run(group: Any) -> None:
