@@ -74,7 +74,7 @@ class Snapshot:
         self.partition = packed.layout.partition
         self._trained = {name: param for param, name in packed.names().items()}
         cut = {param for param in self._trained.values() if param.numel()}
-        # Parameters without fragments: those without an optimizer, and those without elements.
+        # Parameters that are stored whole: those without an optimizer, and those without elements.
         self._outside = {n: p for n, p in packed.model.named_parameters() if p not in cut}
         self._buffers = saved_buffers(packed.stages)
         tensors = {**self._trained, **self._outside, **self._buffers}

@@ -37,7 +37,8 @@ class Before:
         self._grads: list[Tensor] = []  # now, because some classes write to gradients
         for fragment in shard.fragments:
             mean = shard.mean
-            grad = torch.stack([_square(mean[piece]) for piece in _pieces(shard, fragment)]).sum()
+            squares = [_square(mean[piece]) for piece in _pieces(shard, fragment)]
+            grad = torch.stack(squares).sum() if squares else _square(mean[:0])
             factor = decision.factors[fragment.slot.group]
             of_factor = 1.0 if factor is None else factor.double().square()
             self._grads.append(grad.to(decision.norm.device) * of_factor)

@@ -93,11 +93,9 @@ class Gradients:
     ) -> None:
         self.pack, self.low, self._wire, self._widens = pack, dtype, wire, widens
         self.alone = alone
-        _, start, stop = pack.own
         slots = pack.layout.slots
-        self.owned = tuple(
-            slot.numel > 0 and slot.offset < stop and start < slot.end for slot in slots
-        )
+        owned = {fragment.slot for fragment in pack.layout.fragments(pack.own.owner)}
+        self.owned = tuple(slot in owned for slot in slots)
         self._own: Tensor | None = None
         self._mean: Tensor | None = None  # in ``low``; this memory stays allocated
         self._full: Tensor | None = None  # means of all owners, after a gather

@@ -30,7 +30,6 @@ from shardcast.optimizer.groups import activate_packs
 from shardcast.optimizer.packed import PackedOptimizer
 from shardcast.plan.layout import Fragment, Slot
 from shardcast.plan.originals import Group, ParamGroup, is_known
-from shardcast.plan.precision import MASTER_DTYPE
 
 FORMAT = 1  # format of the local state
 STEP = "step"  # name of a parameter's step count in the state of torch's classes
@@ -762,12 +761,7 @@ class FullState:
         gathered = self._gathered("full_parameters", packed.shards, master_of, on_all=False)
         # By names, because model.to("meta") makes other parameters; without what wrappers add,
         # because a script may have compiled a module in place since.
-        masters = {
-            _compat.bare_name(slot.name): values[MASTER]
-            if values
-            else torch.zeros(slot.shape, dtype=MASTER_DTYPE)
-            for slot, _, values in gathered
-        }
+        masters = {_compat.bare_name(slot.name): values[MASTER] for slot, _, values in gathered}
         names = {param: _compat.bare_name(name) for name, param in packed.model.named_parameters()}
         every = packed.model.named_parameters(remove_duplicate=False)
         return {name: masters[names[p]] for name, p in every if names[p] in masters}

@@ -253,12 +253,13 @@ class PackLayout:
                 position += 1
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
-        """Return the non-empty parts of slots in ``rank``'s span, in pack order."""
+        """Return the parts of slots in ``rank``'s span, in pack order; an empty slot has one."""
         _, begin, end = self.spans[rank]
         fragments = []
         for slot in self.slots:
             start, stop = max(slot.offset, begin), min(slot.end, end)
-            if start < stop:
+            is_here = begin < start <= end or start == rank == 0
+            if start < stop or (not slot.numel and is_here):
                 fragments.append(Fragment(slot, start, stop))
         return tuple(fragments)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bag import Bag
-from models import assert_same_bits, everything, of, on_each_rank
+from models import CASES, assert_same_bits, everything, of, on_each_rank
 from oracle import BATCH, adamw, mlp, pair, set_grads
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -379,3 +379,35 @@ def test_a_script_that_takes_one_ranks_part_for_a_state_is_warned_once(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         in_a_file(optimizer.state_dict())  # of one rank it is all
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_parameters_without_elements_have_state_as_in_torch(size: int):
+    case = CASES["scalars"]
+
+    def trained(optimizer: Any, model: nn.Module) -> Any:
+        for step in range(2):
+            case.loss(model, case.batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with getattr(optimizer, "as_plain", contextlib.nullcontext)():
+            return copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+
+    def shapes(state: Any) -> Any:
+        return {n: {k: v.shape for k, v in of.items()} for n, of in state["state"].items()}
+
+    twin = case.build()
+    expected = trained(adamw(twin), twin)
+
+    def run(group: Any) -> None:
+        model = case.build()
+        fields = {"param_dtype": "fp32", "fuse": "eager"}
+        optimizer: Any = shardcast.shard(model, adamw(model), process_group=group, **fields)
+        own = trained(optimizer, model)
+        assert shapes(own) == shapes(expected)
+        assert {float(of["step"]) for of in own["state"].values()} == {2.0}
+        for state in (own, expected):
+            with optimizer.as_plain():
+                set_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
+
+    ThreadedWorld(size).run(run)

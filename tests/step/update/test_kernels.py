@@ -70,11 +70,10 @@ def check(
         compare(values(model), weights)
     found = {}
     for name, param in twin.named_parameters():
-        if param.numel():
-            found[f"{name}/master"] = param.detach().flatten()
-            for key, value in expected.state[param].items():
-                if value is not None:
-                    found[f"{name}/{key}"] = value if key == "step" else value.flatten()
+        found[f"{name}/master"] = param.detach().flatten()
+        for key, value in expected.state[param].items():
+            if value is not None:
+                found[f"{name}/{key}"] = value if key == "step" else value.flatten()
     compare(whole([parts(optimizer)]), found)
 
 
