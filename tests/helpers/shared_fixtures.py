@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import gc
 import multiprocessing
@@ -12,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
-    atexit.register(remover.communicate)
+    # after multiprocessing has removed a folder of its own, at -100
+    util.Finalize(None, remover.communicate, exitpriority=-200)
 
 
 @pytest.fixture(autouse=True)
