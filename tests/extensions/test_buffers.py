@@ -73,13 +73,16 @@ def unlike(group: Any, how: str, ddp: bool) -> tuple[list[float], list[Tensor]]:
         optimizer = sgd(model)
         model = DistributedDataParallel(model)
     else:
-        optimizer = shardcast.shard(model, sgd(model), process_group=group, param_dtype="fp32")
+        fields = {"accumulate": "sharded"} if how == "accumulated sharded" else {}
+        optimizer = shardcast.shard(
+            model, sgd(model), process_group=group, param_dtype="fp32", **fields
+        )
     if how == "compiled":
         model = torch.compile(model, backend="eager")
     for step in range(3):
         if rank == 0:  # a write on one rank
             bare.scale.fill_(2.0 + step)
-        micro_batches = 3 if how == "accumulated" else 1
+        micro_batches = 3 if "accumulated" in how else 1
         for number in range(micro_batches):
             held = number < micro_batches - 1
             syncing = model.no_sync() if ddp else optimizer.no_sync()
@@ -101,7 +104,10 @@ def unlike(group: Any, how: str, ddp: bool) -> tuple[list[float], list[Tensor]]:
     return bare.seen, state + [param.detach().float() for param in bare.parameters()]
 
 
-@pytest.mark.parametrize("how", ["plain", "accumulated", "twice", "alone", "evaluated", "compiled"])
+@pytest.mark.parametrize(
+    "how",
+    ["plain", "accumulated", "accumulated sharded", "twice", "alone", "evaluated", "compiled"],
+)
 def test_forwards_read_what_they_read_under_ddp(gloo: SpawnedWorld, how: str):
     ours = gloo.run(unlike, how, False)
     try:

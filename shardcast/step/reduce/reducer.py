@@ -60,6 +60,7 @@ class Reducer:
         alone: whether there is one rank, which sends nothing: its gradients are the means.
         at_step: whether :meth:`finish` sends instead of backwards, because a pipeline has many in a
             step.
+        synchronises: whether DDP would synchronize a backward now: it is not in :meth:`no_sync`.
         last_backward: the engine's number of the last backward with gradients; ``None``: there was
             none since the last step or ``zero_grad``.
         due: whether there are gradients that were not reduced; a step needs a pass before it.
@@ -77,7 +78,7 @@ class Reducer:
         self, process_groups: ProcessGroups, config: ShardcastConfig, at_step: bool
     ) -> None:
         self.process_groups, self._config = process_groups, config
-        self.at_step = at_step
+        self.at_step, self.synchronises = at_step, not at_step
         self.divisor = Divisor(process_groups.dp.size)
         self.alone = process_groups.everyone.size == 1
         self.grads: list[Gradients] = []
@@ -119,14 +120,9 @@ class Reducer:
         )
 
     @property
-    def synchronises(self) -> bool:
-        """Whether a backward would be synchronized now, in DDP's sense: not in no_sync."""
-        return self._syncs and not self.at_step
-
-    @property
     def _local(self) -> bool:
         """Whether backwards currently send nothing."""
-        return not self.synchronises or self.alone
+        return self.at_step or not self._syncs or self.alone
 
     @property
     def has_gradients(self) -> bool:
@@ -193,13 +189,14 @@ class Reducer:
         Args:
             sends: reduce them nevertheless, because there is no room to accumulate locally.
         """
-        syncs, self._syncs = self._syncs, sends
+        before = self._syncs, self.synchronises
+        self._syncs, self.synchronises = sends, False
         self.due |= sends  # even without a backward inside, because other ranks may have one
         try:
             yield
         finally:
             self.due |= not self._syncs
-            self._syncs = syncs
+            self._syncs, self.synchronises = before
 
     def close(self) -> None:
         """Remove the hooks from the parameters. Local: it waits for nothing in flight."""
@@ -244,7 +241,8 @@ class Reducer:
             call: what the script called, for that error.
         """
         if not self._syncs:
-            self._syncs = True  # from here on, as on ranks outside of no_sync()
+            # from here on, as on ranks outside of no_sync()
+            self._syncs, self.synchronises = True, not self.at_step
             self._mistake = RuntimeError(
                 f"{call}: called inside no_sync(), where gradients are not reduced; leave the "
                 "block before the last backward and this call"
