@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -298,6 +299,30 @@ def test_steps_of_one_rank_read_the_mean_where_the_first_backward_put_it():
         plain.zero_grad()
         assert equal(models[0].parameters(), models[1].parameters())
         assert all(a is p.grad for a, p in zip(memory, models[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_several_ranks_refuse_a_graph_of_a_backward_without_its_step(size: int, monkeypatch: Any):
+    """Replays wrote memory that no step read any more, or that lacked an earlier clip."""
+    captured = threading.local()  # each rank is a thread
+    monkeypatch.setattr(_compat, "is_capturing", lambda _device: captured.now)
+
+    def run(group: Any) -> None:
+        model = nn.Linear(8, 8)
+        optimizer = shardcast.shard(model, sgd(model), process_group=group)
+        for steps in (1, 0):
+            captured.now = True
+            backward_of(model)
+            for _ in range(steps):
+                optimizer.step()
+            captured.now = False
+            refused = pytest.raises(RuntimeError, match="CUDA graph without its step")
+            with refused if size > 1 and not steps else contextlib.nullcontext():
+                optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+
+    ThreadedWorld(size).run(run)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -93,6 +93,7 @@ class Reducer:
         self.buffers = Buffers()
         self._syncs = True
         self._mistake: Exception | None = None  # error of the last finish()
+        self._is_captured = False  # the last pass is in a CUDA graph
         self._gathered = False  # since the last backward; then all edits are allowed
         # Versions of the means at the last clip; ``None`` if a script edited them since.
         self._seen: list[int] | None = None
@@ -123,6 +124,10 @@ class Reducer:
     def _local(self) -> bool:
         """Whether backwards currently send nothing."""
         return self.at_step or not self._syncs or self.alone
+
+    @property
+    def _is_capturing(self) -> bool:
+        return any(_compat.is_capturing(pack.data.device) for pack in [*self.buckets][:1])
 
     @property
     def has_gradients(self) -> bool:
@@ -247,6 +252,12 @@ class Reducer:
                 f"{call}: called inside no_sync(), where gradients are not reduced; leave the "
                 "block before the last backward and this call"
             )
+        if self._is_captured and not self._is_capturing:
+            self._mistake = RuntimeError(
+                f"{call}: a backward was captured in a CUDA graph without its step; on several "
+                "ranks a replay then reduces gradients of which the optimizer does not know: "
+                "capture the step, too, or use torch.cuda.make_graphed_callables"
+            )
         self._complete()
         if self.due or self.alone:  # with one rank no backward makes a pass due
             with self.own_edits():
@@ -350,7 +361,7 @@ class Reducer:
         assert self._pass is not None
         self._pass.flush()
         self._pass = None
-        self.due = False
+        self.due, self._is_captured = False, self._is_capturing and not self.alone
         if not self.history[BACKWARDS]:  # the acts were upon means of the step before
             for grads in self.grads:
                 grads.acts.clear()
@@ -395,7 +406,7 @@ class Reducer:
             is_edited: they had been edited after the clip.
         """
         self.due, self.last_backward, self._clipped = True, None, USED
-        self._passes_before = self._passes[0]
+        self._passes_before, self._is_captured = self._passes[0], False
         self.history.update({**NOTHING, EDITED: is_edited})
         for grads in self.grads:
             grads.use()
@@ -407,7 +418,7 @@ class Reducer:
                 # Zeros are sent, because there may be no memory for more.
                 bucket.grads.clear(range(len(bucket.grads.owned)))
             self._complete()
-        self.clip = None
+        self.clip, self._is_captured = None, False
         if self.history[BACKWARDS]:
             # Of means that the script cleared already, only some ranks have noted it by now.
             self.history[CLEARS] += any(grads.adds or grads.acts for grads in self.grads)
