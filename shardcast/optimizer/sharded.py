@@ -241,6 +241,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with packed.decider.refusal.held():
             packed.originals.check()
             take_moved(packed.shards)
+            if packed.reduce.adds_used and packed.decider.tokens.counted:
+                raise RuntimeError(
+                    "count: gradients were added to those of the last step, which this step would "
+                    "divide by its own tokens; call optimizer.zero_grad() after each step"
+                )
         several = packed.process_groups.everyone.size > 1
         packed.decider.left = packed.tree.left() if several else ""
         if several and not packed.reduce.at_step:
@@ -357,8 +362,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: in :meth:`step`, on all ranks: a number is negative, or not a number.
             RuntimeError: in :meth:`step`, on all ranks: an earlier backward of this step was not
-                counted, the call came after ``clip_grad_norm_``, some ranks did not call it, or the
-                total is 0.
+                counted, or its gradients were added to the last step's; the call came after
+                ``clip_grad_norm_``; some ranks did not call it; or the total is 0.
 
         Example::
 

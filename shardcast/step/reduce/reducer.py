@@ -61,6 +61,7 @@ class Reducer:
         at_step: whether :meth:`finish` sends instead of backwards, because a pipeline has many in a
             step.
         synchronises: whether DDP would synchronize a backward now: it is not in :meth:`no_sync`.
+        adds_used: whether gradients were added to a mean that an earlier step used.
         last_backward: the engine's number of the last backward with gradients; ``None``: there was
             none since the last step or ``zero_grad``.
         due: whether there are gradients that were not reduced; a step needs a pass before it.
@@ -82,6 +83,7 @@ class Reducer:
         self.divisor = Divisor(process_groups.dp.size)
         self.alone = process_groups.everyone.size == 1
         self.grads: list[Gradients] = []
+        self.adds_used = False
         self.last_backward: int | None = None
         self.due = True
         self.clip: Decision | None = None
@@ -94,6 +96,7 @@ class Reducer:
         self._syncs = True
         self._mistake: Exception | None = None  # error of the last finish()
         self._is_captured = False  # the last pass is in a CUDA graph
+        self._used: list[int] | None = None  # versions of means that a step has just used
         self._gathered = False  # since the last backward; then all edits are allowed
         # Versions of the means at the last clip; ``None`` if a script edited them since.
         self._seen: list[int] | None = None
@@ -408,6 +411,7 @@ class Reducer:
         self.due, self.last_backward, self._clipped = True, None, USED
         self._passes_before, self._is_captured = self._passes[0], False
         self.history.update({**NOTHING, EDITED: is_edited})
+        self.adds_used, self._used = False, self.versions()
         for grads in self.grads:
             grads.use()
 
@@ -418,7 +422,8 @@ class Reducer:
                 # Zeros are sent, because there may be no memory for more.
                 bucket.grads.clear(range(len(bucket.grads.owned)))
             self._complete()
-        self.clip, self._is_captured = None, False
+        self.clip, self._used = None, None
+        self.adds_used = self._is_captured = False
         if self.history[BACKWARDS]:
             # Of means that the script cleared already, only some ranks have noted it by now.
             self.history[CLEARS] += any(grads.adds or grads.acts for grads in self.grads)
@@ -556,6 +561,12 @@ class Reducer:
 
     def _start(self, sends: bool) -> None:
         """Start to accumulate and send: the first gradient is about to come, or there is none."""
+        if self._used is not None:
+            if self.alone:  # zeros that a script wrote have another version
+                stays = self.versions() == self._used and any(grads.kept() for grads in self.grads)
+            else:
+                stays = any(grads.adds.intersection(grads.kept()) for grads in self.grads)
+            self.adds_used, self._used = stays, None
         if self.clip is not None:
             if any(grads.kept() for grads in self.grads):
                 self.multiply_in()  # now, while no mean is on its way

@@ -250,6 +250,25 @@ def test_counts_that_belong_to_no_step_are_refused_on_all_ranks(how: str):
     ranks_of(2, run)
 
 
+@pytest.mark.parametrize("zeroes", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_counted_gradients_are_not_added_to_those_of_the_last_step(size: int, zeroes: bool):
+    """Each would need the tokens of its own step; zeros by hand need none."""
+
+    def run(group: Any) -> None:
+        model = CASES["mlp"].build()
+        optimizer = sharded(model, group, sgd)
+        refused = pytest.raises(RuntimeError, match="added to those of the last step")
+        for step in range(2):
+            step_of(model, optimizer, 3)
+            with refused if step and not zeroes else contextlib.nullcontext():
+                optimizer.step()
+            for param in model.parameters() if zeroes else ():
+                param.grad.zero_()  # type: ignore[union-attr]
+
+    ranks_of(size, run)
+
+
 def test_a_count_on_some_ranks_is_refused_on_all_of_them_also_by_a_clip_of_values():
     def run(group: Any) -> None:
         model = CASES["mlp"].build()
