@@ -1,4 +1,4 @@
-"""The run that tests of checkpoints copy."""
+"""A run that tests of checkpoints copy."""
 
 from __future__ import annotations
 

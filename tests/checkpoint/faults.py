@@ -1,4 +1,4 @@
-"""Act at every single operation of a save on the file system, and at every acknowledgement."""
+"""Act before each file system operation of a save, and at each acknowledgement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def at_each_point(reached: Reached) -> Iterator[None]:
 
 
 def watch(patch: pytest.MonkeyPatch, reached: Reached) -> None:
-    """:func:`at_each_point` until ``patch`` is undone."""
+    """Do the same as :func:`at_each_point` until ``patch`` is undone."""
     together = Comm.together
 
     class Watched(storage.HashingFile):
@@ -72,12 +72,12 @@ def watch(patch: pytest.MonkeyPatch, reached: Reached) -> None:
 
 
 class Counting:
-    """Counts the points that are reached, and acts at one of them."""
+    """Counts points, and acts at one of them."""
 
     def __init__(self, at: int = -1, act: Callable[[], None] = lambda: None) -> None:
         self.at, self.act = at, act
         self.seen: list[str] = []
-        self._lock = threading.Lock()  # ranks are threads: none may miss that it is its turn
+        self._lock = threading.Lock()  # ranks are threads, and only one may act
 
     def __call__(self, point: str, path: str) -> None:
         with self._lock:

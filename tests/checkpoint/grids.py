@@ -1,6 +1,6 @@
-"""A model that is cut over any grid of tensor, pipeline and data-parallel ranks, for tests.
+"""A test model that can be cut over any grid of tensor, pipeline and data-parallel ranks.
 
-Gradients are installed, the same on every grid, so masters and moments must be the same too.
+Gradients are the same on every grid, so masters and moments must be the same too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shardcast
 from shardcast.optimizer.sharded import packed_of
 
 DEPTH = 4
-# Rows that do not divide evenly, columns, a copy that is a DTensor; all else is a plain copy.
+# Uneven rows, columns, and a replicated DTensor; all others are plain replicas.
 PLAN = {
     "tokens.weight": Shard(0),
     "head.weight": Shard(0),
@@ -29,11 +29,11 @@ PLAN = {
     "layers.*.mask": Shard(0),
 }
 TIE = ("tokens.weight", "head.weight")
-Found = dict[str, tuple[Tensor, Tensor]]  # flat indices in the whole tensor, and values there
+Found = dict[str, tuple[Tensor, Tensor]]  # flat indices in the whole tensor, and their values
 
 
 class Layer(nn.Module):
-    """Trained, frozen and outside of the optimizer, with buffers and state of its own."""
+    """Has trained and frozen parameters, some outside the optimizer, buffers, and extra state."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """The whole model, or some of its layers under the names that they have there."""
+    """The whole model, or some of its layers under their names in it."""
 
     def __init__(self, numbers: Iterable[int], tie: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def stages_of(pp: int, here: int, tie: bool, interleaved: bool) -> list[Stage]:
 
 
 def cut(stage: nn.Module, mesh: Any) -> None:
-    """Make DTensors of what the plan names."""
+    """Replace the parameters named in the plan by DTensors."""
     for prefix, module in stage.named_modules():
         for kind in (module._parameters, module._buffers):
             for name, tensor in kind.items():
@@ -87,7 +87,7 @@ def cut(stage: nn.Module, mesh: Any) -> None:
 
 
 class Job:
-    """One rank's part; without a mesh, all of it."""
+    """One rank's part of the job; without a mesh, all of it."""
 
     def __init__(self, mesh: Any = None, tie: bool = True, interleaved: bool = False) -> None:
         names = () if mesh is None else mesh.mesh_dim_names
@@ -115,19 +115,19 @@ class Job:
         return {n: p for stage in self.stages for n, p in stage.named_parameters()}
 
     def step(self, number: int) -> None:
-        """One step with gradients that depend on the names and the number alone."""
+        """Make a step with gradients that depend only on the names and the number."""
         for name, param in self.named().items():
             if param.requires_grad:
                 seed = torch.Generator().manual_seed(100 * number + sum(map(ord, name)))
                 grad = torch.randn(param.shape, generator=seed).to(torch.bfloat16)
-                if name == "head.weight":  # where it is tied, the tokens' copy has all of it
+                if name == "head.weight":  # if tied, the token embedding has the whole gradient
                     grad = torch.zeros_like(grad)
                 param.grad = like(grad, param)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def found(self) -> Found:
-        """All that this rank has, in indices of whole tensors; what is published as well."""
+        """Return this rank's state, parameters and buffers, with indices in whole tensors."""
         found: Found = {}
         for shard in packed_of(self.optimizer).shards:
             for number, fragment, param in shard.owned():
@@ -145,7 +145,7 @@ class Job:
 
 
 def like(value: Tensor, param: Tensor) -> Tensor:
-    """A whole gradient as the part that belongs to a parameter here."""
+    """Return the part of a whole gradient that belongs to a local parameter."""
     if not hasattr(param, "placements"):
         return value
     return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
@@ -156,7 +156,7 @@ def indices(tensor: Tensor) -> Tensor:
 
 
 def joined(ranks: Iterable[Mapping[str, tuple[Tensor, Tensor]]], tie: bool) -> dict[str, Tensor]:
-    """Of all ranks, flat; each element on at least one of them, and copies equal to the bit."""
+    """Join the flat values of all ranks; assert that none is missing, and that copies are equal."""
     elements: dict[str, dict[int, float]] = {}
     for found in ranks:
         for key, (index, values) in found.items():

@@ -20,7 +20,7 @@ DATA, METADATA = "__0_0.distcp", ".metadata"
 
 
 def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """A plain optimizer; of AdamW with two groups, not in the order of the model."""
+    """Return a plain optimizer; AdamW has two groups, not in the model's order."""
     params = list(model.parameters())
     if kind == "sgd":
         return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
@@ -33,21 +33,21 @@ def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loaded(folder: Path, **options: Any) -> tuple[int, Any]:
-    """The step that a fresh pair loads, and all that it has then."""
+    """Load into a fresh pair; return the step and all state."""
     model, optimizer = job(steps=0, **options)
     step = checkpoint.load(folder, model, optimizer).step
     return step, everything(model, optimizer)
 
 
 def saved_by(name: str, *args: Any, **options: Any) -> Path:
-    """The checkpoint that ``save`` writes, or ``save_async`` once it has ended."""
+    """Save with ``save``, or with ``save_async`` and wait; return the checkpoint."""
     made = getattr(checkpoint, name)(*args, **options)
     path: Path = made if name == "save" else made.wait()
     return path
 
 
 def save_two_steps(folder: Path) -> Path:
-    """Checkpoints of two ranks after steps 1 and 2."""
+    """Save checkpoints of two ranks after steps 1 and 2."""
 
     def saving(group: Any) -> None:
         model, optimizer = job(group, steps=0)
@@ -60,7 +60,7 @@ def save_two_steps(folder: Path) -> Path:
 
 
 def seal(folder: Path, edit: Callable[[dict[str, Any]], Any] = lambda manifest: None) -> None:
-    """Edit the manifest and recompute the sums, as somebody would who means it."""
+    """Edit the manifest and recompute all checksums, like a deliberate forgery."""
     manifest = json.loads((folder / MANIFEST).read_bytes())
     for name, listed in manifest["files"].items():
         listed["sha256"] = digest_of(folder / name)

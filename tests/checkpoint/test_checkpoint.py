@@ -34,7 +34,7 @@ def start(group: Any, case: str, kind: str, fields: dict[str, Any], seed: int = 
 
 
 def saving(group: Any, folder: str, case: str, kind: str, fields: dict[str, Any]) -> Any:
-    """Three steps, a save, and what the uninterrupted run has three steps later."""
+    """Make three steps and save; return the state, and that after three more steps."""
     model, optimizer = start(group, case, kind, fields)
     advance(model, optimizer, 0, 3)
     optimizer.param_groups[0]["lr"] = 3e-3
@@ -47,7 +47,7 @@ def saving(group: Any, folder: str, case: str, kind: str, fields: dict[str, Any]
 
 def loading(group: Any, folder: str, case: str, kind: str, fields: dict[str, Any]) -> Any:
     model, optimizer = start(group, case, kind, fields, seed=50)
-    advance(model, optimizer, 90, 91)  # state that must go
+    advance(model, optimizer, 90, 91)  # state that must be replaced
     resumed = checkpoint.load(folder, model, optimizer)
     assert resumed.step == 3 and resumed.extra == {"rows": 12}
     assert resumed.per_rank == list(range(len(resumed.per_rank)))
@@ -100,15 +100,15 @@ def test_a_bit_lost_before_it_was_written_is_seen_by_the_digest_on_any_grid(
             loading(group, 2)
 
     run_world(3, refused)
-    assert run_world(1, loading, 3)[0] == [3], "the control: without it nothing is seen"
+    assert run_world(1, loading, 3)[0] == [3], "the control: not detected without a digest"
     for other in ({"moments": "bf16"}, {"averages": {}}):  # other bits, rightly
         assert loading(None, 2, **other) == 2
 
 
 @pytest.mark.parametrize("writer", ["format1", "python-3.11.2", "torch-2.15.0"])
 def test_a_checkpoint_that_another_release_python_or_torch_wrote_loads(writer: str):
-    """``format1`` was written by hand; up to Python 3.11.3 members of enums are pickled by a
-    ``getattr``; torch 2.15 pickles one more property of tensors. All three hold the same run."""
+    """``format1`` was written by hand. Up to Python 3.11.3, enum members are pickled with
+    ``getattr``. torch 2.15 pickles one more property of tensors. All three contain the same run."""
     torch.manual_seed(0)
     plain, model = nn.Linear(3, 2), nn.Linear(3, 2)
     expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
@@ -151,14 +151,14 @@ def test_the_very_same_is_saved_again_without_an_error_and_without_a_change(
     (folder,) = tmp_path.iterdir()
     info = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
     lines = [message for message in info if message.startswith(f"saved {str(folder)!r}: ")]
-    assert len(lines) == 3, "of rank 0 alone"
+    assert len(lines) == 3, "only rank 0 logs"
     assert all(re.search(r"MB in \d+\.\d s, .* MB/s$", line) for line in lines)
     resumed = checkpoint.load(tmp_path, *start(None, "gpt", "adamw", {}))
     assert resumed.extra == {"rows": 1}
 
 
 EVEN, WHOLE = {"partition": "even"}, {"partition": "whole"}
-# Case, kind, ranks and options before, numbers of ranks and options after.
+# Case, kind; ranks and options before; numbers of ranks and options after.
 Resumed = tuple[str, str, int, dict[str, Any], tuple[int, ...], dict[str, Any]]
 RESUMED: dict[str, Resumed] = {
     "1 rank to 2 and 4": ("gpt", "adamw", 1, EVEN, (2, 4), EVEN),
@@ -189,7 +189,7 @@ def test_a_run_goes_on_exactly_with_other_ranks_and_another_layout(tmp_path: Pat
 
 @pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, BF16), (FP32, FP16)], ids=str)
 def test_other_param_dtypes_have_the_same_masters(tmp_path: Path, dtypes: Any):
-    # Gradients are installed in the storage dtype, so later steps differ rightly.
+    # Gradients have the parameters' dtype, so later steps rightly differ.
     first, second = ({"param_dtype": dtype} for dtype in dtypes)
     saved, _ = run_world(2, saving, str(tmp_path), "gpt", "adamw", first)
     loaded, _ = run_world(3, loading, str(tmp_path), "gpt", "adamw", second)
@@ -235,7 +235,7 @@ def test_a_frozen_base_that_was_saved_converted_is_loaded_as_it_came_and_the_rev
 def test_a_users_directory_may_be_named_almost_as_a_checkpoint(tmp_path: Path, name: str):
     run, notes = tmp_path / name, tmp_path / name / "step-2"
     pair = job()
-    if name != "step-000000001":  # that one would be a checkpoint, and is told to be missing
+    if name != "step-000000001":  # this is a checkpoint's name, so resume() would raise
         assert checkpoint.resume(run, *pair) is None
     notes.mkdir(parents=True)
     for step in (1, 2, 3):
@@ -243,7 +243,7 @@ def test_a_users_directory_may_be_named_almost_as_a_checkpoint(tmp_path: Path, n
     resumed = checkpoint.resume(run, *job(steps=0))
     assert resumed is not None and resumed.step == 3
     assert checkpoint.inspect(run).step == 3 and checkpoint.latest(run) == run / "step-000000003"
-    assert notes.is_dir(), "no checkpoint, so that keep= does not count or delete it"
+    assert notes.is_dir(), "keep= ignores it, since it is no checkpoint"
     if name != "step-000000001":
         assert checkpoint.resume(tmp_path, *pair) is None
 
@@ -267,7 +267,7 @@ def test_buffers_come_back_on_every_rank_as_rank_0_had_them(tmp_path: Path):
 
 
 def recomputing(seed: int = 0) -> Any:
-    """A model with a block in torch's wrapper, whose hook renames the keys of state_dict."""
+    """Return a model with a block in torch's wrapper, whose hook renames state_dict keys."""
     torch.manual_seed(seed)
     norm = nn.BatchNorm1d(6)
     norm.register_buffer("scratch", torch.zeros(3), persistent=False)
@@ -311,7 +311,7 @@ def test_torch_alone_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = checkpoint.latest(tmp_path)
     exact = whole(rank[0][0] for rank in saved)
     for name in [name for name in sys.modules if name.split(".")[0] == "shardcast"]:
-        monkeypatch.setitem(sys.modules, name, None)  # nothing can import it
+        monkeypatch.setitem(sys.modules, name, None)  # makes it impossible to import
     with pytest.raises(ImportError):
         importlib.import_module("shardcast.checkpoint.dcp")
     state = {"model": {"wte.weight": torch.empty(37, 18)}}
@@ -388,7 +388,7 @@ def test_a_run_with_a_loss_scale_goes_on_with_its_own_from_one_without(tmp_path:
 def test_a_tensor_on_a_device_that_rank_0_lacks_may_be_in_per_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    size = 13  # of a tensor for which the host stands for a device of rank 1
+    size = 13  # tensors of this size count as being on a device that only rank 1 has
 
     def tag(stored: Any) -> str | None:
         return "elsewhere" if stored.nbytes() == 4 * size else None

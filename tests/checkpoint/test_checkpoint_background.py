@@ -1,4 +1,4 @@
-"""Saves beside training: the same bits, never two at a time, errors on all ranks."""
+"""Background saves: same bits, never two at a time, errors on all ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from shardcast.testing import ThreadedWorld
 
 
 class Gate:
-    """Data is written only when the gate is open; can also fail, on one rank."""
+    """Delays writes of data until it is open; can also make one rank fail."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
-        self.fails = ""  # the file that cannot be made
+        self.fails = ""  # name of the file that cannot be created
 
     def __call__(self, point: str, path: str) -> None:
         if point == "create" and BACKGROUND in path and path.endswith(".distcp"):
@@ -46,7 +46,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Through which all saves of the test go."""
+    """The gate of all saves of the test."""
     watch(monkeypatch, gate := Gate())
     return gate
 
@@ -106,13 +106,13 @@ def sharding_anew(group: Any, folder: str, gate: Gate) -> None:
 
 
 def test_a_save_of_another_optimizer_into_the_directory_is_waited_for(tmp_path: Path, gate: Gate):
-    """It would take the folder that is being written for what a killed run has left."""
+    """Otherwise it would take the folder being written for the leftover of a killed run."""
     run_world(2, sharding_anew, str(tmp_path), gate)
     assert sorted(checkpoints(tmp_path)) == [1, 2]
 
 
 def test_saves_of_two_optimizers_follow_each_other_at_once(tmp_path: Path):
-    """Nothing comes between them, so the first may not run on all ranks yet."""
+    """The first save may not have started on all ranks when the second begins."""
 
     def run(group: Any) -> None:
         first, second = job(group), job(group, seed=7)
@@ -175,7 +175,7 @@ def test_ranks_load_one_checkpoint_although_another_job_commits_a_newer_one(
 
     def committed_between(*args: Any, **options: Any) -> Path | None:
         calls.append(args)
-        if len(calls) == 2:  # of the second rank, once the first one has looked
+        if len(calls) == 2:  # on the second rank, after the first one has chosen
             hidden.rename(newer)
         return choose(*args, **options)
 
@@ -198,7 +198,7 @@ def test_ranks_wait_for_a_save_alike_although_one_has_collected_the_optimizer(tm
     def run(group: Any) -> Path:
         model, optimizer = job(group)
         save = save_async(tmp_path, model, optimizer, step=1)
-        late = [optimizer] if group.rank() == 1 else []  # as an older garbage collection leaves it
+        late = [optimizer] if group.rank() == 1 else []  # as if not yet garbage-collected
         del model, optimizer
         gc.collect()
         path = save.wait()
@@ -227,13 +227,13 @@ def test_an_error_of_one_rank_is_told_once_and_costs_one_checkpoint(
     def three_saves(group: Any) -> None:
         model, optimizer = job(group)
         lost = save_async(tmp_path, model, optimizer, step=1)
-        group.barrier().wait()  # all ranks have begun theirs, as who ends one makes sure
+        group.barrier().wait()  # all ranks have started, which end() relies on
         end(lost, "test")
         gate.fails = ""
         second = save_async(tmp_path, model, optimizer, step=2)
         save_async(tmp_path, model, optimizer, step=3).wait()
-        assert second.wait().exists(), "the one after a failure is kept"
-        # Whoever asks gets the same answer on all ranks, with the file that it is about.
+        assert second.wait().exists(), "the save after a failure is kept"
+        # wait() raises the same error on all ranks, with the name of the file.
         with pytest.raises(RuntimeError, match=rf"step-000000001' is lost.*No space.*__{rank}_0"):
             lost.wait()
 
@@ -252,7 +252,7 @@ def test_a_rank_without_room_to_say_why_it_failed_ends_the_save_at_once(
     draft = saving.RankSave._draft
 
     def full(job: Any, data: bytes) -> None:
-        if len(data) < saving.SAID:  # no longer the room that was taken before
+        if len(data) < saving.SAID:  # more than the reserved space
             draft(job, data[:9])
             no_space()
         draft(job, data)
@@ -288,7 +288,7 @@ def test_who_waits_for_a_save_that_fails_is_not_told_by_the_log_as_well(
 def test_a_save_beside_a_save_async_is_named_on_all_ranks(tmp_path: Path):
     def attempt(group: Any) -> None:
         model, optimizer = job(group)
-        for _ in range(2):  # with none under way, then with one
+        for _ in range(2):  # first without a save in progress, then with one
             with pytest.raises(RuntimeError, match=r"rank 0: save_async; rank 1: save; make"):
                 verb = checkpoint.save if group.rank() == 1 else save_async
                 verb(tmp_path, model, optimizer, step=1)
@@ -305,7 +305,7 @@ def test_a_wait_beside_another_call_is_named_on_all_ranks(group: Any, tmp_path: 
     with pytest.raises(RuntimeError, match="rank 0: wait of save_async; rank 1: full_state"):
         save.wait() if group.rank() == 0 else optimizer.full_state_dict()
     optimizer.close()
-    assert save.wait().exists(), "of an optimizer that is closed"
+    assert save.wait().exists(), "although the optimizer is closed"
 
 
 def test_rank_0_gives_up_on_a_rank_that_says_nothing(
@@ -339,7 +339,7 @@ def begin_and_end(folder: Path) -> None:
 
 
 def test_a_process_that_ends_waits_for_its_save(tmp_path: Path):
-    """A forked one ends as others do: with the interpreter's wait for threads."""
+    """At the end, a forked process also waits for the interpreter's threads."""
     process = multiprocessing.get_context("fork").Process(target=begin_and_end, args=(tmp_path,))
     process.start()
     process.join(patience(100))
@@ -373,7 +373,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_is_taken(tmp_path: Path):
     os.waitpid(child, 0)
     assert told == b"writing"
     assert checkpoint.latest(tmp_path) is None
-    assert list(tmp_path.glob(BACKGROUND + "*")), "the control: it was under way"
+    assert list(tmp_path.glob(BACKGROUND + "*")), "the control: a save was in progress"
     model, optimizer = job()
     save_async(tmp_path, model, optimizer, step=1).wait()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001"]

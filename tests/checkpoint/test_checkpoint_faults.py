@@ -1,4 +1,4 @@
-"""Saves that are cut off anywhere, disks that fail, and files that are not what was written."""
+"""Saves that are killed at any point, failing disks, and damaged files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardcast.testing import ThreadedWorld, assert_same_sequence
 
 pytestmark = pytest.mark.timeout(120)
 
-# -- a save that ends before its end --------------------------------------------------------------
+# -- interrupted saves ----------------------------------------------------------------------------
 
 
 def test_a_save_that_is_killed_at_any_point_leaves_the_old_or_the_new_state(tmp_path: Path):
@@ -60,30 +60,30 @@ def test_a_save_that_is_killed_at_any_point_leaves_the_old_or_the_new_state(tmp_
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), counting.seen[number]
         folder = tmp_path / str(number)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # what has a checkpoint's name is never damaged
+            warnings.simplefilter("error")  # a folder with a checkpoint's name is never damaged
             step, state = loaded(folder, case="tiny")
         assert_same_bits(state, states[step - 1])
         steps.add(step)
-        checkpoint.save(folder, *pair, step=3)  # and it goes on
+        checkpoint.save(folder, *pair, step=3)  # the run can continue
         assert hidden(folder) == []
     assert steps == {1, 2}
 
 
 def chosen(counting: Counting) -> list[int]:
-    """Chunks are many small writes, which differ in nothing: every third will do."""
+    """Return all points, but only every third of the many equivalent writes of chunks."""
     points = enumerate(counting.seen)
     return [n for n, point in points if not point.startswith("write __") or n % 3 == 0]
 
 
 def hidden(folder: Path) -> list[str]:
-    """What saves that failed, or deletions, left behind."""
+    """Return what failed saves or deletions left behind."""
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
 def test_one_rank_that_fails_at_any_point_makes_all_raise_and_none_hang(tmp_path: Path):
     world = ThreadedWorld(2)
     pairs, others = world.run(job, 1, "tiny"), world.run(job, 0, "tiny")
-    states: dict[tuple[int, int], Any] = {}  # by step and rank
+    states: dict[tuple[int, int], Any] = {}  # keys: step, rank
 
     def saving(group: Any, step: int) -> str:
         pair = pairs[group.rank()]
@@ -106,12 +106,12 @@ def test_one_rank_that_fails_at_any_point_makes_all_raise_and_none_hang(tmp_path
     commit = max(n for n, p in enumerate(points.seen) if p.startswith("rename .writing"))
     for step, number in enumerate(chosen(points), start=3):
         with at_each_point(Counting(number, no_space)), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a deletion that fails only warns
+            warnings.simplefilter("ignore")  # a failed deletion only warns
             messages = world.run(saving, step)
         is_deletion = number > commit and messages == ["", ""]
         assert is_deletion or all("No space" in message for message in messages)
         assert_same_sequence(world.logs)
-        # A failed flush of the parent, or acknowledgement, comes after the commit.
+        # A failed flush of the parent, or a failed acknowledgement, comes after the commit.
         committed = max(directory.steps(tmp_path))
         for rank, (loaded_step, state) in enumerate(world.run(loading)):
             assert loaded_step == committed
@@ -132,7 +132,7 @@ def mounted(path: Path, options: str) -> bool:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB where that may be mounted."""
+    """A file system of 2 MiB if mounting is permitted, else a folder."""
     folder = tmp_path / "disk"
     folder.mkdir()
     is_own = mounted(folder, "size=2m")
@@ -143,7 +143,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def full(disk: Path) -> Iterator[None]:
-    """All of it is taken, but what a few directories and names need."""
+    """Fill the disk, except the space for a few directories and names."""
     if not os.path.ismount(disk):
         pytest.skip("mounting a tmpfs is not permitted here")
     filler = disk / "filler"
@@ -154,7 +154,7 @@ def full(disk: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_later(disk: Path) -> Iterator[None]:
-    """The same, when the free space has been looked at."""
+    """Fill it in such a way that the check of free space does not notice."""
     with pytest.MonkeyPatch.context() as patch, full(disk):
         patch.setattr(saving.shutil, "disk_usage", lambda _path: type("", (), {"free": 1e9}))
         yield
@@ -162,7 +162,7 @@ def full_later(disk: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_to_the_last_byte(disk: Path) -> Iterator[None]:
-    """Rank 0 has written; rank 1 has no room left, but what it took before to say why it failed."""
+    """Fill it after rank 0 has written; rank 1 has only the space reserved for its error."""
     if not os.path.ismount(disk):
         pytest.skip("mounting a tmpfs is not permitted here")
     rank_0_wrote, flush = threading.Event(), storage.Files.flush
@@ -195,7 +195,7 @@ def read_only(disk: Path) -> Iterator[None]:
     remount = lambda mode: subprocess.run(  # noqa: E731
         ["mount", "-o", f"remount,{mode}", str(disk)], check=True
     )
-    remount("ro") if is_own else (disk / "run").chmod(0o500)  # enough for who is not root
+    remount("ro") if is_own else (disk / "run").chmod(0o500)  # enough if not root
     try:
         yield
     finally:
@@ -214,7 +214,7 @@ def files_are_limited(disk: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_shared(disk: Path) -> Iterator[None]:
-    """What rank 0 makes is where nobody else sees it."""
+    """Make rank 0's folder where other ranks do not see it."""
     make = storage.make_directory
     with pytest.MonkeyPatch.context() as patch:
         unseen = lambda path: make(disk / "unseen" / path.name)  # noqa: E731
@@ -304,7 +304,7 @@ def test_all_is_flushed_as_it_is_before_a_checkpoint_or_an_export_gets_its_name(
 def test_a_process_that_can_start_no_thread_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ):
-    """As one that ends: what a thread would hash is hashed without one."""
+    """An ending process cannot start threads, so it hashes without one."""
     refused = list[threading.Thread]()
 
     def start(thread: threading.Thread) -> None:
@@ -317,13 +317,13 @@ def test_a_process_that_can_start_no_thread_saves(
         patch.setattr(threading.Thread, "start", start)
         checkpoint.save(tmp_path, *pair, step=1)
     assert bool(refused) == (size == 1)
-    step, state = loaded(tmp_path)  # and compares checksums
+    step, state = loaded(tmp_path)  # also compares checksums
     assert step == 1
     assert_same_bits(state, everything(*pair))
 
 
 def no_flush_of(kind: Callable[[int], bool], number: int) -> Callable[[int], None]:
-    """``os.fsync`` of a file system that gives an error for directories, or for files."""
+    """Return an ``os.fsync`` that raises for directories or for files."""
     fsync = os.fsync
 
     def flush(handle: int) -> None:
@@ -410,7 +410,7 @@ def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(
     assert list(directory.steps(tmp_path)) == [5, 4]
 
 
-# -- one rank that cannot take what the others take -----------------------------------------------
+# -- one rank that cannot load --------------------------------------------------------------------
 
 
 def test_a_manifest_that_one_rank_cannot_read_again_makes_all_raise(
@@ -439,7 +439,7 @@ def test_a_manifest_that_one_rank_cannot_read_again_makes_all_raise(
 
 
 class Picky(nn.Linear):
-    """Has an extra state, and takes none on one rank."""
+    """Has extra state, which ``refuses`` makes it refuse."""
 
     state: Any = 1
     refuses = False

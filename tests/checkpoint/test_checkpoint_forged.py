@@ -1,4 +1,4 @@
-"""Files whose checksums are right and whose contents no save writes; exports that were killed."""
+"""Files with correct checksums and contents that no save writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Place = tuple[Any, ...]
 
 
 def places(value: Any, place: Place = ()) -> Iterator[Place]:
-    """Every place in a tree of containers and objects."""
+    """Yield every place in a tree of containers and objects."""
     yield place
     items: Any = ()
     if isinstance(value, dict):
@@ -41,7 +41,7 @@ def places(value: Any, place: Place = ()) -> Iterator[Place]:
 
 
 def forged(value: Any, place: Place, other: Any) -> Any:
-    """A copy with ``other`` at that place."""
+    """Return a copy with ``other`` at a place."""
     if not place:
         return other
     key, *rest = place
@@ -81,7 +81,7 @@ def test_forged_contents_with_right_checksums_end_in_an_error_that_names_the_che
             bad = forged(metadata, draw.choice(every), draw.choice(OTHERS))
             try:
                 data = pickle.dumps(bad)
-            except RuntimeError:  # torch 2.15 pickles known memory formats only
+            except RuntimeError:  # torch 2.15 pickles only known memory formats
                 shutil.rmtree(tmp_path / "run")
                 continue
         else:

@@ -1,4 +1,4 @@
-"""Checkpoints of hybrid jobs: any grid of tensor, pipeline and data-parallel ranks to any other."""
+"""Checkpoints of hybrid jobs, between any grids of tensor, pipeline and data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import shardcast
 from shardcast import checkpoint
 from shardcast.testing import threaded_world
 
-# (tp, pp, dp), one after the other; among them the pairs of Megatron's resharding tests.
+# Consecutive grids (tp, pp, dp), including the pairs of Megatron's resharding tests.
 CHAINS = {
     "untied": [(1, 1, 1), (2, 1, 2), (1, 1, 4), (2, 1, 2), (8, 1, 1), (1, 2, 1), (1, 1, 1)],
     "tied": [(2, 2, 1), (1, 1, 2), (2, 4, 1), (2, 2, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2)],
@@ -26,7 +26,7 @@ CHAINS = {
 
 
 def link(mesh: Any, folder: Path, number: int, tie: bool) -> Any:
-    """Resume, look, train one step, look, save."""
+    """Resume, train one step, and save; return the state before and after the step."""
     job = Job(mesh, tie)
     if number:
         resumed = checkpoint.resume(folder, job.model, job.optimizer)
@@ -60,7 +60,7 @@ def test_each_grid_goes_on_from_the_one_before_it_as_one_process_does(tmp_path: 
 
 
 def everywhere(world: dict[str, int], fn: Any, *args: Any) -> list[str]:
-    """What each rank raises."""
+    """Return each rank's error."""
 
     def caught(mesh: Any) -> str:
         with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
@@ -71,7 +71,7 @@ def everywhere(world: dict[str, int], fn: Any, *args: Any) -> list[str]:
 
 
 def test_an_export_of_a_grid_is_that_of_one_process(tmp_path: Path):
-    """Weights, and the optimizer's state in the order of the whole model: a plain pair takes it."""
+    """The state is in the order of the whole model, so a plain optimizer can load it."""
 
     def saved(mesh: Any, folder: Path, interleaved: bool) -> None:
         job = Job(mesh, interleaved=interleaved)
@@ -133,7 +133,7 @@ def test_replicas_of_shards_write_once(tmp_path: Path):
 
 
 class Experts(nn.Module):
-    """Two experts for each of two ranks, as one DTensor or as plain tensors of one name."""
+    """Two experts on each of two ranks, as one DTensor or as plain tensors of one name."""
 
     def __init__(self, mesh: Any, placed: bool) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_experts_are_saved_as_parts_of_one_tensor(tmp_path: Path):
 
 
 def numbered(mesh: Any, wrong: int = 0) -> tuple[nn.Module, Any]:
-    """The same experts as plain tensors, named by their numbers in the whole model."""
+    """Return the same experts as plain tensors, named by their numbers in the whole model."""
     torch.manual_seed(0)
     weight = torch.randn(4, 3, 2)
     first = 0 if mesh is None else 2 * mesh["ep"].get_local_rank()
@@ -268,7 +268,7 @@ def test_a_local_state_does_not_load_at_another_place_of_the_mesh():
         Job(mesh).optimizer.load_state_dict(states[mesh.get_rank() ^ swap])
 
     threaded_world(world, loading, 0)
-    for message in everywhere(world, loading, 1):  # the same layout, of the other half of rows
+    for message in everywhere(world, loading, 1):  # same layout, other half of the rows
         assert "another place in the mesh" in message
 
 

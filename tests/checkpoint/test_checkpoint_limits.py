@@ -1,4 +1,4 @@
-"""What checkpoints cost: memory, messages between ranks, and bytes beside the state."""
+"""Costs of checkpoints: memory, messages between ranks, and bytes in addition to the state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardcast.checkpoint.access import Snapshot
 from shardcast.testing import fake_world
 
 LARGEST = 8 << 20  # bytes of one parameter
-# glibc keeps freed blocks up to 32 MB for itself, which would be counted; these it gives back.
+# Make glibc return freed blocks; by default it keeps those up to 32 MB, which would be counted.
 AT_ONCE = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
@@ -60,9 +60,9 @@ print(saved, loaded, exported)
 
 @pytest.mark.timeout(120)  # which grows with the load of the machine
 def test_the_memory_of_saving_loading_and_exporting_does_not_grow_with_the_model(tmp_path: Path):
-    """192 MB of state are saved and loaded; extra is nothing, and to load the state of a pack.
+    """For 192 MB of state, a save takes no extra memory, and a load that of one pack's state.
 
-    An export takes one of the files that it writes, here two parameters, and a chunk.
+    An export takes the memory of one file that it writes, here two parameters, and of a chunk.
     """
     finished = subprocess.run(
         [sys.executable, "-c", SAVE, tmp_path],
@@ -72,7 +72,7 @@ def test_the_memory_of_saving_loading_and_exporting_does_not_grow_with_the_model
     )
     assert finished.returncode == 0, finished.stderr
     saved, loaded, exported = map(int, finished.stdout.split())
-    assert saved < LARGEST  # of a tensor of which no copy is made; pages are counted in batches
+    assert saved < LARGEST  # no copy of a tensor; the kernel counts pages in batches
     of_a_pack = 2 * 2 * LARGEST  # 16 MB of parameters, two moments
     assert of_a_pack < loaded < of_a_pack + 2 * LARGEST
     assert 1.9 * LARGEST < exported < 3.5 * LARGEST
@@ -81,8 +81,8 @@ def test_the_memory_of_saving_loading_and_exporting_does_not_grow_with_the_model
 def exchanged(
     world: int, layers: int, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[str], list[str], int, int]:
-    """The collectives of a save and of a load before values move, the most bytes that one rank
-    adds to one of them, and the length of its message to rank 0."""
+    """Return the collectives of a save and of a load until values move, the largest part of a rank
+    in one of them, and the length of the rank's message to rank 0."""
     folder = base / f"{world:04d}-{layers:02d}"
     folder.mkdir()
     whole = folder / "whole"
@@ -104,16 +104,16 @@ def exchanged(
 def test_what_a_rank_exchanges_to_save_and_load_grows_with_neither_ranks_nor_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The same collectives at 8 and 1,024 ranks; what one rank adds is small, whatever it saves.
+    """Collectives are the same at 8 and 1,024 ranks, and a rank's part in them is small.
 
-    So each rank receives O(W), and rank 0 reads W messages, none larger than with fewer ranks.
+    So each rank receives O(W), and rank 0 reads W messages, no larger than with fewer ranks.
     """
     few = exchanged(8, 40, tmp_path, monkeypatch)
     many = exchanged(1024, 40, tmp_path, monkeypatch)
     assert few[:2] == many[:2] and len(few[0]) < 12 and len(few[1]) < 12
-    assert many[2] < 300, "arguments, a digest: neither records nor per_rank"
+    assert many[2] < 300, "arguments and a digest, without records and per_rank"
     assert many[2] == exchanged(1024, 4, tmp_path, monkeypatch)[2]
-    assert 20_000 < many[3] <= few[3], "they go to rank 0 alone"
+    assert 20_000 < many[3] <= few[3], "these only go to rank 0"
 
 
 def test_metadata_and_frames_are_a_small_part_of_a_larger_state(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Plain torch checkpoints, and those of FSDP2, into a sharded run."""
+"""Load plain torch checkpoints, and those of FSDP2, into a sharded run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def trained(kind: str) -> tuple[nn.Module, Any]:
-    """A plain model and optimizer after some steps."""
+    """Return a plain model and optimizer after some steps."""
     model = CASES["gpt"].build(seed=0)
     optimizer = make(kind, model)
     advance(model, optimizer, 0, 3)
@@ -36,7 +36,7 @@ def fresh(group: Any, kind: str, **fields: Any) -> tuple[nn.Module, Any]:
 
 def taking(group: Any, kind: str, weights: Any, state: Any, fields: dict[str, Any]) -> Any:
     model, optimizer = fresh(group, kind, **fields)
-    advance(model, optimizer, 7, 8)  # state that must go
+    advance(model, optimizer, 7, 8)  # state that must be replaced
     load_plain(model, optimizer, weights, state)
     loaded = parts(optimizer)
     advance(model, optimizer, 3, 5)
@@ -109,7 +109,7 @@ def test_an_export_is_cut_by_size_and_comes_back_to_the_bit(tmp_path: Path, shar
 
 
 def with_fsdp(group: Any, folder: str) -> Any:
-    """Three steps of torch's own FSDP2, its checkpoint, and its whole state."""
+    """Run three steps of torch's FSDP2, save its checkpoint, and return its whole state."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""What cannot be saved or loaded is refused by name, on all ranks, and changes nothing."""
+"""Saves and loads that are refused by name on all ranks, and change nothing."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def loading(path: str = ".", verb: Any = load, **options: Any) -> Any:
 
 
 def plain(weights: dict[str, Any] | None = None, state: dict[str, Any] | None = None) -> Any:
-    """``load_plain`` of what is right, but on rank 1, where values are changed, or missing if None.
+    """Return a ``load_plain`` with changed values on rank 1; a None means a missing value.
 
-    Rank 0 must raise as well, and not wait.
+    Rank 0, whose values are right, must raise too and not hang.
     """
 
     def act(run: Path, rank: int, *pair: Any) -> None:
@@ -86,7 +86,7 @@ def by_a_stranger(run: Path) -> None:
 
 
 def by_a_strangers_getattr(run: Path) -> None:
-    """An attribute of a class that may be in metadata, as its members are pickled."""
+    """Pickle an attribute of an allowed class, in the way in which enum members are pickled."""
 
     class Evil:
         def __reduce__(self) -> Any:
@@ -129,13 +129,13 @@ nothing: Spoil = lambda _: None  # noqa: E731
 
 
 class Refused(NamedTuple):
-    """The error, what it names, the call on each rank; what happens before; another pair."""
+    """The error and its text, the call on each rank, a prior change, options of the pair."""
 
     kind: type[Exception]
     told: str
     act: Any
     spoil: Spoil = nothing
-    options: dict[str, Any] = {}  # noqa: RUF012 - of a tuple, which nobody changes
+    options: dict[str, Any] = {}  # noqa: RUF012 - never modified
 
 
 VALUE, READ = partial(Refused, ValueError), partial(Refused, RuntimeError)
@@ -279,7 +279,7 @@ def test_it_is_refused_on_all_ranks_and_changes_nothing(made: Path, tmp_path: Pa
 
 
 def test_what_is_right_is_not_refused(made: Path, tmp_path: Path):
-    """The control of the table, with its calls and its run."""
+    """Control of the table: the same calls work on the same run."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
 
     def attempt(group: Any) -> None:
@@ -299,7 +299,7 @@ def test_what_is_right_is_not_refused(made: Path, tmp_path: Path):
 @pytest.mark.parametrize("form", ["one", "list", "file"])
 def test_one_ranks_part_of_a_state_is_not_taken_for_a_plain_state(tmp_path: Path, form: str):
     def refused(group: Any) -> None:
-        # Shapes do not tell: each parameter has one owner, which has all of it, 1-d as it is.
+        # Shapes show no difference: each parameter is 1-d and has one owner, which has all of it.
         pairs = [(m := nn.LayerNorm(4), sharded(m, group, partition="whole")) for _ in range(2)]
         (model, optimizer), other = pairs
         advance(model, optimizer, 0, 1)
@@ -315,11 +315,11 @@ def test_one_ranks_part_of_a_state_is_not_taken_for_a_plain_state(tmp_path: Path
     run_world(2, refused)
 
 
-# -- edited by hand, with sums that hold ----------------------------------------------------------
+# -- edited by hand, with correct checksums -------------------------------------------------------
 
 
 def point(folder: Path, where: str, offset: int = 0) -> None:
-    """Have ``.metadata`` refer to another place for the chunks of one file."""
+    """Make ``.metadata`` refer to another place for the chunks of one file."""
     path = folder / METADATA
     metadata = pickle.loads(path.read_bytes())
     for place in metadata.storage_data.values():
@@ -369,11 +369,11 @@ def test_what_was_edited_by_hand_is_refused_although_its_sums_hold(
         assert load(tmp_path, *pair).step == 1
 
 
-# -- written by a version that is not known here --------------------------------------------------
+# -- written by an unknown version ----------------------------------------------------------------
 
 
 def written_elsewhere(folder: Path) -> None:
-    """Metadata with a class that no version here has, and sums that hold."""
+    """Write metadata with an unknown class and correct checksums."""
     path = folder / METADATA
     path.write_bytes(path.read_bytes().replace(b"ChunkStorageMetadata", b"ChunkStorageMetadat4"))
     seal(folder, lambda manifest: manifest.update(torch="9.9.0", python="3.99.1"))
@@ -395,7 +395,7 @@ def test_what_another_version_wrote_is_named_with_both_and_never_takes_an_older_
         assert_same_bits(everything(*pair), before)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of a fall back
+        warnings.simplefilter("error")  # a fallback would warn
         run_world(2, attempt)
         for verb in (latest, inspect):
             with pytest.raises(ValueError, match=both):
@@ -414,7 +414,7 @@ def test_what_could_not_be_read_again_is_an_error_of_the_first_save(
         with pytest.raises(RuntimeError, match=r"unexpected .*BytesStorageMetadata"):
             save_async(tmp_path, *pair, step=1).wait()
 
-    known = unpickling.CLASSES - {"BytesStorageMetadata"}  # no message of a rank has it
+    known = unpickling.CLASSES - {"BytesStorageMetadata"}  # ranks' messages do not contain it
     with monkeypatch.context() as patch:
         patch.setattr(unpickling, "CLASSES", known)
         run_world(ranks, attempt)

@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint`` takes a sharded optimizer for a plain one: state in and out."""
+"""``torch.distributed.checkpoint`` gets and sets a sharded optimizer's state as a plain one's."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_state_that_dcp_gets_and_sets_goes_on_with_the_same_masters(
         train(other, resumed, 1)
     with optimizer.as_plain():
         states = get_state_dict(model, optimizer, options=StateDictOptions(**options))
-    weights, state = copy.deepcopy(states)  # which are the optimizer's own tensors
+    weights, state = copy.deepcopy(states)  # they are the optimizer's own tensors
     with resumed.as_plain():
         set_state_dict(
             other,
@@ -89,7 +89,7 @@ def test_a_state_that_dcp_gets_and_sets_goes_on_with_the_same_masters(
 
 
 def assert_goes_on_alike(*pairs: tuple[nn.Module, Any]) -> None:
-    """Three steps later masters, state and parameters are equal to the bit."""
+    """Assert that masters, state and parameters are bitwise equal after three more steps."""
     for model, optimizer in pairs:
         train(model, optimizer)
     first, second = (everything(*pair) for pair in pairs)
@@ -104,7 +104,7 @@ sgd = of("SGD", lr=1e-2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @on_each_rank(2)
 def test_parameters_without_a_state_go_round_too(group: Any, dtype: str, options: Any, build: Any):
-    """Of a class that keeps none, and of a layer that got no gradient; with their masters."""
+    """A class may keep no state, and a layer may get no gradient; masters are kept."""
     model, optimizer = shard(group, build, param_dtype=dtype)
     model[0](BATCH).square().mean().backward()
     optimizer.step()
@@ -113,7 +113,7 @@ def test_parameters_without_a_state_go_round_too(group: Any, dtype: str, options
     state = plain_state(model, optimizer, dcp_options)
     other, resumed = shard(group, build, param_dtype=dtype)
     other.load_state_dict(model.state_dict())
-    if not options:  # torch demands a state of each parameter that is trained
+    if not options:  # torch requires state of each trained parameter
         dcp_options.strict = False
     with resumed.as_plain():
         set_optimizer_state_dict(other, resumed, state, options=dcp_options)
@@ -190,7 +190,7 @@ def saves_and_loads(_group: Any, folder: str) -> None:
 
 
 class App:
-    """The Stateful of torch's tutorial on DCP."""
+    """The Stateful from torch's DCP tutorial."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
@@ -226,7 +226,7 @@ def test_handles_are_refused_before_a_state_is_touched(inside: bool):
 def test_a_state_that_dcp_asks_for_outside_of_as_plain_is_an_error_by_name(
     began: bool, tmp_path: Path
 ):
-    """And of none a part is saved, or set, as the whole."""
+    """Otherwise one rank's part would be saved or set as the whole state."""
 
     def run(group: Any) -> None:
         model, optimizer = shard(group)
@@ -251,7 +251,7 @@ def test_a_state_that_dcp_asks_for_outside_of_as_plain_is_an_error_by_name(
 
 
 def test_a_state_that_is_asked_for_before_a_first_step_changes_no_later_one():
-    """Of a guard, an average, a rate and a dampened momentum that count steps."""
+    """Guard, average, rate and dampened momentum, which count steps, are not affected."""
 
     def build(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
@@ -320,7 +320,7 @@ def test_a_state_that_one_rank_cannot_give_is_an_error_of_all(group: Any, rank: 
 
 
 def called_by(module: str, optimizer: Any) -> Callable[[], Any]:
-    """A function of ``module`` that asks for the state."""
+    """Return a function of ``module`` that calls ``state_dict()``."""
     scope: dict[str, Any] = {"__name__": module, "optimizer": optimizer}
     exec("def save(): return optimizer.state_dict()", scope)
     return scope["save"]
@@ -335,7 +335,7 @@ def in_a_file(state: dict[str, Any]) -> None:
 
 
 def goes_back(state: dict[str, Any], optimizer: Any) -> None:
-    """Read a learning rate, and go back to a state and to a copy of it, in memory."""
+    """Read a learning rate, and load a state and copies of it from memory."""
     assert state["param_groups"][0]["lr"] > 0 and "state" in state
     optimizer.load_state_dict(state)
     optimizer.load_state_dict(copy.deepcopy(state))
@@ -378,7 +378,7 @@ def test_a_script_that_takes_one_ranks_part_for_a_state_is_warned_once(
     _, optimizer = shard(None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        in_a_file(optimizer.state_dict())  # of one rank it is all
+        in_a_file(optimizer.state_dict())  # on one rank this is the whole state
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -1,4 +1,4 @@
-"""Mistakes and wishes of a first hour with checkpoints: save at the top of a loop, plain files."""
+"""First uses of checkpoints and their mistakes: saves at the top of a loop, plain files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_was_edited_since_it_was_loaded_is_saved_if_it_may_overwrite(
         return parts(optimizer)
 
     edited, _ = run_world(3, resuming)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000003"], "nothing else is left"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000003"], "no other file is left"
 
     def loading(group: Any) -> Any:
         model, optimizer = job(group, 0)
@@ -71,7 +71,7 @@ def test_what_was_edited_since_it_was_loaded_is_saved_if_it_may_overwrite(
 def test_what_was_edited_since_it_was_loaded_is_no_checkpoint_of_before(
     group: Any, tmp_path: Path, name: str, what: str
 ):
-    """Be it trained, frozen or a buffer, and on one rank alone."""
+    """This holds for trained and frozen weights and buffers, edited on one rank only."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     optimizer = shard(model, optimizer, process_group=group)
@@ -117,7 +117,7 @@ def test_a_plain_file_that_is_missing_is_named(tmp_path: Path, place: str, name:
 def test_resume_without_a_checkpoint_logs_the_path(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """A mistyped path would train from the start in silence."""
+    """With a mistyped path, a run would silently train from the start."""
     with caplog.at_level("INFO", "shardcast"):
         assert checkpoint.resume(tmp_path / "typo", *job(None, 1)) is None
     assert "typo" in caplog.text and "resume" in caplog.text
@@ -163,7 +163,7 @@ def trained(group: Any, steps: int, model: Any, optimizer: Any) -> Any:
 
 
 def by_name(model: Any, optimizer: Any) -> dict[str, Any]:
-    """The plain state on rank 0, by parameter; elsewhere nothing."""
+    """Return the plain state by parameter on rank 0, else nothing."""
     state = optimizer.full_state_dict().get("state", {})
     names = [*dict(model.named_parameters())]
     return {names[number]: values for number, values in state.items()}

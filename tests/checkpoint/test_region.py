@@ -1,4 +1,4 @@
-"""Flat intervals of local tensors as boxes of whole ones, and back; names of all ranks together."""
+"""Flat intervals of local tensors as boxes of whole tensors, and back; names of all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
 def dealt(size: int, hands: Sequence[int]) -> list[tuple[IndexRange, ...]]:
-    """Indices of a dimension, dealt to as many ranks as ``hands`` names, as runs of each."""
+    """Assign index ``i`` of a dimension to rank ``hands[i]``; return the runs of each rank."""
     ranks: list[list[IndexRange]] = [[] for _ in range(max(hands, default=0) + 1)]
     for index in range(size):
         runs = ranks[hands[index]]
@@ -39,7 +39,7 @@ def dealt(size: int, hands: Sequence[int]) -> list[tuple[IndexRange, ...]]:
 
 @st.composite
 def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
-    """The regions of all ranks that a tensor is cut over: rows, columns, strided, uneven, empty."""
+    """Draw the regions of all ranks of a tensor: rows, columns, strided, uneven, empty."""
     dims = []
     for size in shape:
         hands = st.lists(st.integers(0, 2), min_size=size, max_size=size)
@@ -48,7 +48,7 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
 
 
 def local_of(whole: Tensor, region: Region) -> Tensor:
-    """What a rank holds, taken index by index."""
+    """Return a rank's local tensor, selected by indices."""
     for dim, runs in enumerate(region.runs):
         index = [i for run in runs for i in range(run.first, run.first + run.size)]
         whole = whole.index_select(dim, torch.tensor(index, dtype=torch.int64))
@@ -56,7 +56,7 @@ def local_of(whole: Tensor, region: Region) -> Tensor:
 
 
 def views_of(draw: Any, local: Tensor, region: Region) -> list[ShardView]:
-    """What a rank holds as adjacent intervals, some of them empty."""
+    """Return a rank's local tensor as adjacent intervals, some of them empty."""
     flat = local.view(-1)
     ends = sorted(draw(st.lists(st.integers(0, len(flat)), max_size=3)))
     intervals = zip([0, *ends], [*ends, len(flat)], strict=True)
