@@ -1,6 +1,6 @@
-"""What a step of a hybrid job sends: that of a data-parallel one, and little more.
+"""The collectives of a hybrid job's step: those of a data-parallel one, and little more.
 
-Seen by one rank of a large mesh on a fake world.
+Recorded on one rank of a large mesh, in a fake world.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHAPES: dict[str, tuple[int, ...]] = {f"layer{n}": (64, 64) for n in range(4)}
 
 
 def second_step(model: Bag, log: list[Collective], **options: Any) -> list[Collective]:
-    """The collectives of the second step."""
+    """Return the collectives of the second step."""
     optimizer = shardcast.shard(
         model, torch.optim.AdamW(model.parameters()), pack_params=1, alignment=8, **options
     )
@@ -34,7 +34,7 @@ def second_step(model: Bag, log: list[Collective], **options: Any) -> list[Colle
 
 
 def of_mesh(mesh: DeviceMesh, kind: Any, **options: Any) -> list[Collective]:
-    """Layers cut over ``tp``, beside two that are placed as ``kind`` says."""
+    """Return the collectives for layers cut over ``tp``, and two norms placed as ``kind``."""
     model = Bag(**SHAPES, norm1=(64,), norm2=(64,))
     model.place(mesh["tp"], **dict.fromkeys(SHAPES, Shard(0)))
     if kind is not None:
@@ -47,7 +47,7 @@ def counted(log: list[Collective]) -> Counter[tuple[str, str]]:
 
 
 DATA_PARALLEL = {
-    ("dp", "all_to_all_single"): 6,  # reduce: one for each pack
+    ("dp", "all_to_all_single"): 6,  # reduce: one per pack
     ("dp", "all_reduce"): 1,  # decide
     ("dp", "all_gather_single"): 6,  # sync
 }
@@ -58,7 +58,7 @@ def test_model_parallelism_costs_one_small_collective_in_a_step():
         log = of_mesh(mesh, None)
     assert counted(log) == {**DATA_PARALLEL, ("tp", "all_gather_single"): 1}
     (extra,) = [call for call in log if call.group == "tp"]
-    assert extra.nbytes <= 8 * 8 * (32 + 64), "a few numbers of each rank"
+    assert extra.nbytes <= 8 * 8 * (32 + 64), "a few numbers per rank"
 
 
 def test_each_pack_of_a_class_that_is_summed_costs_one_more():
@@ -67,7 +67,7 @@ def test_each_pack_of_a_class_that_is_summed_costs_one_more():
     expected = {**DATA_PARALLEL, ("tp", "all_gather_single"): 1, ("tp", "all_reduce"): 2}
     assert counted(summed) == expected
     spans = [call for call in summed if (call.group, call.op) == ("tp", "all_reduce")]
-    # Elements of the own span, and whether there is a gradient.
+    # The own span, and a number for whether there is a gradient.
     assert [(call.nbytes, call.dtype) for call in spans] == [(4 * (4 + 1), torch.float32)] * 2
 
 
@@ -78,7 +78,7 @@ def test_replicas_cost_one_sum_of_the_own_span_for_each_pack():
     assert found["dp", "all_to_all_single"] == found["dp", "all_gather_single"] == 6
     assert found["copies", "all_reduce"] == 6 and found["tp", "all_gather_single"] == 1
     spans = [call.nbytes for call in log if call.group == "copies"]
-    assert sorted(spans) == [16] * 2 + [64] * 4, "fp32, of 1/32 of a pack, aligned"
+    assert sorted(spans) == [16] * 2 + [64] * 4, "1/32 of a pack in fp32, aligned"
 
 
 def test_stages_of_a_pipeline_agree_in_one_collective_over_all_model_parallel_ranks():
@@ -89,7 +89,7 @@ def test_stages_of_a_pipeline_agree_in_one_collective_over_all_model_parallel_ra
 
 
 def test_data_parallelism_alone_sends_what_it_sends_without_a_mesh():
-    """And with dimensions of one rank beside it."""
+    """This includes meshes with more dimensions of size one."""
     with fake_world(32, rank=5) as group:
         plain = second_step(Bag(**SHAPES), group.log, process_group=group)
     for grid in ({"dp": 32}, {"pp": 1, "dp": 32, "tp": 1}):

@@ -1,4 +1,4 @@
-"""A guard, and counted tokens, on meshes: what one process does that has all gradients."""
+"""A guard and counted tokens on meshes, compared with one process with all gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GRIDS: dict[str, dict[str, int]] = {
 
 
 def gradient(name: str, mesh: Any = None) -> Tensor:
-    """Of one backward, the same on data-parallel ranks; of other experts another one."""
+    """Return a gradient, the same on data-parallel ranks and different for each expert."""
     shape = SHAPES[name]
     whole = 1.0 + torch.arange(float(math.prod(shape))).view(shape)
     dims = () if mesh is None else mesh.mesh_dim_names
@@ -43,7 +43,7 @@ def gradient(name: str, mesh: Any = None) -> Tensor:
 
 
 def build(mesh: Any, **options: Any) -> tuple[Any, Bag, Any]:
-    """What is sharded, its one module and the optimizer."""
+    """Return the argument of ``shard()``, its only module, and the optimizer."""
     dims = () if mesh is None else mesh.mesh_dim_names
     model = Bag(**(STAGES[mesh.get_local_rank("pp")] if "pp" in dims else SHAPES))
     if "tp" in dims and hasattr(model, "rows"):
@@ -73,12 +73,12 @@ Seen = tuple[set[int], int, list[float], list[dict[str, Tensor]]]
 
 
 def size_of(step: int, last: bool = False) -> float:
-    """What gradients are multiplied by; only the last data-parallel rank has a spike."""
+    """Return the factor of gradients; only the last data-parallel rank has spikes."""
     return (1 + 0.01 * (step % 3)) * (30.0 if last and step in SPIKES else 1.0)
 
 
 def guarded(mesh: Any, steps: range, path: Path | None = None, resumes: bool = False) -> Seen:
-    """Skipped steps, how many the guard counted, norms, and how far each step moved parameters."""
+    """Return skipped steps, the guard's count, norms, and each step's change of parameters."""
     part, model, optimizer = build(mesh, guard=GUARD)
     if resumes:
         checkpoint.load(path, part, optimizer)
@@ -87,7 +87,7 @@ def guarded(mesh: Any, steps: range, path: Path | None = None, resumes: bool = F
     skipped, norms, moved = set(), [], []
     for step in steps:
         before = here(model)
-        spiky = last and (mesh is None or hasattr(model, "late"))  # in one stage of a pipeline
+        spiky = last and (mesh is None or hasattr(model, "late"))  # only in one stage of a pipeline
         grads = {
             name: gradient(name, mesh) * size_of(step, spiky and name == "late") for name in before
         }
@@ -103,7 +103,7 @@ def guarded(mesh: Any, steps: range, path: Path | None = None, resumes: bool = F
 
 
 def by_rule(norms: list[float]) -> set[int]:
-    """The steps that the rule skips, by hand."""
+    """Return the steps that the rule skips, computed by hand."""
     accepted: list[float] = []
     spikes = set()
     for step, norm in enumerate(norms):
@@ -127,14 +127,14 @@ def test_a_spike_of_one_rank_is_skipped_at_the_same_step_on_all_ranks_and_named(
             for name, value in change.items():
                 assert bool(value.any()) != (step in SPIKES), (step, name)
     told = [w for w in caught if "skipped by the guard: norm" in str(w.message)]
-    assert len(told) == len(SPIKES), "one rank says it for all"
+    assert len(told) == len(SPIKES), "only one rank warns"
 
 
 @pytest.mark.parametrize("target", [None, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "tp": 2}], ids=str)
 def test_a_guard_goes_on_with_its_window_on_another_grid(target: Any, tmp_path: Path):
     grid = GRIDS["a pipeline of tensor-parallel stages"]
     threaded_world(grid, guarded, range(SAVED + 1), tmp_path)
-    for resumes in (True, False):  # the control: a fresh window is not half full by step 12
+    for resumes in (True, False):  # the control: a new window is not half full at step 12
         steps = range(SAVED + 1, STEPS)
         ranks = (
             [guarded(None, steps, tmp_path, resumes)]
@@ -151,7 +151,7 @@ FIRST_SCALE, OVERFLOWS = 2.0**6, {1}
 
 
 def counted(mesh: Any, accumulate: str) -> list[tuple[dict[str, Tensor], float, bool]]:
-    """Parameters, norm and skip of each step; the last stage alone sees the loss to be scaled."""
+    """Return parameters, norm and skip of each step; only the last stage scales the loss."""
     _, model, optimizer = build(
         mesh,
         param_dtype=torch.float16,
@@ -192,7 +192,7 @@ def tokens(rank: int, step: int, number: int) -> int:
     ids=str,
 )
 def test_counted_fp16_steps_are_those_of_one_process_on_all_tokens(grid: Any, accumulate: str):
-    """Context-parallel ranks count their own tokens, stages and tensor-parallel ranks the same."""
+    """Context-parallel ranks count their own tokens; stages and tensor-parallel ranks, the same."""
     size = grid["dp"] * grid.get("cp", 1)
     for rank in threaded_world(grid, counted, accumulate):
         params = {name: torch.zeros_like(value) for name, value in rank[0][0].items()}

@@ -1,9 +1,9 @@
-"""Every kind of parameter of a hybrid job gets the sum of the right ranks' gradients, once.
+"""Each kind of parameter of a hybrid job gets the sum of the right ranks' gradients, once.
 
-Rank ``r`` gives each parameter the gradient ``2**r * (1, 2, 3 ...)``, so that a sum tells which
-ranks are in it, how often, and that no element lies in the place of another. All numbers are
-integers far below 2**24: every comparison is exact. After one step of SGD with a learning rate of
-1, from zero, parameters are the negated sums.
+Rank ``r`` gives each parameter the gradient ``2**r * (1, 2, 3 ...)``, so a sum shows which ranks
+are in it, how often, and that all elements are in their places. All numbers are integers far below
+2**24, so every comparison is exact. After one SGD step with learning rate 1 from zero, parameters
+are the negative sums.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def mine() -> float:
 
 
 def first_of(mesh: DeviceMesh) -> float:
-    """What the first rank of this one's tensor-parallel ranks gives: they see the same data."""
+    """Return the factor of the first tensor-parallel rank here, since these see the same data."""
     return 2.0 ** dist.get_process_group_ranks(mesh.get_group("tp"))[0]
 
 
 class Step(NamedTuple):
-    """What one rank does.
+    """A step of one rank.
 
     Attributes:
-        grads: by parameter, of its local part.
+        grads: gradients of local parts by parameter.
         partial: parameters whose gradients are parts of a sum over tensor-parallel ranks.
-        backwards: before the step, all with these gradients.
-        tokens: if given, counted before the last of them.
-        options: of ``shard()``.
+        backwards: number of backwards before the step, each with these gradients.
+        tokens: if given, counted before the last backward.
+        options: options of ``shard()``.
     """
 
     model: Bag
@@ -66,14 +66,14 @@ def sgd(mesh: DeviceMesh, model: Bag, **options: Any) -> shardcast.ShardedOptimi
 
 
 def stepped(mesh: DeviceMesh, build: Callable[[DeviceMesh], Step]) -> tuple[Sums, float]:
-    """How far each parameter moved, and the norm of all gradients."""
+    """Make a step; return the negative change of each parameter, and the gradient norm."""
     step = build(mesh)
     optimizer = sgd(mesh, step.model, **step.options)
     for number in range(1, step.backwards + 1):
         if step.tokens is not None:
             optimizer.count(step.tokens if number == step.backwards else 0)
         loss = step.model(step.grads, step.partial)
-        if loss.requires_grad:  # else all of a stage is frozen
+        if loss.requires_grad:  # else the whole stage is frozen
             loss.backward()
     optimizer.step()
     moved = {name: -full(param) for name, param in step.model.named_parameters()}
@@ -93,7 +93,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 def tensor_parallel(mesh: DeviceMesh, **options: Any) -> Step:
-    """All kinds of parameters."""
+    """Build parameters of all kinds."""
     place = mesh.get_local_rank("tp")
     model = Bag(**SHAPES)
     model.place(mesh["tp"], rows=Shard(0), columns=Shard(1), copy=Replicate(), partial=Replicate())
@@ -106,7 +106,7 @@ def tensor_parallel(mesh: DeviceMesh, **options: Any) -> Step:
 
 
 def unequal_parts(mesh: DeviceMesh) -> Step:
-    """Beside which owners of whole copies must be the same ranks; the last part is empty."""
+    """Build parameters with unequal parts, some empty; owners of whole copies must still agree."""
     place, tp = mesh.get_local_rank("tp"), mesh["tp"].size()
     model = Bag(rows=(3, 8), few=(tp - 1, 3), first=(4,), second=(3,))
     model.place(mesh["tp"], rows=Shard(0), few=Shard(0), first=Replicate(), second=Replicate())
@@ -121,7 +121,7 @@ def unequal_parts(mesh: DeviceMesh) -> Step:
 
 
 def two_dimensions(mesh: DeviceMesh) -> Step:
-    """A parameter over two model-parallel dimensions, and one that each data rank alone uses."""
+    """Build a parameter over two model-parallel dimensions, and two used on one data rank each."""
     model = Bag(block=(4, 6), first=(3,), other=(2, 2))
     block = distribute_tensor(model.block.data, mesh["ep", "tp"], [Shard(0), Shard(1)])
     model.register_parameter("block", nn.Parameter(block))
@@ -138,7 +138,7 @@ def two_dimensions(mesh: DeviceMesh) -> Step:
 
 
 def experts(mesh: DeviceMesh, named: bool = True, **step: Any) -> Step:
-    """Ranks of ``ep`` hold other experts under one name, all ranks the same router."""
+    """Build different experts of one name along ``ep``, and the same router on all ranks."""
     options: dict[str, Any] = {"dp": mesh["ep", "edp"]._flatten("data")}
     options |= {"experts": {"edp": ["expert"]}} if named else {}
     options |= {"divisor": None} if step else {}
@@ -148,7 +148,7 @@ def experts(mesh: DeviceMesh, named: bool = True, **step: Any) -> Step:
 
 
 def counted_experts(mesh: DeviceMesh) -> Step:
-    """Ranks of a pair count other tokens: 16 in all."""
+    """Count different tokens on the ranks of a pair, 16 in total."""
     return experts(mesh, backwards=2, tokens=5 if mesh.get_local_rank("edp") else 3)
 
 
@@ -158,7 +158,7 @@ STAGES = ({"embed": (4, 3), "early": (5,)}, {"late": (2, 2), "norm": (3,), "head
 def pipeline(
     mesh: DeviceMesh, tied: Any = (("embed", "head"),), frozen: Iterable[str] = (), **options: Any
 ) -> Step:
-    """Two stages, several backwards, and a weight that both hold under other names."""
+    """Build two stages that share a weight under two names, with several backwards."""
     model = Bag(**STAGES[mesh.get_local_rank("pp")])
     for name, param in model.named_parameters():
         param.requires_grad_(name not in frozen)
@@ -171,7 +171,7 @@ def pipeline(
 
 
 def several_ties(mesh: DeviceMesh) -> Step:
-    """A stage's groups differ in number from others', by which torch would name them."""
+    """Build stages with different numbers of groups, after which torch would name groups."""
     names = (("a", "b"), ("c",), ("d",), ("e",))[mesh.get_local_rank("pp")]
     model = Bag(**dict.fromkeys(names, (2, 2)))
     grads = {name: numbered(2, 2) * mine() for name in names}
@@ -179,11 +179,11 @@ def several_ties(mesh: DeviceMesh) -> Step:
 
 
 class Known(NamedTuple):
-    """What is known of :func:`stepped` on a grid.
+    """Expected results of :func:`stepped` on a grid.
 
     Attributes:
-        sums: by parameter, how often ``(1, 2, 3 ...)`` is in its sum; a list is by rank.
-        counted: which rank has a part of the norm in which parameter; None: all of rank 0.
+        sums: factor of ``(1, 2, 3 ...)`` in each parameter's sum; a list has one per rank.
+        counted: ranks and parameters that make up the norm; None: all parameters of rank 0.
     """
 
     grid: dict[str, int]
@@ -193,11 +193,11 @@ class Known(NamedTuple):
 
 
 def sums_of(first: float, every: float) -> dict[str, float]:
-    """The same for all but what is a part of a sum over tensor-parallel ranks."""
+    """Return ``every`` for parts of a sum over tensor-parallel ranks, ``first`` for the others."""
     return {name: every if "part" in name else first for name in SHAPES}
 
 
-GRID = {"dp": 2, "pp": 2}  # ranks 0 and 2 have the first stage, 1 and 3 the last one
+GRID = {"dp": 2, "pp": 2}  # ranks 0 and 2 have the first stage, 1 and 3 the last
 STAGE_SUMS = {"embed": 3 * 15, "early": 3 * 5, "late": 3 * 10, "norm": 3 * 10, "head": 3 * 15}
 ONCE = [(0, "embed"), (0, "early"), (1, "late"), (1, "norm")]  # the tied weight counts once
 KNOWN: dict[str, Known] = {
@@ -307,7 +307,7 @@ def test_every_parameter_gets_the_sum_of_its_ranks_and_counts_once_in_the_norm(n
 
 
 def assigned(mesh: DeviceMesh) -> Sums:
-    """Gradients that lie in another way than their parameters, as some operators give them."""
+    """Assign gradients with other placements than their parameters, as some operators do."""
     tp, place = mesh["tp"], mesh.get_local_rank("tp")
     model = Bag(pending=(4, 6), turned=(4, 6), cut=(4, 6), copy=(4, 6), part=(4, 6))
     model.place(
@@ -346,13 +346,13 @@ def low(mesh: DeviceMesh) -> float:
 
 
 def test_sums_over_tensor_parallel_ranks_are_in_fp32():
-    """256 + 1 - 256, of which 256 + 1 has no place in bf16, the dtype of gradients."""
+    """The sum is 256 + 1 - 256; bf16, the dtype of gradients, cannot represent 256 + 1."""
     assert torch.tensor(257.0).bfloat16() == 256
     assert threaded_world({"dp": 2, "tp": 3}, low) == [2.0 * 2] * 6
 
 
 def grown(mesh: DeviceMesh) -> Sums:
-    """A group that is added later, and another divisor for each step."""
+    """Add a group later, and change the divisor between steps."""
     model, more = Bag(rows=(4, 6)), Bag(columns=(4, 6), partial=(5,))
     model.place(mesh["tp"], rows=Shard(0))
     more.place(mesh["tp"], columns=Shard(1), partial=Replicate())

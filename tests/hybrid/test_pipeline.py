@@ -1,6 +1,6 @@
-"""Pipelines of torch beside data parallelism: two stages' ranks times two.
+"""torch's pipelines with data parallelism: two pipeline ranks times two.
 
-Cases of torch's test_composability, with its sizes and tolerances.
+The cases, sizes and tolerances are those of torch's test_composability.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.ModuleDict):
-    """Layers of a range, under the names that they have in the whole model."""
+    """A range of layers, under their names in the whole model."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.values():
@@ -75,18 +75,18 @@ def values(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 class How(NamedTuple):
-    """What is said of a pipeline; see :func:`pipelined`."""
+    """Options of :func:`pipelined`."""
 
     as_list: bool = True
     scale_grads: bool = False
-    late: bool = False  # a group that is added after shard()
+    late: bool = False  # add a group after shard()
     autocast: bool = False
-    counted: bool = False  # the loss is a sum, its rows are counted
-    shared: bool = False  # a weight of the first and the last stage
+    counted: bool = False  # the loss is a sum, and its rows are counted
+    shared: bool = False  # the first and the last stage share a weight
 
 
 def pipelined(mesh: DeviceMesh, schedule: str, dtype: torch.dtype, how: How) -> dict[str, Any]:
-    """Train this rank's stages; what they hold at the end, and the norms of all steps."""
+    """Train this rank's stages; return their values, and the norms of all steps."""
     pp, dp_rank = mesh["pp"], mesh.get_local_rank("dp")
     here, dp_log = pp.get_local_rank(), mesh.get_group("dp").log
     kind = get_schedule_class(schedule)
@@ -132,14 +132,14 @@ def pipelined(mesh: DeviceMesh, schedule: str, dtype: torch.dtype, how: How) -> 
         sent += len(dp_log) - before
         optimizer.step()
         optimizer.zero_grad()
-        if not how.shared:  # torch has no eval() of a V schedule
+        if not how.shared:  # torch has no eval() for V schedules
             pipeline.eval(*[x] * parts[0].is_first, target=target)
         norms.append(optimizer.grad_norm)
     return {"values": values(stages), "norms": torch.stack(norms), "sent": sent}
 
 
 def data_parallel(group: Any, dtype: torch.dtype, backwards: bool, shared: bool) -> dict[str, Any]:
-    """The same without a pipeline, on two ranks; also from the last micro-batch to the first."""
+    """Train without a pipeline on two ranks, optionally with micro-batches in reverse order."""
     model = layers()
     if shared:
         tie(model["0"], model["7"])
@@ -169,19 +169,19 @@ def without_pipeline(
 @functools.cache
 def on_four(schedule: str, dtype: torch.dtype = FP32, how: How = PLAIN) -> list[dict[str, Any]]:
     ranks = threaded_world(GRID, pipelined, schedule, dtype, how, timeout=60)
-    for one, other in zip(ranks[:2], ranks[2:], strict=True):  # two replicas
+    for one, other in zip(ranks[:2], ranks[2:], strict=True):  # the replicas
         assert_same_bits(one["values"], other["values"])
     assert all(torch.equal(rank["norms"], ranks[0]["norms"]) for rank in ranks)
     return ranks
 
 
 def joined(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """The parameters of all stages."""
+    """Return the parameters of all stages."""
     return ranks[0]["values"] | ranks[1]["values"]
 
 
 def test_data_parallelism_alone_trains_as_one_process_does():
-    """So do pipelines, which are compared with it below."""
+    """The tests below compare pipelines with data parallelism."""
     model, norms = layers(), []
     optimizer = adam([model])
     for step in range(STEPS):
@@ -218,7 +218,7 @@ def test_a_pipeline_gives_what_data_parallelism_alone_gives(schedule: str, dtype
 @pytest.mark.parametrize(
     ("schedule", "dtype", "how"),
     [
-        ("1F1B", BF16, How(autocast=True)),  # which casts these layers alone
+        ("1F1B", BF16, How(autocast=True)),  # autocast only affects these layers
         ("Interleaved1F1B", BF16, How(autocast=True)),
         ("1F1B", FP32, How(scale_grads=True)),
         ("InterleavedZeroBubble", FP32, How(scale_grads=True)),
@@ -228,7 +228,7 @@ def test_a_pipeline_gives_what_data_parallelism_alone_gives(schedule: str, dtype
     ids=str,
 )
 def test_what_is_said_otherwise_moves_no_bit(schedule: str, dtype: torch.dtype, how: How):
-    """A scaled loss or the schedule's scale, one stage or a list, a group that is added late."""
+    """Covers the loss scaled by script or schedule, one stage or a list, and a late group."""
     plain, ranks = on_four(schedule, dtype), on_four(schedule, dtype, how)
     assert_same_bits(joined(ranks), joined(plain))
     assert torch.equal(ranks[0]["norms"], plain[0]["norms"])
@@ -243,7 +243,7 @@ def test_what_is_said_otherwise_moves_no_bit(schedule: str, dtype: torch.dtype, 
 def test_counted_rows_and_weights_of_two_stages_of_a_rank_train_as_without_a_pipeline(
     schedule: str, how: How
 ):
-    """And warn that the schedule is not to divide, which torch does silently."""
+    """It also warns to pass scale_grads=False, since torch divides silently."""
     if how.shared and torch.__version__ < (2, 13):
         pytest.skip("torch sends to itself, which fails")
     with warnings.catch_warnings(record=True) as warned:

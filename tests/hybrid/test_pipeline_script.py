@@ -1,4 +1,4 @@
-"""The training script for grids: one curve whatever the grid, also across a change of it."""
+"""The training script for grids has the same losses on any grid."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ FLAGS = (
 
 
 def run(_group: Any, flags: str, output: Path) -> None:
-    """One rank of a run, alone without a process group."""
+    """Run one rank; without a process group, one process."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     args = parse_arguments([*FLAGS, *flags.split(), "--output", str(output)])
     train(args, Processes(rank, world, torch.device("cpu")))
 
 
 def on_four(flags: str, output: Path) -> list[metrics.Record]:
-    """What four ranks record, threads of this process."""
+    """Run four ranks as threads of this process; return the records."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(signal, "signal", lambda *_: None)  # for the main thread alone
+        patched.setattr(signal, "signal", lambda *_: None)  # only allowed in the main thread
         threaded_world({"ranks": 4}, run, flags, output)
     return metrics.read(output)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[metrics.Record]:
-    """torch's own optimizer in one process."""
+    """Records of torch's own optimizer in one process."""
     output = tmp_path_factory.mktemp("alone")
     run(None, "--baseline", output)
     return metrics.read(output)

@@ -1,4 +1,4 @@
-"""Weights that two pipeline stages hold, in any order and state, and what stages hold apart."""
+"""Weights that two pipeline stages share, in any order and state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_patterns_of_dtypes_need_to_match_on_one_stage_only():
 
 
 class Tables(nn.Module):
-    """A stage with a table that every stage has a copy of, and a parameter of its own."""
+    """A stage with a copy of a buffer that every stage has, and its own layer."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ def test_two_stages_of_a_rank_may_each_have_a_buffer_of_one_name() -> None:
 
 
 PAIRS = [("a", "y"), ("b", "x")]
-ORDERS = [("a", "b"), ("z",), ("x", "y")]  # the last one holds its ties in another order
+ORDERS = [("a", "b"), ("z",), ("x", "y")]  # the last stage has its ties in another order
 GRADIENTS = {"a": 1.0, "b": 10.0, "x": 100.0, "y": 1000.0, "z": 1.0}
 
 
 def in_other_order(mesh: DeviceMesh, frozen: bool) -> dict[str, float]:
-    """What each parameter is after a step from a value of its own, or where it is left out."""
+    """Return each parameter after a step from its own value, or without a step if left out."""
     names = ORDERS[:: 2 // (mesh["pp"].size() - 1)][mesh.get_local_rank("pp")]
     model = Bag(**dict.fromkeys(names, (4, 3)))
     for name, param in model.named_parameters():
@@ -82,7 +82,7 @@ def test_two_stages_may_hold_their_ties_in_two_orders(stages: int, frozen: bool)
 
 
 def test_a_tied_weight_has_one_owner_on_both_stages_where_owners_have_whole_parameters():
-    """Each stage has other parameters beside it, by which the ranks' loads are evened out."""
+    """The stages' other parameters differ, and they influence the balance of owners."""
 
     def train(mesh: DeviceMesh) -> Tensor:
         last = mesh.get_local_rank("pp")
@@ -99,7 +99,7 @@ def test_a_tied_weight_has_one_owner_on_both_stages_where_owners_have_whole_para
 
 
 def trained_in_one_place(mesh: DeviceMesh, clears: bool) -> list[float]:
-    """Three steps of two parameters; in the first one one rank alone has a gradient of a copy."""
+    """Make three steps; in the first, only one rank has a gradient of each shared parameter."""
     stage, part = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
     model = Bag(**{("embed", "head")[stage]: (6, 4), "parts": (5,)})
     copy, parts = model.parameters()
@@ -121,7 +121,7 @@ def trained_in_one_place(mesh: DeviceMesh, clears: bool) -> list[float]:
             if part == 0:
                 parts.grad = torch.ones_like(parts)
         if clears and step == 1:
-            optimizer.clip_grad_norm_(1.0)  # reduces
+            optimizer.clip_grad_norm_(1.0)  # reduces gradients
         if clears:
             copy.grad = parts.grad = None
             optimizer.zero_grad()
@@ -155,7 +155,7 @@ def test_copies_that_were_frozen_train_from_the_first_gradient_of_one_of_them_on
     assert threaded_world({"pp": 2, "dp": 1}, train) == [[-1.0, -1.0], [-1.0, 0.0]]
 
 
-# -- what several ranks hold stays the same, or is named ------------------------------------------
+# -- copies stay equal, or the difference is named ------------------------------------------------
 
 
 class Pair(nn.Module):

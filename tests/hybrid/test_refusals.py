@@ -1,4 +1,4 @@
-"""What a hybrid job gets wrong is named, on every rank, whichever of them got it wrong."""
+"""Mistakes in a hybrid job raise on every rank, by name, whichever rank made them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def at(mesh: DeviceMesh, dim: str) -> int:
 def sharded(
     mesh: DeviceMesh, model: Any = None, optimizer: Any = None, stages: Any = None, **options: Any
 ) -> tuple[nn.Module, Any]:
-    """A small model and its sharded optimizer; ``stages`` may be given in its place.
+    """Shard a small model, or ``stages`` of it; return it and the optimizer.
 
-    A model that is refused stays as it was.
+    Also assert that a refused model does not change.
     """
     model = Bag(one=(4, 4), two=(4,)) if model is None else model
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
@@ -50,7 +50,7 @@ def placed(mesh: DeviceMesh, **placements: Any) -> Bag:
 
 
 def pending(mesh: DeviceMesh, name: str, here: bool, trained: bool = True) -> Bag:
-    """A parameter that is a sum still, on some ranks."""
+    """Return a model which on some ranks has a parameter that is a pending sum."""
     model = Bag(one=(4, 4), two=(4,))
     if here:
         summand = DTensor.from_local(torch.ones(4, 4), mesh["tp"], [Partial()], run_check=False)
@@ -63,7 +63,7 @@ def in_other_order() -> DeviceMesh:
 
 
 def two_meshes(mesh: DeviceMesh) -> None:
-    """The second one has the same dimensions, in another order of ranks."""
+    """Use two meshes with the same dimensions and different orders of ranks."""
     other = in_other_order()
     model = placed(mesh["tp"], one=Shard(0))
     model.place(other["tp"], two=Shard(0))
@@ -83,17 +83,17 @@ def without_memory(mesh: DeviceMesh) -> None:
 
 
 def grouped(mesh: DeviceMesh, groups: Callable[[Bag, int], list[list[nn.Parameter]]]) -> None:
-    """Groups by rank along ``pp`` and ``tp``."""
+    """Shard with groups that depend on the rank along ``pp`` and ``tp``."""
     model = Bag(one=(4, 4), two=(4,))
     made = groups(model, 2 * at(mesh, "pp") + at(mesh, "tp"))
     sharded(mesh, model, torch.optim.AdamW([{"params": group} for group in made]), **LIST)
 
 
-LIST: dict[str, Any] = {"stages": lambda model: [model]}  # of a pipeline
+LIST: dict[str, Any] = {"stages": lambda model: [model]}  # a pipeline's list of stages
 
 
 def tied(mesh: DeviceMesh, first: Any, last: Any, ties: Any = None, **options: Any) -> None:
-    """Two stages of these shapes; ``ties`` by stage, where they differ."""
+    """Shard two stages of these shapes; ``ties`` are by stage if they differ."""
     stage = at(mesh, "pp")
     ties = [("one", "two")] if ties is None else ties(stage)
     sharded(mesh, Bag(**(last if stage else first)), **LIST, tied=ties, **options)
@@ -120,7 +120,7 @@ def stepped(
     scaled: Callable[[Any, Tensor], Tensor] = lambda _o, loss: loss,
     **options: Any,
 ) -> None:
-    """A step after ``edit`` of the optimizer."""
+    """Make a step after ``edit`` of the optimizer."""
     model, optimizer = sharded(mesh, **LIST, **options)
     edit(optimizer)
     loss = model({"one": torch.ones(4, 4), "two": torch.ones(4)})
@@ -133,7 +133,7 @@ def change(name: str, value: Any) -> Callable[[Any], None]:
 
 
 class Refused(NamedTuple):
-    """What every rank raises, what it names, and what is done on every rank."""
+    """The error of every rank, its text, and the action on every rank."""
 
     kind: type[Exception]
     told: str
@@ -285,7 +285,7 @@ REFUSED: dict[str, Refused] = {
         "betas of group 0",
         lambda m: stepped(m, change("betas", (0.9, 0.9 + 0.01 * at(m, "pp")))),
     ),
-    "opposite differences": RANKS(  # whose sums over each two ranks are equal
+    "opposite differences": RANKS(  # with equal sums over each pair of ranks
         "lr of group 0 ",
         lambda m: stepped(m, change("lr", 0.1 + 0.1 * (at(m, "dp") == at(m, "tp")))),
     ),
@@ -317,7 +317,7 @@ def caught(mesh: DeviceMesh, wrong: Callable[[DeviceMesh], None]) -> tuple[type,
     try:
         wrong(mesh)
     except (ValueError, TypeError, RuntimeError) as error:
-        dist.barrier()  # nobody waits in another collective
+        dist.barrier()  # no rank is in another collective
         return type(error), str(error)
     return object, ""
 
@@ -342,7 +342,7 @@ def right(mesh: DeviceMesh) -> bool:
     model, optimizer = sharded(mesh, placed(mesh["tp"], one=Shard(0), two=Replicate()))
     model({"one": torch.ones(2, 4), "two": torch.ones(4)}).backward()
     optimizer.step()
-    # torch 2.13 gathers rows in a wrong order over a mesh that has been flattened.
+    # torch 2.13 gathers rows in a wrong order over a flattened mesh.
     uneven = torch.arange(25.0).view(5, 5)
     cut = distribute_tensor(uneven, mesh["dp", "tp"], [Shard(0), Shard(0)])
     return torch.equal(cut.full_tensor(), uneven)

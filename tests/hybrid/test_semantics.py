@@ -1,7 +1,7 @@
-"""What holds for data parallelism holds on a mesh: options, clips, accumulation, edits, skips.
+"""Options, clips, accumulation, edits and skips work on a mesh as with data parallelism alone.
 
-Each case trains a few steps on tensor-parallel ranks, and on replicas of shards, and comes to the
-norms and parameters of the same number of data-parallel ranks alone.
+Each case trains a few steps on tensor-parallel ranks, and on replicas of shards. Norms and
+parameters must be those of data-parallel ranks alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FeedForward(nn.Module):
 
 
 class Language(nn.Module):
-    """Tokens to logits. ``gain`` stays a plain parameter, on a part of the sequence."""
+    """Tokens to logits. ``gain`` stays a plain parameter and acts on a part of the sequence."""
 
     def __init__(self, width: int = 16, dim: int = 8) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ PARTS = {"tp": ["gain"]}  # grad_sum_over of Language
 
 
 def parallel(model: Language, mesh: DeviceMesh) -> Language:
-    """``model`` over the tensor-parallel ``mesh``, its activations cut along the sequence."""
+    """Parallelize ``model`` over the tensor-parallel ``mesh``, with sequence parallelism."""
     plan: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(use_local_output=True),
@@ -79,7 +79,7 @@ def parallel(model: Language, mesh: DeviceMesh) -> Language:
 
 
 def batches(steps: int, size: int = 8) -> Iterator[Tensor]:
-    """Global batches of tokens, which follow a rule that can be learned."""
+    """Yield global batches of tokens that follow a learnable rule."""
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
         start = torch.randint(VOCAB, (size, 1), generator=generator)
@@ -102,7 +102,7 @@ def at_once(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, _step:
 
 def in_halves(model: nn.Module, optimizer: ShardedOptimizer, batch: Tensor, step: int) -> None:
     first, second = batch.chunk(2)
-    # Without the context too: what is reduced already is added to.
+    # Without no_sync, the second backward adds to reduced gradients.
     with optimizer.no_sync() if step else nullcontext():
         (loss_of(model, first) / 2).backward()
     (loss_of(model, second) / 2).backward()
@@ -130,7 +130,7 @@ def edits(model: nn.Module, optimizer: ShardedOptimizer, step: int) -> None:
 
 
 def freezes(model: nn.Module, _optimizer: ShardedOptimizer, step: int) -> None:
-    """In the second step."""
+    """Freeze parameters in the second step."""
     for param in (model.head.weight, model.gain, model.norm.weight):
         param.requires_grad_(step != 0)
 
@@ -153,13 +153,13 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Case(NamedTuple):
-    """What is done in place of a backward, before a step and after it, by what optimizer."""
+    """The backward, the actions before and after a step, the optimizer, and options."""
 
     backward: Backward = at_once
     before: Act = nothing
     after: Act = nothing
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
-    fields: dict[str, Any] = {}  # noqa: RUF012, nobody writes into it
+    fields: dict[str, Any] = {}  # noqa: RUF012, never modified
 
 
 BF16 = {"param_dtype": "bf16", "autocast": False, "fuse": "eager", "max_grad_norm": 0.1}
@@ -189,7 +189,7 @@ Seen = tuple[list[float], dict[str, Tensor]]
 
 
 def train(mesh: DeviceMesh, dp: Any) -> dict[str, Seen]:
-    """All cases, one after the other: norms, and whole parameters at the end."""
+    """Run all cases; return norms and the final whole parameters."""
     return {name: train_one(mesh, dp, case) for name, case in CASES.items()}
 
 
@@ -234,9 +234,9 @@ def test_a_mesh_trains_as_data_parallel_ranks_alone_do(grid: dict[str, int], dp:
                 low = value.dtype == torch.bfloat16
                 rtol, atol = (0.02, 1e-3) if low else (1e-5, 1e-6)
                 torch.testing.assert_close(here[key], value, rtol=rtol, atol=atol, msg=name)
-                assert torch.equal(here[key], results[0][name][1][key]), "the same everywhere"
+                assert torch.equal(here[key], results[0][name][1][key]), "equal on all ranks"
     for exact, same in (("adamw", "overlap"), ("bf16", "split16")):
         for found in results:
             assert_same_bits(found[exact][1], found[same][1])
     apart = {tuple(norms) for norms, _ in expected.values()}
-    assert len(apart) > 6, "the cases differ"
+    assert len(apart) > 6, "the cases must differ"

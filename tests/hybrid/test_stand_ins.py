@@ -1,4 +1,4 @@
-"""The ``.grad`` of a DTensor is a stand-in, too: every rank edits its own elements."""
+"""The ``.grad`` of a DTensor is also a stand-in, of which every rank edits its own elements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def numbers(seed: int) -> Tensor:
 
 
 def backward(mesh: DeviceMesh) -> tuple[Bag, shardcast.ShardedOptimizer]:
-    """Rank ``r`` of the data-parallel dimension has the gradient ``numbers(r)``."""
+    """Run a backward in which data-parallel rank ``r`` has the gradient ``numbers(r)``."""
     model = Bag(**dict.fromkeys(PLACES, SHAPE), plain=(3,))
     model.place(mesh["tp"], **PLACES)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -47,7 +47,7 @@ def mean() -> Tensor:
 
 
 def like(param: nn.Parameter, values: Tensor) -> Tensor:
-    """``values``, as the parameter lies."""
+    """Return ``values`` with the parameter's placements."""
     assert isinstance(param, DTensor)
     return distribute_tensor(values, param.device_mesh, param.placements, src_data_rank=None)
 
@@ -213,7 +213,7 @@ def test_code_that_asks_nobody_sees_nan_also_after_gradients_were_zeroed(mesh: D
 @pytest.mark.filterwarnings("ignore:step skipped")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_edit_of_a_whole_gradient_after_the_clip_is_decided_on_again(ranks: int) -> None:
-    """A DTensor counts its versions apart from those of the memory that it shows."""
+    """A DTensor's version counter is separate from that of its local tensor."""
 
     def script(mesh: DeviceMesh) -> None:
         model, optimizer = backward(mesh)

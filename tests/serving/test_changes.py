@@ -1,4 +1,4 @@
-"""What has changed since somebody asked: a reader that applies it has the bits of the training."""
+"""Changes since a version: a reader that applies them has bitwise the trained weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Told = list[tuple[Changes, Values]]
 
 
 class Net(nn.Module):
-    """Matrices that every form can have, and what no alignment divides; a tie, a scalar."""
+    """Matrices that suit every form, sizes that no alignment divides, a tie, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
         nn.init.zeros_(self.odd.bias)
 
 
-LATER = "odd.bias", "scale"  # come with a group of their own
+LATER = "odd.bias", "scale"  # are added later, in their own group
 
 
 def build(kind: str) -> tuple[Net, Any]:
@@ -59,7 +59,7 @@ def build(kind: str) -> tuple[Net, Any]:
 
 
 def weights(model: nn.Module) -> Values:
-    """Copies of all parameters, tied ones by each name, of a DTensor the whole."""
+    """Return copies of all whole parameters, tied ones under each name."""
     return {
         name: getattr(param.detach(), "full_tensor", param.detach)().clone()
         for name, param in model.named_parameters(remove_duplicate=False)
@@ -68,21 +68,21 @@ def weights(model: nn.Module) -> Values:
 
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
-    """The same small random values on every rank."""
+    """Fill in small random values, the same on every rank."""
     for number, param in enumerate(model.parameters()):
         noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
         param.copy_(noise / 16)
 
 
 class Story:
-    """One training that a reader follows: what its rank told at each point, and what was there."""
+    """A run that a reader follows: its rank's changes and the weights at each point."""
 
     def __init__(self, group: Any, kind: str, fields: Mapping[str, Any]) -> None:
         self.model, optimizer = build(kind)
         self.optimizer: Any = shardcast.shard(
             self.model, optimizer, process_group=group, changes=True, **fields
         )
-        self.kept: Any = None  # a state to return to
+        self.kept: Any = None  # a saved state
         self.told: Told = []
         self.extended = False
 
@@ -102,7 +102,7 @@ class Story:
 
     @torch.no_grad()
     def edit(self, seed: int, how: str = "copy_") -> None:
-        """A script writes some elements, the same on all ranks."""
+        """Write some elements, the same on all ranks."""
         generator = torch.Generator().manual_seed(seed)
         for _, param in self.trained[seed % 3 :: 3]:
             values = param.detach().clone()
@@ -116,7 +116,7 @@ class Story:
                 param.copy_(values)
 
     def load(self, seed: int) -> None:
-        """Of ``model.state_dict()``: a part in fp32, a part as it was a while ago."""
+        """Load the model with some tensors in fp32 and some from an earlier state."""
         generator = torch.Generator().manual_seed(seed)
         state = self.model.state_dict()
         for number, (name, value) in enumerate([*state.items()]):
@@ -150,7 +150,7 @@ class Story:
                 pass
 
     def tell(self, lost: bool = False) -> None:
-        """Ask, as a sender does; ``lost``: its last answer reached nobody."""
+        """Ask for changes like a sender; with ``lost``, as if the last answer did not arrive."""
         since = self.told[-1][0].version if self.told else None
         if lost:
             since = "00000000-00000000-0"
@@ -187,7 +187,7 @@ def drawn(seed: int, length: int) -> list[str]:
 
 
 def follow(ranks: Sequence[Told]) -> Values:
-    """Apply what all ranks told, point by point; the reader's weights, a group of later too."""
+    """Apply all ranks' changes point by point; return the reader's weights."""
     reader: Values = {}
     version = None
     for parts in zip(*ranks, strict=True):
@@ -224,7 +224,7 @@ TRAININGS = {
 }
 
 
-# Each form on two of the worlds of 1 to 4 ranks.
+# Each training runs with two of the world sizes 1 to 4.
 DRAWN = [
     (1 + (n + more) % 4, form) for n, form in enumerate(TRAININGS) for more in (n // 4, n // 4 + 2)
 ]
@@ -241,7 +241,7 @@ def test_a_reader_of_changes_has_the_bits_of_the_training(ranks: int, form: str)
 
 
 def test_values_of_an_answer_that_failed_are_in_the_next_one():
-    """An error in a later pack leaves the values of earlier packs untold."""
+    """After an error in a later pack, changes of earlier packs have not been sent."""
     story = Story(None, "AdamW", {**BF16, "pack_params": 1})
     story.tell()
     story.step(1)
@@ -255,7 +255,7 @@ def test_values_of_an_answer_that_failed_are_in_the_next_one():
 
 @pytest.mark.parametrize("form", ["bf16", "split16", "mxfp8", "fp32", "norms in fp32", "any class"])
 def test_the_option_costs_a_copy_of_each_owned_element_and_changes_no_training(form: str):
-    """Whether anybody asks, or not."""
+    """This holds whether or not changes are requested."""
     kind, fields = TRAININGS[form]
 
     def run(group: Any) -> tuple[int, int, int]:
@@ -288,7 +288,7 @@ def test_the_option_costs_a_copy_of_each_owned_element_and_changes_no_training(f
 
 
 def test_on_a_mesh_places_are_those_of_whole_parameters():
-    """Tensor parallelism by rows and by columns, and what each pair of ranks has a copy of."""
+    """Covers tensor parallelism by rows and by columns, and copies on pairs of ranks."""
 
     def run(mesh: Any) -> Told:
         model = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 8), nn.LayerNorm(8))
@@ -319,7 +319,7 @@ def test_on_a_mesh_places_are_those_of_whole_parameters():
 
 @pytest.mark.parametrize("as_dtensor", [False, True])
 def test_experts_of_one_name_are_refused_unless_they_have_places_in_one_parameter(as_dtensor: bool):
-    """Each rank of ``ep`` has other experts; only a DTensor says where they are in the whole."""
+    """Ranks of ``ep`` have different experts; only a DTensor shows their place in the whole."""
 
     def run(mesh: Any) -> tuple[Changes, Values] | None:
         generator = torch.Generator().manual_seed(mesh.get_local_rank("ep"))
@@ -358,7 +358,7 @@ def test_of_runs_of_ranks_with_equal_masters_one_tells():
 
 @pytest.mark.parametrize("ranks", [3, 6])
 def test_a_rank_that_owns_no_block_tells_nothing(ranks: int):
-    """Two blocks have two owners, and lie within one pack of all ranks."""
+    """Two blocks have two owners, although all ranks share their pack."""
 
     def run(group: Any) -> list[Changes]:
         model = nn.Linear(128, 256, bias=False)

@@ -1,4 +1,4 @@
-"""Readers of a training: what they apply, what they refuse, and how they come to it by a folder."""
+"""Readers of a run: what they apply, what they refuse, and how they follow a folder."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def advance(model: nn.Module, optimizer: Any, seed: int) -> None:
 
 
 def told(steps: int = 2, **fields: Any) -> tuple[list[Changes], dict[str, Tensor]]:
-    """Full changes, then of each step; the weights in the end."""
+    """Return full changes, then those of each step, and the final weights."""
     model, optimizer = trainer(**fields)
     found = [optimizer.changes()]
     for step in range(steps):
@@ -83,7 +83,7 @@ def test_changes_are_applied_to_a_model_or_to_its_state(kind: str):
     "fields", [{}, {"fuse": "auto"}, {"param_dtype": "fp32"}, {"master": "split16"}]
 )
 def test_a_change_is_what_differs_in_its_bits_and_no_more(fields: dict[str, Any]):
-    """On each of two ranks; nothing of what a script wrote and took back."""
+    """On two ranks; writes that a script has undone are not included."""
 
     def run(group: Any) -> list[dict[str, list[int]]]:
         model, optimizer = trainer(group, **fields)
@@ -120,7 +120,7 @@ def test_patches_have_the_fields_of_vllms_checkpoint_weight_patch():
 
 
 def refused(error: type[Exception], changes: Any, version: str | None, named: str) -> None:
-    """Nothing is written."""
+    """Assert that the changes are refused and nothing is written."""
     target = reader_model()
     before = values(target)
     with pytest.raises(error, match=named):
@@ -183,7 +183,7 @@ def test_a_model_that_is_not_the_trainings_is_refused():
     for other in (MLP(), nn.Linear(3, 3), first):
         with pytest.raises(publish.WrongModelError, match=r"a\.weight|a\.bias"):
             publish.apply(other, changes[0])
-    assert not first["a.weight"].any()  # it fits, and is not written without the others
+    assert not first["a.weight"].any()  # it would fit, but is not written without the others
 
 
 def test_tied_weights_are_written_wherever_they_lie():
@@ -233,7 +233,7 @@ def files(folder: Path, kind: str = "") -> list[Path]:
 
 
 def spoil(path: Path, seed: int) -> None:
-    """Another byte somewhere in it."""
+    """Change a byte near the end."""
     data = bytearray(path.read_bytes())
     place = random.Random(seed).randrange(len(data) - 64, len(data))
     data[place] ^= 0x10
@@ -252,7 +252,7 @@ def spoil(path: Path, seed: int) -> None:
 def test_a_reader_follows_a_folder_through_all_that_happens(
     ranks: int, steps: int, fields: dict[str, Any], tmp_path: Path
 ):
-    """Skipped steps, a restart of either side, a lost patch, spoiled bytes, a slow reader."""
+    """Covers skipped steps, restarts of both sides, lost patches, spoiled bytes, slow readers."""
 
     def begin(group: Any) -> tuple[nn.Module, Any, FolderSender]:
         model, optimizer = trainer(group, seed=1, **fields)
@@ -271,11 +271,11 @@ def test_a_reader_follows_a_folder_through_all_that_happens(
             if group.rank() == 0:
                 act = draw.random()
                 newest = files(tmp_path, "next")[-1:]
-                if act < 0.06 and newest:  # lost, before anybody has seen it
+                if act < 0.06 and newest:  # lost before the reader sees it
                     newest[0].unlink()
                 elif act < 0.12 and newest:
                     spoil(newest[0], step)
-                elif act < 0.2:  # the reader begins again, with or without what it had
+                elif act < 0.2:  # the reader restarts, with or without its weights
                     if draw.random() < 0.5:
                         target, reader = {}, FolderReader(tmp_path)
                     else:
@@ -289,11 +289,11 @@ def test_a_reader_follows_a_folder_through_all_that_happens(
                         assert_same_bits(target, values(model))
                         met += 1
             group.barrier().wait()
-            if step % 50 == 29:  # the script ends and begins again
+            if step % 50 == 29:  # the script restarts
                 state = optimizer.state_dict()
                 model, optimizer, sender = begin(group)
                 optimizer.load_state_dict(state)
-        for _ in range(9):  # at the latest a full one brings everybody up
+        for _ in range(9):  # at the latest, a full version brings readers up to date
             sender.send()
         group.barrier().wait()
         if group.rank() == 0:
@@ -361,7 +361,7 @@ def test_a_forged_head_with_its_right_checksum_is_refused_by_name(tmp_path: Path
                 version = publish.apply(target, full)
             had = values(target)
             try:
-                for _ in range(2):  # the second time with the sum of what was read
+                for _ in range(2):  # the second time with a correct checksum
                     save_file(tensors, part, metadata={"shardcast": json.dumps(head)})
                     read = read_changes(part)
                     head["checksum"] = read.computed_checksum()
@@ -375,14 +375,14 @@ def test_a_forged_head_with_its_right_checksum_is_refused_by_name(tmp_path: Path
 def test_a_write_that_fails_on_one_rank_costs_no_more_than_that_version(
     ranks: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Any file of any rank, NEWEST among them; the next send brings all readers up."""
+    """Writes of any file of any rank fail, including NEWEST; the next send updates all readers."""
     draw, inner = random.Random(10 * seed + ranks), storage.appearing
-    # By step the rank, and which of its files: a full version is due in each fifth, of three files.
+    # By step: the failing rank and file. Every fifth step has a full version, with three files.
     plan = {
         step: (draw.randrange(ranks), 0 if step % 5 else draw.randrange(3))
         for step in (0, *draw.sample(range(1, 25), 7))
     }
-    left: dict[int, int] = {}  # by thread: it fails in the last one of so many files
+    left: dict[int, int] = {}  # by thread: number of files until the failure
 
     @contextlib.contextmanager
     def appearing(path: Path, prefix: str) -> Iterator[Path]:
@@ -454,7 +454,7 @@ def test_the_name_of_a_later_run_stays(tmp_path: Path):
 
 
 def test_the_files_of_a_later_run_stay_and_those_of_an_earlier_one_go(tmp_path: Path):
-    """A job that was started again while its first processes have not ended yet."""
+    """A job was restarted before its first processes have ended."""
     before, after = (FolderSender(tmp_path, trainer()[1], full_every=2) for _ in range(2))
     before.send()
     kept = after.send()

@@ -1,4 +1,4 @@
-"""Published forms: the owner decides which bits the weights are, once."""
+"""Published forms: owners quantize each weight once per step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from shardcast.serving.kernels import Kernels
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(120)
-MATRICES = "blocks.*[!12].weight"  # not those of norms
+MATRICES = "blocks.*[!12].weight"  # not norms
 FORM_NAMES = ("mxfp8", "mxfp4", "fp8_block128")
 of_each_form = pytest.mark.parametrize("form", FORM_NAMES)
-# What torchao 0.18.0 gives (to_mx, ScaleCalculationMode.FLOOR), and transformers 5.23.0
+# Results of torchao 0.18.0 (to_mx, ScaleCalculationMode.FLOOR) and transformers 5.23.0
 # (Fp8Quantize, scale_fmt ue8m0): hashes of codes and scales of vectors(), in FORM_NAMES' order.
 RECORDED = {
     "usual": ("030dd8b21e658e39", "63687f405c6afda0", "c64e6c58a609efd2"),
@@ -54,7 +54,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 def digest(codes: Tensor, scales: Tensor) -> str:
-    """Of codes and scales together, 16 hexadecimal digits."""
+    """Return a hash of codes and scales, 16 hexadecimal digits."""
     joined = b"".join(bits(tensor).numpy().tobytes() for tensor in (codes, scales))
     return hashlib.blake2b(joined, digest_size=8).hexdigest()
 
@@ -77,13 +77,13 @@ def train(model: nn.Module, optimizer: Any, rank: int = 0, first: int = 0, steps
 
 
 def matrices(model: nn.Module) -> dict[str, Tensor]:
-    """Those that have a form."""
+    """Return copies of the matrices that have a form."""
     params = model.named_parameters()
     return {name: p.detach().clone() for name, p in params if fnmatch.fnmatch(name, MATRICES)}
 
 
 def assert_on_grid(model: nn.Module, optimizer: Any, form: str, average: str | None = None) -> None:
-    """Every matrix is what another implementation makes of the masters of all ranks."""
+    """Assert that each matrix is what another implementation computes from all masters."""
     exact = optimizer.full_parameters(average)
     for name, values in matrices(model).items() if exact else ():
         assert same(values, by_table(exact[name], form)), name
@@ -101,7 +101,7 @@ def test_codes_and_scales_are_those_that_were_recorded_of_others(kind: str):
 
 @pytest.mark.parametrize("form", ["fp8_block128", "mxfp8_rceil", "mxfp4_rceil"])
 def test_a_scale_that_covers_is_the_smallest_with_which_no_code_saturates(form: str):
-    """For the numbers next to each step of the scale, too."""
+    """This includes the numbers next to each step of the scale."""
     kind = FORMS[form]
     steps = (kind.limit * 2.0 ** torch.arange(-110, 117, 7)).view(torch.int32)
     largest = torch.cat([steps - 1, steps, steps + 1]).view(torch.float32)
@@ -135,7 +135,7 @@ def test_any_bits_at_all_are_rounded_once(form: str):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("form", ["mxfp8", "fp8_block128"])
 def test_compiled_kernels_have_the_bits_of_eager_ones(form: str, monkeypatch: pytest.MonkeyPatch):
-    """Of NaN too; the host is taken for an accelerator. Codes of NaN say nothing."""
+    """Also for NaN, whose codes are arbitrary; the host acts as an accelerator."""
     kernels = Kernels(FORMS[form], shardcast.ShardcastConfig(fuse="compile"))
     monkeypatch.setattr("shardcast._compat.is_host", lambda _device: False)
     pattern = torch.randint(-(2**31), 2**31, (128, 256), generator=torch.Generator().manual_seed(0))
@@ -170,10 +170,11 @@ COVERING = ("fp8_block128", "mxfp8_rceil", "mxfp4_rceil")
 
 @pytest.mark.parametrize("form", COVERING)
 def test_codes_times_any_power_of_two_are_as_they_were(form: str):
-    """So a model that was loaded from a checkpoint in a form begins with the values of the file.
+    """So a model loaded from a checkpoint in a form starts with exactly the file's values.
 
-    Whatever chose its scales, head room included. With exponents rounded down those of mxfp8 that
-    others rounded up do not: 240 times a power of two is more than 448 times half of it.
+    This holds for any scales, also with headroom. It does not hold for mxfp8, which rounds
+    exponents down, with scales that were rounded up: 240 times a power of two exceeds 448 times
+    half of it.
     """
     generator = torch.Generator().manual_seed(0)
     its, floor = FORMS[form], FORMS[form.removesuffix("_rceil")]
@@ -196,7 +197,7 @@ def test_codes_times_any_power_of_two_are_as_they_were(form: str):
 
 @pytest.mark.parametrize("form", COVERING)
 def test_a_block_at_either_end_of_bf16_is_rounded_once(form: str):
-    """Where what is rounded has half the scale, or would be an infinity."""
+    """There, rounded values have half the scale, or could become infinite."""
     its = FORMS[form]
     height = its.block_rows
     steps = torch.linspace(0.2, 2.2, 4001).double()
@@ -237,7 +238,7 @@ def test_losses_are_those_of_a_fake_quantizer_in_every_forward(form: str, ranks:
 def test_a_weight_is_quantized_once_per_step_whatever_the_micro_batches(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Of all ranks together, counted in elements; beside a fake quantizer in every forward."""
+    """Count the elements of all ranks; a fake quantizer quantizes in every forward."""
     rounded, ranks, micro_batches, steps = [0], 2, 3, 2
     inner = Form.round_bits
 
@@ -297,7 +298,7 @@ def test_everything_that_writes_weights_leaves_them_on_the_grid(
 
 @of_each_form
 def test_what_a_script_writes_is_trained_and_all_else_keeps_its_master(form: str):
-    """Whatever reads masters in between, and though the whole block has another scale then."""
+    """Also if masters are read in between, and although the block's scale changes."""
 
     def run(group: Any, looks: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model, optimizer = sharded(group, form)
@@ -340,7 +341,7 @@ def test_a_loaded_state_dict_of_the_model_is_on_the_grid_before_the_next_forward
     assert all(torch.equal(gathered[name], exact[name]) for name in gathered)
     train(model, optimizer, group.rank())
     masters, own = optimizer.digest(), model.state_dict()
-    model.load_state_dict(own)  # in bf16: masters whose published values these are stay
+    model.load_state_dict(own)  # bf16 values that are already published keep their masters
     assert optimizer.digest() == masters
     low = {name: values.bfloat16() for name, values in exact.items()}
     model.load_state_dict(low)
@@ -441,7 +442,7 @@ COVER = [("mxfp4", way) for way in WAYS] + [
 
 @pytest.mark.parametrize(("form", "way"), COVER)
 def test_codes_on_the_wire_give_the_bits_of_bf16_on_it(form: str, way: str):
-    """Also of what a script wrote, in a step that is skipped, and NaN."""
+    """Also for a script's writes, skipped steps, and NaN."""
 
     def run(group: Any, wire: str) -> list[dict[str, Tensor]]:
         published = {form: MATRICES, "wire": wire}
@@ -449,7 +450,7 @@ def test_codes_on_the_wire_give_the_bits_of_bf16_on_it(form: str, way: str):
         seen = []
         for step in range(4):
             optimizer.wait_sync()
-            with torch.no_grad():  # at each of the owners
+            with torch.no_grad():  # in each owner's span
                 model.get_parameter("blocks.0.fc.weight")[7::16, 5] = 7.3 + step
                 if step == 3:
                     model.get_parameter("blocks.1.qkv.weight")[3, 3] = torch.nan
@@ -473,14 +474,14 @@ def test_codes_on_the_wire_give_the_bits_of_bf16_on_it(form: str, way: str):
 
 @pytest.mark.parametrize("form", ["mxfp4", "fp8_block128"])
 def test_an_accelerator_expands_codes_in_the_same_way(form: str, monkeypatch: pytest.MonkeyPatch):
-    """Parts of all owners in one launch; here the CPU is taken for one."""
+    """It expands the parts of all owners in one launch; here the CPU acts as one."""
 
     def run(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What the model has, and what its masters round to."""
+        """Return the model's values, and its masters rounded to the form."""
         model, optimizer = sharded(group, form, fuse="eager", sync=sync)
         train(model, optimizer, group.rank())
         optimizer.check_copies()
-        masters = optimizer.full_parameters()  # on rank 0
+        masters = optimizer.full_parameters()  # empty except on rank 0
         shards = packed_of(optimizer).shards if masters else []
         expected = {
             slot.name: shard.rounded(slot, masters[slot.name].reshape(-1)).view(slot.shape)
@@ -502,7 +503,7 @@ def tensor_parallel(mesh: Any) -> nn.Module:
 
 
 def with_experts(mesh: Any) -> nn.Module:
-    """A stack of two of the four experts, as in a mixture's layer; all have the router."""
+    """Return a stack of two of four experts, as in an MoE layer, and the router."""
     torch.manual_seed(mesh.get_local_rank("ep"))
     model = nn.ParameterDict({"experts": nn.Parameter(torch.randn(2, 128, 256) / 16)})
     torch.manual_seed(0)
@@ -537,7 +538,7 @@ OF_MESHES = [("mxfp4", name) for name in MESHES] + [
 
 @pytest.mark.parametrize(("form", "where"), OF_MESHES)
 def test_codes_on_the_wire_of_a_mesh_give_the_bits_of_bf16_on_it(form: str, where: str):
-    """Of what a script wrote too; ranks with parts of one parameter have equal gradients."""
+    """Also for a script's writes; ranks with parts of one parameter have equal gradients."""
     axes, build, options = MESHES[where]
 
     def run(mesh: Any, wire: str) -> list[dict[str, Tensor]]:
@@ -661,7 +662,7 @@ def test_no_block_has_two_owners(form: str, ranks: int, alignment: int):
             for fragment in pack.fragments(rank):
                 unit = FORMS[form].unit(fragment.slot.shape)
                 assert all(place % unit == 0 for place in fragment.param_range)
-                assert fragment.numel, "a rank has no part, in place of an empty one"
+                assert fragment.numel, "a rank has no fragment rather than an empty one"
     sizes = [
         sum(part for owner, _, part in pack.parts() if owner == rank)
         for rank in range(ranks)

@@ -1,4 +1,4 @@
-"""``optimizer.sleep()``: memory is free until ``wake()``, and the training does not notice."""
+"""``optimizer.sleep()`` frees memory until ``wake()`` and does not change the training."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ AXES: dict[str, list[Any]] = {
 APART = ("optimizer", "size", "case", "keep", "to")
 
 
-# Each digit is a choice of an axis: all pairs of choices that go together are in some training.
+# Each digit selects a choice of an axis. Every allowed pair of choices is in some row.
 ROWS = """
     42111010100001010021 03010200110111011130 13220100011010001101 40000000000111010011
     10211211000001001000 31010001011110001110 02000111010110010120 41200101001100001031
@@ -97,7 +97,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def held(optimizer: Any) -> dict[str, int]:
-    """Its report, gradients apart, which come and go."""
+    """Return the memory report without gradients, which vary."""
     return {kind: n for kind, n in optimizer.memory_report().items() if kind != "gradients"}
 
 
@@ -114,7 +114,7 @@ def train(row: Mapping[str, Any], group: Any, folder: str | None, sleeps: bool) 
         optimizer.zero_grad()
         if sleeps and step in (0, 2):
             before, keep = held(optimizer), row["keep"]
-            model.load_state_dict(model.state_dict())  # as a resumed run before its first rollout
+            model.load_state_dict(model.state_dict())  # like a resumed run before its first rollout
             moved = optimizer.sleep(keep, to=folder if row["to"] else None)
             report = optimizer.memory_report()
             gone = {"parameters", "masters", "state", "averages"}.difference(keep)
@@ -151,7 +151,7 @@ def test_a_training_that_sleeps_is_the_one_that_does_not_bit_by_bit(part: int, t
 
 
 def made(group: Any = None, case: str = "mlp", **fields: Any) -> tuple[nn.Module, Any]:
-    """A model after one step of the training that the functions below go on with."""
+    """Return a model and optimizer after one step."""
     model = CASES[case].build()
     optimizer = sharded(model, group, **fields)
     go_on(model, optimizer, 0, 1, case)
@@ -164,7 +164,7 @@ def go_on(model: nn.Module, optimizer: Any, first: int, last: int, case: str = "
 
 
 def doors(model: nn.Module, optimizer: Any, folder: Path) -> dict[str, Callable[[], Any]]:
-    """Calls that need what sleeps."""
+    """Return calls that need sleeping memory."""
     x, _ = CASES["mlp"].batch(0)
     extra = {"params": [nn.Parameter(torch.zeros(3))]}
     state = {name: tensor.clone() for name, tensor in CASES["mlp"].build().state_dict().items()}
@@ -219,7 +219,7 @@ def test_what_needs_the_memory_says_wake_on_every_rank_and_changes_nothing(
             for name, call in calls.items():
                 with pytest.raises(RuntimeError, match=r"wake\(\)"):
                     call()
-                    print(name)  # of the one that did not raise
+                    print(name)  # if it did not raise
             optimizer.zero_grad()
             optimizer.wake()
         go_on(model, optimizer, 1, 3)
@@ -267,7 +267,7 @@ def test_what_a_script_writes_meanwhile_is_dropped_with_a_warning():
 
 
 def averages_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """The memory of the first moments of this rank."""
+    """Return this rank's first moments, without copying."""
     states = (own_state(optimizer, param) for param in model.parameters())
     return [state["exp_avg"] for state in states if state]
 
@@ -289,7 +289,7 @@ def test_memory_that_somebody_else_holds_is_named_on_every_rank_and_stays(group:
     with pytest.raises(RuntimeError, match=f"sleep: memory of .*{name}"):
         optimizer.sleep()
     assert_same_bits(everything(model, optimizer), before)
-    if isinstance(other, list):  # it is a view still, not of old memory
+    if isinstance(other, list):  # they must still be views, not of old memory
         found = averages_of(model, optimizer)
         assert [t.data_ptr() for t in other] == [t.data_ptr() for t in found]
         del found
@@ -322,7 +322,7 @@ def test_tensors_inside_of_others_sleep_too():
     kept: list[Tensor] = []
 
     class Nested(torch.optim.NAdam):
-        """Keeps copies of a moment in a list, in a tensor that has others inside as torchao's."""
+        """Keeps copies of a moment in a list, in a tensor with inner tensors, like torchao."""
 
         def step(self, closure: Any = None) -> Any:
             super().step(closure)
@@ -358,7 +358,7 @@ def test_rollouts_with_parameters_that_stay(group: Any):
 
 
 def test_a_backward_of_a_graph_from_before_says_wake_and_brings_nothing():
-    class Shift(nn.Module):  # its graph holds no values
+    class Shift(nn.Module):  # its graph saves no tensors
         def __init__(self) -> None:
             super().__init__()
             self.bias = nn.Parameter(torch.zeros(4))
@@ -391,7 +391,7 @@ def resident() -> int:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux")
 def test_resident_memory_falls_by_what_was_moved_and_comes_back(tmp_path: Path):
-    model = nn.Linear(3000, 4000, bias=False)  # of 48 MB, so that freed memory goes back at once
+    model = nn.Linear(3000, 4000, bias=False)  # 48 MB, so freed memory is returned at once
     optimizer = shardcast.shard(
         model, torch.optim.AdamW(model.parameters()), param_dtype=FP32, pack_mb=512.0
     )
@@ -404,7 +404,7 @@ def test_resident_memory_falls_by_what_was_moved_and_comes_back(tmp_path: Path):
     moved = optimizer.sleep(to=tmp_path)
     asleep = resident()
     assert moved == 3 * model.weight.nbytes
-    assert before - asleep > 0.95 * moved, (before, asleep, moved)  # and the gradients
+    assert before - asleep > 0.95 * moved, (before, asleep, moved)  # also gradients
     optimizer.wake()
     assert resident() - asleep > 0.95 * moved
     assert torch.equal(model.weight, weights)
@@ -431,7 +431,7 @@ def test_a_file_that_cannot_be_made_on_one_rank_is_an_error_on_all_and_nothing_s
     optimizer.wake()
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk, as Linux has one")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, as on Linux")
 def test_a_full_disk_is_named_on_all_ranks_and_nothing_sleeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
