@@ -1,4 +1,4 @@
-"""shardcast.accelerate in one process: doors, configuration, guards and what one rank can show."""
+"""shardcast.accelerate in one process: ways to use it, configuration, guards and steps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def one_step(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-# -- the doors --------------------------------------------------------------------------------
+# -- ways to use it ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -70,7 +70,7 @@ def test_prepare_shards_without_ddp(autocast: bool) -> None:
     network = MLP()
     optimizer = torch.optim.AdamW(network.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    # In any order: the model is placed before its optimizer is sharded.
+    # The order does not matter: the model is placed before its optimizer is sharded.
     wrapped, ready, model = accelerator.prepare(scheduler, optimizer, network)
     assert model is network
     assert isinstance(ready, ShardcastOptimizer) and isinstance(ready, AcceleratedOptimizer)
@@ -80,7 +80,7 @@ def test_prepare_shards_without_ddp(autocast: bool) -> None:
     assert accelerator.scaler is None
     with accelerator.autocast():
         assert torch.is_autocast_enabled("cpu") == autocast
-    assert model(torch.randn(2, 7)).dtype == FP32, "as autocast under Accelerate leaves it"
+    assert model(torch.randn(2, 7)).dtype == FP32, "as with Accelerate's autocast"
     one_step(accelerator, model, ready)
     wrapped.step()
     assert ready.param_groups[0]["lr"] == pytest.approx(1e-4)
@@ -104,7 +104,7 @@ def test_a_loss_that_a_model_of_transformers_computes_is_as_exact_as_its_logits(
         attention_probs_dropout_prob=0.0,
     )
     tokens, labels = torch.arange(24).view(4, 6), torch.tensor([0, 1, 2, 3])
-    # Named by the user, here as nothing, it is the user's: the control.
+    # The control: a user's own value, here an empty one, is not changed.
     options = {"autocast": False, **({"fp32_outputs": ()} if named else {})}
     accelerator = accelerator_of("bf16", options)
     model, _ = prepared(accelerator, transformers.BertForSequenceClassification(shape))
@@ -116,12 +116,12 @@ def test_a_loss_that_a_model_of_transformers_computes_is_as_exact_as_its_logits(
 
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``python -m shardcast.run`` in this process, which is then as it was."""
+    """Run ``python -m shardcast.run`` in this process, and undo its changes."""
     monkeypatch.setattr(accelerate, "Accelerator", Accelerator)
     monkeypatch.setattr(accelerate.accelerator, "Accelerator", Accelerator)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.delitem(sys.modules, shardcast.run.TRAINER, raising=False)  # its class is kept
+    monkeypatch.delitem(sys.modules, shardcast.run.TRAINER, raising=False)  # it caches its class
 
     def started(*arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", ["shardcast.run", *arguments])
@@ -175,7 +175,7 @@ def test_run_destroys_the_process_group_that_a_script_leaves(
         "import torch.distributed as dist\n"
         f"dist.init_process_group('gloo', f'file://{tmp_path}/store', rank=0, world_size=1)\n{end}"
     )
-    failed = end == "sys.exit(3)"  # then it might wait for ranks that wait for this one
+    failed = end == "sys.exit(3)"  # destroying the group might hang
     with pytest.raises(SystemExit, match="3") if failed else nullcontext():
         run_here(str(script))
     assert torch.distributed.is_initialized() == failed
@@ -185,7 +185,7 @@ def test_run_destroys_the_process_group_that_a_script_leaves(
 
 
 def plain(**changes: Any) -> Any:
-    """What the guards look at in an accelerator."""
+    """Return a stand-in with the attributes of an accelerator that guards check."""
     usual = {
         "distributed_type": SimpleNamespace(value="MULTI_GPU"),
         "mixed_precision": "no",
@@ -240,7 +240,7 @@ def test_other_ways_to_distribute_are_refused(found: dict[str, Any], names: str)
 
 
 def test_two_silent_worlds_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What `accelerate launch --multi_gpu` sets up on a machine without GPUs.
+    # Set by `accelerate launch --multi_gpu` on a machine without GPUs.
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 2 .*is alone.*USE_CPU.*before a"):
         guards.refuse_unsupported(plain(num_processes=1))
@@ -345,7 +345,7 @@ def test_clipping_checks_what_it_is_given() -> None:
         other = nn.Linear(2, 2)
         other(torch.ones(1, 2)).sum().backward()
         norm = accelerator.clip_grad_norm_(other.parameters(), 1e-3)
-        assert norm == pytest.approx(6**0.5), "parameters of others: as always"
+        assert norm == pytest.approx(6**0.5), "other parameters are clipped as usual"
         optimizer.step()
 
 
@@ -363,7 +363,7 @@ def test_clip_by_value_bounds_the_unscaled_gradients() -> None:
 def test_unscale_gradients_says_that_the_step_does_it() -> None:
     accelerator = accelerator_of("bf16")
     prepared(accelerator)
-    accelerator.unscale_gradients()  # without a loss scale there is nothing to do
+    accelerator.unscale_gradients()  # does nothing without a loss scale
     accelerator.free_memory()
     fresh()
     accelerator = accelerator_of("fp16")
@@ -378,7 +378,7 @@ def test_the_state_round_trip_of_stock_accelerate_keeps_masters_and_moments_exac
     model(torch.randn(4, 7)).float().square().mean().backward()
     sharded.step()
     before = parts(sharded)
-    accelerator_of()  # AcceleratedOptimizer wants the state of one
+    accelerator_of()  # AcceleratedOptimizer needs an accelerator's state
     AcceleratedOptimizer(sharded, device_placement=True)
     after = parts(sharded)
     assert {t.dtype for key, t in after.items() if key[-1] == "master"} == {FP32}
@@ -416,7 +416,7 @@ def test_the_fp32_state_has_the_masters_behind_a_published_form() -> None:
 
 @pytest.mark.parametrize("wrapped", ["checkpoint", "compiled", "part compiled later"])
 def test_a_wrapper_hides_no_master(wrapped: str) -> None:
-    """Names in ``named_parameters`` of the bare model differ from those in ``state_dict``."""
+    """With a wrapper, names in ``named_parameters`` differ from those in ``state_dict``."""
     accelerator = accelerator_of("bf16")
     first = nn.Linear(3, 3)
     model = nn.Sequential(checkpoint_wrapper(first) if wrapped == "checkpoint" else first, MLP())
@@ -437,13 +437,13 @@ def test_free_memory_removes_the_hooks_with_the_optimizer_and_training_may_go_on
     assert model is None and optimizer is None and not accelerator.is_sharding
     assert hooks(kept) == 0
     model, optimizer = prepared(accelerator)
-    accelerator.free_memory()  # as the Trainer does in the beginning of every train()
+    accelerator.free_memory()  # like Trainer at the start of every train()
     again, ready = accelerator.prepare(model, optimizer)
     assert again is model and ready is optimizer
     weight = model.a.weight.detach().clone()
     one_step(accelerator, model, optimizer)
     assert not torch.equal(weight, model.a.weight)
-    accelerator.free_memory()  # nothing is named: they go when the optimizer is dropped
+    accelerator.free_memory()  # without arguments, hooks stay until the optimizer is freed
     assert hooks(model) > 0
     del optimizer, ready
     gc.collect()
@@ -453,7 +453,7 @@ def test_free_memory_removes_the_hooks_with_the_optimizer_and_training_may_go_on
 def test_an_older_state_that_cannot_be_deleted_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 alone deletes it, so an error would leave the others waiting in their next call."""
+    """Only rank 0 deletes it, so after an error the others would hang in their next call."""
     accelerator = accelerator_of("bf16")
     prepared(accelerator)
     accelerator.save_state(str(tmp_path))
@@ -505,7 +505,7 @@ def test_a_state_of_accelerate_loads_with_the_names_of_a_wrapper_and_without(
 
 
 def test_counted_tokens_are_not_divided_twice_nor_rounded() -> None:
-    """41 / 41 is 1, and 41 * (1 / 41) in fp32 is not."""
+    """41 / 41 is 1, but 41 * (1 / 41) in fp32 is not."""
     accelerator = accelerator_of(gradient_accumulation_steps=41)
     _, optimizer = prepared(accelerator)
     optimizer.count(1)

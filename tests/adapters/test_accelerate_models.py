@@ -43,11 +43,11 @@ def batch(accelerator: Any, step: int, width: int) -> torch.Tensor:
 
 
 class Gan:
-    """As the DCGAN of torch's examples: two models, two optimizers, a loss of each."""
+    """Two models, each with its own optimizer and loss, like the DCGAN of torch's examples."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
-        models = net(1, 5, 9, 4), net(2, 4, 8, 1)  # noise to samples, samples to a verdict
+        models = net(1, 5, 9, 4), net(2, 4, 8, 1)  # generator, critic
         optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, betas=(0.5, 0.999)) for m in models]
         self.models = models
         self.generator, self.critic, self.of_generator, self.of_critic = accelerator.prepare(
@@ -68,17 +68,17 @@ class Gan:
             self.of_critic.step()
             self.of_generator.zero_grad()
             fooled = bce(critic(fake), ones)
-            accelerator.backward(fooled)  # brings the critic gradients, too, which zero_grad drops
+            accelerator.backward(fooled)  # also the critic's, which zero_grad drops
             self.of_generator.step()
         return [float(it.detach()) for it in (on_real, on_fake, fooled)]
 
 
 class DreamBooth:
-    """As train_dreambooth.py of diffusers: one optimizer of a UNet and its text encoder."""
+    """One optimizer for a UNet and its text encoder, like train_dreambooth.py of diffusers."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
-        self.models = net(3, 7, 9, 4), net(4, 5, 7)  # of the same names of parameters
+        self.models = net(3, 7, 9, 4), net(4, 5, 7)  # parameters of equal names
         optimizer = torch.optim.AdamW(
             itertools.chain(*(it.parameters() for it in self.models)), lr=1e-2
         )
@@ -103,7 +103,7 @@ class DreamBooth:
 
 
 class Apart:
-    """Two optimizers of one model, each with a schedule of its own."""
+    """Two optimizers for one model, each with its own schedule."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
@@ -157,7 +157,7 @@ def train(
 def test_scripts_train_as_under_ddp(
     gloo: SpawnedWorld, name: str, options: dict[str, Any], config: Any, tolerance: float
 ) -> None:
-    plain = {k: v for k, v in options.items() if v != "fp16"}  # no CPU has a scaler for it
+    plain = {k: v for k, v in options.items() if v != "fp16"}  # not available on CPUs
     expected = gloo.run(train, "ddp", name, plain)
     for rank, (log, weights) in enumerate(gloo.run(train, "ours", name, options, config)):
         assert (log - expected[rank][0]).abs().max() <= tolerance
@@ -201,7 +201,7 @@ def test_the_state_of_each_script_is_resumed_exactly_and_ranks_are_equal(
 def exact_states(_group: Any, name: str) -> list[tuple[Any, Any]]:
     script: Any = SCRIPTS[name](accelerator_of("ours", mixed_precision="bf16"))
     script.step(0)
-    script.models[0][0].weight.data[0, 0] = 2.0  # by hand since the step: saved as it is
+    script.models[0][0].weight.data[0, 0] = 2.0  # written after the step; saved like this
     found = []
     for model in script.models:
         state = script.accelerator.get_state_dict(model)
@@ -281,5 +281,5 @@ def test_a_model_is_not_sharded_with_two_optimizers_from_two_calls() -> None:
     with pytest.raises(RuntimeError, match="a list that holds all parameters"):
         booth.accelerator.prepare(again)
     booth.accelerator.free_memory()
-    with pytest.raises(RuntimeError, match=r"free_memory\(model\)"):  # the optimizer is there still
+    with pytest.raises(RuntimeError, match=r"free_memory\(model\)"):  # the optimizer still exists
         accelerator_of("ours").prepare(booth.models[1], again)

@@ -1,4 +1,4 @@
-"""shardcast.accelerate in two real processes, against Accelerate's own DDP run."""
+"""shardcast.accelerate in two real processes, compared with Accelerate's DDP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = EPOCHS * math.ceil(BATCHES / ACCUMULATION)
 
 
 def fresh() -> None:
-    """Accelerate keeps its state in class attributes; runs of one process must not share it."""
+    """Reset Accelerate's state, which is in class attributes, between runs in one process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -41,7 +41,7 @@ def accelerator_of(kind: str, **options: Any) -> Accelerator:
     cls = Accelerator if kind == "ddp" else ShardcastAccelerator
     if kind == "ddp":
         options.pop("shardcast_config", None)
-    # The order of the data is then a matter of seed and epoch, also after a restart.
+    # Makes the order of the data depend only on seed and epoch, also after a restart.
     loading = DataLoaderConfiguration(use_seedable_sampler=True)
     return cls(
         cpu=True,
@@ -52,7 +52,7 @@ def accelerator_of(kind: str, **options: Any) -> Accelerator:
 
 
 class Training:
-    """The parts of a script in the shape of Accelerate's examples."""
+    """A script like Accelerate's examples, in parts."""
 
     def __init__(self, accelerator: Accelerator, case: str = "gpt") -> None:
         self.case = CASES[case]
@@ -60,7 +60,7 @@ class Training:
         decayed = [p for p in model.parameters() if p.dim() > 1]
         others = [p for p in model.parameters() if p.dim() <= 1]
         # The bias of an attention key has no effect: its gradient is rounding noise, which Adam
-        # with its usual eps makes as big as any other, in a direction that nobody can reproduce.
+        # with its usual eps amplifies to the size of other updates, in a random direction.
         optimizer = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
             lr=1e-2,
@@ -153,7 +153,7 @@ def test_metrics_are_gathered_once_and_uneven_inputs_are_refused(gloo: SpawnedWo
 def around(
     _group: Any, verb: str, folder: Path, precision: str, kind: str = "shardcast"
 ) -> tuple[Tensors, Tensors]:
-    """Weights when saved or loaded, and after another epoch."""
+    """Return weights when saved or loaded, and after another epoch."""
     training = Training(accelerator_of(kind, mixed_precision=precision))
     if verb == "save":
         training.epoch(0)
@@ -183,11 +183,11 @@ def test_a_state_that_stock_accelerate_saved_under_ddp_is_continued(
 
 
 class CrashError(Exception):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 def interrupted(group: Any, directory: str, automatic: bool) -> tuple[Tensors, Tensors, list[str]]:
-    """Saves twice into one folder; the second one ends before it is committed."""
+    """Save twice into one folder; the second save ends before its commit."""
     from accelerate.utils import ProjectConfiguration
 
     import shardcast.checkpoint
@@ -229,17 +229,17 @@ def test_an_interrupted_save_leaves_the_one_before(
     expected = ["checkpoint_2"] if automatic else ["of_the_user.txt", "state-2"]
     for before, after, names in gloo.run(interrupted, str(tmp_path), automatic):
         assert_same_bits(before, after)
-        assert names == expected, "older ones go after the commit"
+        assert names == expected, "older states are removed after the commit"
 
 
 def damage(folder: Path) -> None:
-    """Cut the end off one rank's shard."""
+    """Truncate one rank's shard."""
     path = next(folder.glob("shardcast/step-*/__0_0.distcp"))
     os.truncate(path, path.stat().st_size - 1)
 
 
 def load_damaged(group: Any, directory: str) -> tuple[Tensors, Tensors, list[str], list[str]]:
-    """What a load falls back to, the warnings, and what loads without a way out raise."""
+    """Return the weights before and after a fallback, warnings, and errors without a fallback."""
     from accelerate.utils import ProjectConfiguration
 
     from shardcast.checkpoint import DamagedCheckpointError
@@ -252,7 +252,7 @@ def load_damaged(group: Any, directory: str) -> tuple[Tensors, Tensors, list[str
     training.epoch(0)
     accelerator.save_state()
     older, newer = (Path(directory, "checkpoints", f"checkpoint_{n}") for n in (0, 1))
-    states = Path(directory, "states")  # as if the run had ended before it removed the older one
+    states = Path(directory, "states")  # as if the run had ended before removing the older state
     if accelerator.is_main_process:
         damage(newer)
         shutil.copytree(older, states / "state-0")
@@ -318,7 +318,7 @@ def logged(directory: Path) -> dict[int, float]:
 
 def resume(_group: Any, flags: list[str]) -> str:
     fresh()
-    os.environ["SHARDCAST_KEEP_FP32"] = "norms"  # as in the file of the first run
+    os.environ["SHARDCAST_KEEP_FP32"] = "norms"  # as in the first run's file
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
         train_accelerate.train(train_accelerate.parse_arguments(flags))

@@ -1,4 +1,4 @@
-"""Accumulation of Accelerate, Trainer and Lightning: one mean over all tokens; and a guard."""
+"""Accumulation in Accelerate, Trainer and Lightning: one mean over all tokens; and a guard."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Rows = dict[str, Tensor]
 
 
 def rows() -> list[Rows]:
-    """Two of each micro-batch, which have from 2 to 16 labels.
+    """Return two rows for each micro-batch, which has 2 to 16 labels.
 
-    The first of a row is none, which nothing predicts: Trainers before 5.23 would count it.
+    A row's first token, which is not predicted, has no label: Trainer before 5.23 would count it.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = [2 + 3 * (number % 3) + number % 2 for number in range(2 * MICRO_BATCHES * STEPS)]
@@ -43,7 +43,7 @@ def rows() -> list[Rows]:
 
 
 def loss_of(model: nn.Module, batch: Rows) -> Tensor:
-    """The sum over tokens."""
+    """Return the sum over tokens."""
     logits = model(batch["input_ids"]).float()
     return nn.functional.cross_entropy(
         logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=PADDING, reduction="sum"
@@ -96,7 +96,7 @@ class Module(LightningModule):
 
 
 class CountingTrainer(ShardcastTrainer):
-    """Its loss is a sum over the tokens that it counts, and Trainer must divide it no more."""
+    """Its loss is a sum over tokens that it counts, which Trainer must not divide again."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self.model_accepts_loss_kwargs = False
@@ -141,7 +141,7 @@ def by_trainer(config: Any, ranks: int, folder: str, kind: Any = ShardcastTraine
         disable_tqdm=True,
         save_strategy="no",
     )
-    model = llama().eval()  # as from_pretrained gives it
+    model = llama().eval()  # like from_pretrained
     trainer = InOrder(model, arguments, train_dataset=rows(), shardcast_config=config)
     trainer.train()
     return trainer.optimizer.optimizer
@@ -184,7 +184,7 @@ def train(group: Any, framework: str, folder: str) -> dict[str, Tensor]:
 
 
 def by_hand(framework: str) -> dict[str, Tensor]:
-    """In one process, of all tokens of a step in one mean."""
+    """Train in one process, with one mean over all tokens of a step."""
     with_trainer = framework in ("trainer", "counting")
     model = llama() if with_trainer else small_model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -1,4 +1,4 @@
-"""What all adapters do alike: Accelerate and the Trainer, which uses it, and Lightning."""
+"""Common behavior of the adapters: Accelerate, and with it the Trainer, and Lightning."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_param_dtype_that_is_named_wins_over_fp32_and_must_agree_otherwise(
     dtype_in: Framework, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = tmp_path / "named.yaml"
-    path.write_text("param_dtype: bf16\n")  # the default, but named
+    path.write_text("param_dtype: bf16\n")  # the default, but given explicitly
     if place in ("variable", "both"):
         monkeypatch.setenv("SHARDCAST_PARAM_DTYPE", "bf16")
         monkeypatch.setenv("SHARDCAST_CONFIG", str(path))
@@ -102,7 +102,7 @@ def test_buffers_that_ddp_is_told_to_leave_alone_are_left_alone(
     in_framework: Callable[[Path, Any], bool], tmp_path: Path
 ):
     assert not in_framework(tmp_path, None)
-    assert in_framework(tmp_path, {"broadcast_buffers": True}), "where it is named"
+    assert in_framework(tmp_path, {"broadcast_buffers": True}), "unless given explicitly"
 
 
 @pytest.mark.parametrize(

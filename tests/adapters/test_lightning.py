@@ -1,4 +1,4 @@
-"""shardcast.lightning, also with several optimizers, against Lightning's own DDP strategy."""
+"""shardcast.lightning, with one or several optimizers, compared with Lightning's DDP."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Lightning's advice on workers, loggers and devices
 ]
 MANUAL: dict[str, Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
-ROWS = "net.0.weight", "net.3.weight"  # an optimizer_step has them of norm 1
+ROWS = "net.0.weight", "net.3.weight"  # Edited.optimizer_step normalizes them
 SCRIPT = ("--accelerator", "cpu", "--devices", "2", "--sequences", "64")
 
 
 class Net(LightningModule):
-    """7 -> 12 -> 1 with a norm; gradients of other sizes on each rank."""
+    """7 -> 12 -> 1 with a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,12 +98,12 @@ def trainer_of(folder: str, devices: int = 2, **options: Any) -> Trainer:
 
 
 class Edited(Net):
-    """Decays all weights by hand after each step, and has rows of norm 1, whose moments go."""
+    """After each step, decays all weights by hand, normalizes rows, and resets some moments."""
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
         optimizer: Any = self.optimizers()
-        if not hasattr(optimizer, "whole"):  # of plain torch, under DDP
+        if not hasattr(optimizer, "whole"):  # plain torch, with DDP
             with torch.no_grad():
                 for name, param in self.named_parameters():
                     param.mul_(0.98)
@@ -123,7 +123,7 @@ class Edited(Net):
 
 
 class Two(Net):
-    """Muon on the matrices and AdamW on the rest, stepped by the module itself."""
+    """Muon for the matrices and AdamW for the rest, stepped by the module."""
 
     def __init__(self, closes: bool = False, clips: bool = False, automatic: bool = False) -> None:
         super().__init__()
@@ -152,13 +152,13 @@ class Two(Net):
 
 
 class Gan(LightningModule):
-    """As Lightning's example: manual optimization, a loss and an optimizer of each network."""
+    """Manual optimization with a loss and an optimizer for each network, as Lightning's example."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
         torch.manual_seed(2)
-        self.judge = nn.Linear(1, 1).requires_grad_(False)  # such as a perceptual loss
+        self.judge = nn.Linear(1, 1).requires_grad_(False)  # as for a perceptual loss
         self.generator = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
         self.critic = nn.Sequential(nn.Linear(3, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
         self.losses: list[float] = []
@@ -206,7 +206,7 @@ def fit(
     kind: str = "net",
     after: str = "",
 ) -> Any:
-    """Losses, weights, the last validation, rates and steps; ``after`` is saved once it has run."""
+    """Fit; return losses, weights, the last validation, rates and steps; then save to ``after``."""
     build, usual = MODULES[kind]
     trainer, module = trainer_of(folder, group.size(), **{**usual, **options}), build()
     trainer.fit(module, loader(), loader(), ckpt_path=resume)
@@ -219,7 +219,7 @@ def fit(
 
 
 class Watching(Net):
-    """Notes which average is in the module, and its weights, as it validates and as it trains."""
+    """Records which average is in the module, and its weights, in validation and training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ def test_an_error_while_an_average_is_validated_is_raised_and_the_weights_are_ba
     assert all(torch.equal(p, trained[name]) for name, p in module.named_parameters())
 
 
-UNUSED = "ddp_find_unused_parameters_true"  # of a GAN, whose losses train one network each
+UNUSED = "ddp_find_unused_parameters_true"  # for a GAN, whose losses each train one network
 BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 SAME: dict[str, tuple[str, dict[str, Any], float]] = {
     "clipped by norm": ("net", {}, 1e-6),
@@ -333,7 +333,7 @@ def test_training_is_that_of_two_plain_optimizers(tmp_path: Path, monkeypatch: p
 def test_resume_is_exact_and_goes_on_at_another_world_size_and_under_ddp(
     tmp_path: Path, gloo: SpawnedWorld, kind: str, precision: str, after: bool
 ):
-    """From what was saved within fit, or after it."""
+    """Resume from a checkpoint saved within fit, or after it."""
     options, middle = {"precision": precision}, str(tmp_path / "a" / "epoch=0.ckpt")
     whole = gloo.run(fit, str(tmp_path / "a"), options, None, kind)
     if after:
@@ -353,7 +353,7 @@ def test_resume_is_exact_and_goes_on_at_another_world_size_and_under_ddp(
     assert first["state"][0][state].shape == ((9, 7) if kind == "gan" else (12, 7))
     if kind == "two":
         assert sorted(others[0]["state"][0]) == ["exp_avg", "exp_avg_sq", "step"]
-    if precision == "bf16-true" and kind != "two":  # Muon rounds in other places
+    if precision == "bf16-true" and kind != "two":  # Muon rounds differently
         stock = {"strategy": UNUSED, "max_epochs": 2}
         ddp = gloo.run(fit, str(tmp_path / "d"), stock, middle, kind)
         assert ddp[0][0] == pytest.approx(whole[0][0][half:], abs=0.1)
@@ -399,7 +399,7 @@ def test_a_trained_module_is_validated_in_its_precision(tmp_path: Path, keep: An
     assert [param.dtype for param in module.parameters()] == dtypes
     low = torch.bfloat16
     assert [dtypes[0], dtypes[2]] == [low, torch.float32 if keep else low], "norms may stay in fp32"
-    assert {param.dtype for param in fresh.parameters()} == {torch.float32}, "as it was before"
+    assert {param.dtype for param in fresh.parameters()} == {torch.float32}, "unchanged"
     for net in (module, fresh):
         assert not any(child._forward_pre_hooks for child in net.modules())
 
@@ -416,7 +416,7 @@ def test_a_fit_after_a_validation_begins_from_exact_weights(tmp_path: Path):
 
 
 class Wide(Net):
-    """With a matrix of whole blocks."""
+    """Has a matrix of whole blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -436,7 +436,7 @@ def test_a_checkpoint_is_validated_in_the_published_form_it_was_trained_in(tmp_p
 
 
 class Monitored(Net):
-    """Logs as many modules do."""
+    """Logs norms like many modules."""
 
     def __init__(self, sharded: bool = True, trained: bool = True) -> None:
         super().__init__()
@@ -456,7 +456,7 @@ class Monitored(Net):
 
 
 def norms(group: Any, folder: str, strategy: str) -> tuple[list[float], list[float]]:
-    """Norms as a hook of the module computes them, and those of the sharded optimizer."""
+    """Return norms computed by a hook of the module, and those of the sharded optimizer."""
     module = Monitored(strategy == "shardcast")
     options = {"accumulate_grad_batches": 2, "max_epochs": 1, "enable_checkpointing": False}
     trainer_of(folder, group.size(), callbacks=[], strategy=strategy, **options).fit(
@@ -482,12 +482,12 @@ def test_rates_are_logged_once_under_the_names_of_their_classes(
 def test_a_hook_before_the_step_sees_the_gradients_of_ddp(tmp_path: Path, gloo: SpawnedWorld):
     ddp = gloo.run(norms, str(tmp_path), "ddp")
     for hooked, of_steps in gloo.run(norms, str(tmp_path), "shardcast"):
-        assert hooked == pytest.approx(ddp[0][0], abs=1e-4)  # logged with four digits
+        assert hooked == pytest.approx(ddp[0][0], abs=1e-4)  # grad_norm rounds to four digits
         assert hooked == pytest.approx(of_steps, abs=1e-4)
 
 
 class Divided(Net):
-    """One rank that sets a divisor reduces its gradients to itself, and a hook reads them."""
+    """On a single rank, sets a divisor and reads the gradients in a hook."""
 
     def on_train_start(self) -> None:
         self.optimizers().optimizer.divisor = 2  # type: ignore[union-attr]

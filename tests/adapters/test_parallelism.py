@@ -1,6 +1,6 @@
 """Accelerate's ParallelismConfig and transformers' plans, in four real processes.
 
-Accelerate takes a ParallelismConfig on accelerators only; here it takes the processes for such.
+Accelerate accepts a ParallelismConfig only on accelerators; these tests make it accept processes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def data() -> Tensor:
 
 @contextmanager
 def context(accelerator: Accelerator, batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets; of context parallelism this rank's part of the sequence."""
+    """Yield inputs and targets; with context parallelism, this rank's part of the sequence."""
     ids, target = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
     config = accelerator.parallelism_config
     if config is None or not config.cp_enabled:
@@ -89,7 +89,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def one_process() -> dict[str, Any]:
-    """The whole batches in plain torch."""
+    """Train on whole batches in plain torch."""
     model = seeded(Net)
     optimizer, log = adam(model), {"loss": [], "norm": []}
     for batch in data().split(ROWS):
@@ -156,7 +156,7 @@ def test_a_parallelism_config_trains_as_one_process(
 ) -> None:
     for found in four.run(train, sizes):
         assert_close(found, one_process())
-        assert found["grid"] == grid  # ranks that cut, are data-parallel, are model-parallel
+        assert found["grid"] == grid  # sizes: shard, data-parallel, model-parallel
 
 
 def test_a_saved_state_goes_on_on_another_grid(four: SpawnedWorld, tmp_path: Any) -> None:
@@ -212,7 +212,7 @@ class Text(Dataset[dict[str, Tensor]]):
 
 
 def qwen() -> Any:
-    """Tied, and with norms whose gradient on each rank is a part of the sum."""
+    """Return a tied model with norms whose gradient on each rank is a part of the sum."""
     return transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
             vocab_size=32,
@@ -229,21 +229,21 @@ def qwen() -> Any:
 
 
 def cut_by_its_plan(model: Any, size: int) -> Any:
-    """Tensor parallelism of transformers over neighbouring ranks, without its FSDP2."""
+    """Apply tensor parallelism of transformers over neighboring ranks, without its FSDP2."""
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.utils import initialize_distributed_mesh
 
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     plan = DistributedConfig(tp_size=size, tp_plan="auto", fsdp_size=ranks // size)
     _, meshes = initialize_distributed_mesh(plan)
-    head = model.lm_head.weight  # tied: a plan cuts each name by itself
+    head = model.lm_head.weight  # tied, but a plan cuts each name separately
     model.lm_head.weight = nn.Parameter(head.detach().clone())
     alone = DistributedConfig(tp_size=size, tp_plan="auto", fsdp_size=1)
     model = type(model).maybe_distribute_model(model, alone, meshes)
     model.tie_weights()
-    # What Trainer and Accelerate ask for the number of data-parallel ranks.
+    # Trainer and Accelerate take the number of data-parallel ranks from this.
     model.config.distributed_config.fsdp_size = ranks // size
-    model._is_distributed_loading_by_transformers = False  # else Trainer refuses to save for resume
+    model._is_distributed_loading_by_transformers = False  # else Trainer refuses to save
     return model
 
 

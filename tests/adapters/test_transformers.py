@@ -1,4 +1,4 @@
-"""shardcast.transformers, also with several optimizers, against the stock Trainer under DDP."""
+"""shardcast.transformers, with one or several optimizers, compared with stock Trainer and DDP."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STEPS, STOCK = 6, {"kind": "stock"}
 
 
 class Text(Dataset[dict[str, Tensor]]):
-    """48 sequences of 16 bytes of this very file."""
+    """48 sequences of 16 bytes of this file."""
 
     def __init__(self) -> None:
         data = torch.tensor(list(Path(__file__).read_bytes()[: 48 * 16]))
@@ -66,7 +66,7 @@ def model_of() -> Any:
 
 
 def pair(model: Any) -> list[torch.optim.Optimizer]:
-    """Muon on the matrices of the layers, AdamW on the rest, each with its own learning rate."""
+    """Return Muon for the layers' matrices and AdamW for the rest, with different rates."""
     inside = {p for n, p in model.named_parameters() if ".layers." in n and p.dim() == 2}
     rest = [p for p in model.parameters() if p not in inside]
     ordered = [p for p in model.parameters() if p in inside]
@@ -74,7 +74,7 @@ def pair(model: Any) -> list[torch.optim.Optimizer]:
 
 
 class Creating(ShardcastTrainer):
-    """Makes its optimizers as Trainer makes its one."""
+    """Creates its optimizers where Trainer creates its single one."""
 
     def create_optimizer(self, *_: Any, **__: Any) -> Any:
         if self.optimizer is None:
@@ -90,7 +90,7 @@ def trainer_of(
     own: Any = (),
     **options: Any,
 ) -> Any:
-    """Args: ``own`` are arguments of ShardcastTrainer alone; ``options`` of TrainingArguments."""
+    """``own`` are arguments only of ShardcastTrainer, ``options`` those of TrainingArguments."""
     fresh()
     config, model = options.pop("shardcast_config", None), model_of()
     arguments = transformers.TrainingArguments(
@@ -143,7 +143,7 @@ def masters_of(trainer: Any) -> dict[int, Tensor]:
 
 
 class Evaluating(ShardcastTrainerMixin, transformers.Trainer):
-    """Notes what is in the model: the trained weights at each evaluation step."""
+    """Records the model's weights at each evaluation step."""
 
     def prediction_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         averages = packed_of(self.optimizer.optimizer).hook_of("averages")
@@ -176,7 +176,7 @@ def equal(left: dict[Any, Tensor], right: dict[Any, Tensor]) -> bool:
 
 @pytest.mark.parametrize("autocast", [True, False])
 def test_the_first_loss_in_bf16_is_that_of_the_stock_trainer(tmp_path: Path, autocast: bool):
-    """Of 315 tokens in three micro-batches, a count that bf16 does not have."""
+    """The three micro-batches have 315 tokens, which bf16 cannot represent."""
 
     def first(kind: str, **options: Any) -> tuple[float, float]:
         trainer = trainer_of(
@@ -236,7 +236,7 @@ def test_the_stock_trainer_resumes_as_the_note_in_the_checkpoint_says(
     assert done.returncode == 0, done.stderr
     try:
         stock = gloo.run(run, str(tmp_path / "stock"), str(folder), STOCK)[0]
-    except RuntimeError as error:  # of transformers 5.0 with Accelerate 1.10: "cpu:0" is no place
+    except RuntimeError as error:  # transformers 5.0 with Accelerate 1.10 cannot restore to "cpu:0"
         if "restore data location" not in str(error):
             raise
         pytest.skip(f"this Trainer loads no optimizer on CPU processes: {error}")
@@ -255,7 +255,7 @@ def test_a_checkpoint_of_one_rank_goes_on_on_two(tmp_path: Path, gloo: SpawnedWo
 
 def loaded(group: Any, checkpoint: str) -> dict[int, Tensor]:
     trainer = trainer_of(checkpoint + "-b", steps=STEPS)
-    trainer.train(resume_from_checkpoint=checkpoint)  # nothing is left to do
+    trainer.train(resume_from_checkpoint=checkpoint)  # no steps are left
     return masters_of(trainer)
 
 
@@ -280,12 +280,12 @@ def test_every_saved_form_loads_without_shardcast(tmp_path: Path, monkeypatch: p
     torch.save(trainer.model.state_dict(), tmp_path / "state.pt")
     held = load_file(tmp_path / "saved" / "model.safetensors")
     names = {name for name, _ in trainer.model.named_parameters()}
-    assert names <= held.keys() | {"lm_head.weight"}, "one of two tied names may be left out"
+    assert names <= held.keys() | {"lm_head.weight"}, "one of two tied names may be missing"
     storages = [p.untyped_storage().data_ptr() for p in trainer.model.parameters()]
     assert len(set(storages)) == len(storages)
     expected = weights(trainer.model)
     for module in [name for name in sys.modules if name.split(".")[0] == "shardcast"]:
-        monkeypatch.setitem(sys.modules, module, None)  # what needs it cannot be loaded
+        monkeypatch.setitem(sys.modules, module, None)  # makes imports of it fail
     with pytest.raises(ImportError):
         import shardcast  # noqa: F401
     for form in ("saved", "pretrained"):
@@ -325,7 +325,7 @@ def test_options_that_trainer_would_leave_unused_are_refused(
 
 
 def saved(group: Any, folder: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Saves with masters, without, and on rank 0 alone; the masters, and the warnings."""
+    """Save with and without masters, and only on rank 0; return the masters and warnings."""
     frameworks.PATIENCE = timedelta(seconds=0.5)
     trainer = trainer_of(f"{folder}/run", bf16=True, save_steps=STEPS)
     trainer.train()
@@ -340,7 +340,7 @@ def saved(group: Any, folder: str) -> tuple[dict[str, Tensor], list[str]]:
         trainer.save_model(f"{folder}/low")
         trainer.accelerator.save_masters = True
         trainer.accelerator.save_model(trainer.model, f"{folder}/mismatched")
-        trainer.optimizer.step()  # from which on calls are numbered anew
+        trainer.optimizer.step()  # restarts the numbering of calls
         trainer.accelerator.save_model(trainer.model, f"{folder}/matched")
         told = [str(w.message) for w in caught if "save_masters" in str(w.message)]
     return masters, told
@@ -350,7 +350,7 @@ def test_models_are_saved_in_fp32_and_on_rank_0_alone_in_low_precision_with_a_wa
     tmp_path: Path, gloo: SpawnedWorld
 ):
     (masters, told), (_, told_on_1) = gloo.run(saved, str(tmp_path))
-    assert (len(told), len(told_on_1)) == (1, 0), "once in a job, by the first rank"
+    assert (len(told), len(told_on_1)) == (1, 0), "once per job, by the first rank"
     checkpoint = tmp_path / "run" / f"checkpoint-{STEPS}"
     weights = load_file(checkpoint / "model.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.float32}
@@ -367,7 +367,7 @@ def test_models_are_saved_in_fp32_and_on_rank_0_alone_in_low_precision_with_a_wa
 
 
 class Clearing(transformers.TrainerCallback):
-    """Clears what model.zero_grad() of Trainer does not, as sentence-transformers does."""
+    """Clears gradients that Trainer's model.zero_grad() misses, like sentence-transformers."""
 
     def __init__(self, loss: nn.Module) -> None:
         self.loss = loss
@@ -378,7 +378,7 @@ class Clearing(transformers.TrainerCallback):
 
 
 class WithLoss(ShardcastTrainerMixin, transformers.Trainer):
-    """As of sentence-transformers: the loss holds the model, and weights beside it."""
+    """Its loss has the model and its own weights, as in sentence-transformers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -409,22 +409,22 @@ def with_loss(
 
 def test_weights_of_a_loss_train_beside_the_model(tmp_path: Path, gloo: SpawnedWorld):
     whole = with_loss(None, str(tmp_path / "one"), None, {"per_device_train_batch_size": 4})
-    for bf16, tolerance in ((False, 1e-5), (True, 0.2)):  # norms in bf16 part by 8 % in six steps
+    for bf16, tolerance in ((False, 1e-5), (True, 0.2)):  # bf16 norms differ by 8 % after six steps
         folder, options = str(tmp_path / f"{bf16}"), {"bf16": bf16}
         both = gloo.run(with_loss, folder, None, options)
-        assert equal(both[0][1], both[1][1]), "the weights of the loss are averaged, too"
+        assert equal(both[0][1], both[1][1]), "the loss's weights must be averaged, too"
         for ours, one in zip(both[0][0], whole[0], strict=True):
             assert ours == pytest.approx(one, rel=tolerance)
         resume = f"{folder}/checkpoint-3"
         again = gloo.run(with_loss, f"{folder}b", resume, options)
-        assert again[0][0] == both[0][0]  # of all steps, the first three from the checkpoint
+        assert again[0][0] == both[0][0]  # all steps; the first three come from the checkpoint
         assert equal(again[0][1], both[0][1])
     names = load_file(tmp_path / "True" / "checkpoint-6" / "model.safetensors")
     assert {value.dtype for value in names.values()} == {torch.float32}
 
 
 class Editing(transformers.TrainerCallback):
-    """Has rows of norm 1 after each step, whose moments go, and decays all weights by hand."""
+    """After each step, normalizes rows, resets some moments, and decays all weights by hand."""
 
     ROWS = tuple(f"model.layers.{number}.mlp.up_proj.weight" for number in range(2))
 
@@ -451,7 +451,7 @@ class Editing(transformers.TrainerCallback):
 
 
 class Pruning(transformers.TrainerCallback):
-    """Reads gradients where AdaLoRA and pruning do: before the step, and after it."""
+    """Reads gradients before the step, like pruning, and after it, like AdaLoRA."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -468,7 +468,7 @@ class Pruning(transformers.TrainerCallback):
 
 
 def edited(_group: Any, folder: str, kind: str, bf16: bool = False) -> Any:
-    """Losses, weights, and the weights in full precision, on rank 0."""
+    """Return losses, weights, and on rank 0 the weights in full precision."""
     trainer = trainer_of(folder, kind, save_strategy="no", bf16=bf16)
     trainer.add_callback(Editing())
     trainer.train()
@@ -485,7 +485,7 @@ def test_a_callback_edits_masters_and_moments_as_it_edits_weights_under_ddp(
     losses, expected, _ = gloo.run(edited, str(tmp_path / "stock"), "stock")[0]
     first, second = gloo.run(edited, str(tmp_path / "ours"), "sharded", bf16)
     assert equal(first[1], second[1])
-    for name in Editing.ROWS:  # to more digits than bf16 has
+    for name in Editing.ROWS:  # more precisely than bf16
         norms = first[2][name].norm(dim=1)
         torch.testing.assert_close(norms, torch.full_like(norms, 0.99), rtol=1e-5, atol=0)
     for (loss, _), (of_stock, _) in zip(first[0], losses, strict=True):
@@ -510,7 +510,7 @@ def test_callbacks_that_read_gradients_see_those_of_ddp(tmp_path: Path, gloo: Sp
 
 
 class MakesItsOwn(transformers.Trainer):
-    """A Trainer whose accelerator is not made by the name in Trainer's module."""
+    """A Trainer that does not create its accelerator by the name in Trainer's module."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
