@@ -1,4 +1,4 @@
-"""What shares memory with a parameter: views of it go along, all else is refused by name."""
+"""Tensors that share a parameter's memory: views follow it, anything else raises an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Views(nn.Module):
-    """Views of parameters as attributes, in a list and as a buffer, made in ``__init__``."""
+    """Module with views of parameters as attributes, in a list and as a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_views_of_a_parameter_show_it_in_its_pack_and_after_it(
             optimizer.step()
             optimizer.zero_grad()
             assert_views(model)
-        model.data.mul_(0.5)  # which the next step takes
+        model.data.mul_(0.5)  # the masters follow
         exact = optimizer.full_parameters()
         if group.rank() == 0:
             assert torch.equal(exact["layer.weight"].to(dtype), model.layer.weight)

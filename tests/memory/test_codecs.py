@@ -1,4 +1,4 @@
-"""How masters and moments are kept: split, in bf16, in 8 bits, on the host."""
+"""Storage of masters and moments: split, in bf16, in 8 bits, on the host."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def encoded(codec: Codec, numel: int, row: int = 64, first: Tensor | None = None
 
 
 def draws(numel: int, step: int, name: int = 0, number: int = 0) -> Tensor:
-    """Random bits of the elements of a parameter in rows of 8, 1-d."""
+    """Return the random bits of a parameter's elements in rows of 8, as a 1-d tensor."""
     keys = name + torch.arange(0, numel, 8) * INDEX
     keys = ((keys + (1 << 31)) % (1 << 32) - (1 << 31)).to(torch.int32)
     like = torch.empty(len(keys), 8)
@@ -73,7 +73,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def awkward() -> Tensor:
-    """Every upper half with the lower halves that matter: ties, their neighbours, ends, others."""
+    """Return each upper half with eight lower ones: ties, their neighbors, extremes, others."""
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xC0DE])
     bits = (torch.arange(1 << 16)[:, None] << 16 | lower) - (1 << 31)
     return bits.flatten().to(torch.int32).view(FP32)
@@ -86,7 +86,7 @@ def split(numel: int, row: int = 64) -> tuple[Encoded, Tensor]:
 
 @pytest.mark.parametrize("row", [4, 8, 16, 32, 64])
 def test_split_masters_are_exact_for_every_pattern_that_matters(row: int):
-    """Subnormals, zeros of both signs, ties, what rounds to infinity, and infinities."""
+    """Subnormals, zeros of both signs, ties, infinities, and values that round to infinity."""
     exact = awkward()
     store, published = split(exact.numel(), row)
     store.write(ALL, exact)
@@ -101,7 +101,7 @@ def test_split_masters_are_exact_for_every_pattern_that_matters(row: int):
 @pytest.mark.parametrize("codec", [Codec(), Split16(), Bf16(), Int8(), Int8(signed=False)], ids=str)
 @pytest.mark.parametrize("row", [16, 64])
 def test_an_edit_of_some_values_keeps_the_bits_of_all_others(codec: Codec, row: int):
-    """Of the published half, too, which a script may have written meanwhile."""
+    """This includes the published half, which a script may have written in the meantime."""
     generator = torch.Generator().manual_seed(0)
     exact = awkward()
     exact = exact[exact.isfinite()][:-5]
@@ -118,7 +118,7 @@ def test_an_edit_of_some_values_keeps_the_bits_of_all_others(codec: Codec, row: 
     store.edit(ALL, changed, wanted)
     after = store.read(ALL)
     rows = codecs.in_rows(changed, row)
-    with_others = isinstance(codec, Int8)  # encoded anew with what is in the same row
+    with_others = isinstance(codec, Int8)  # encodes whole rows again
     same = ~(rows.any(1)[:, None].expand_as(rows).flatten()[: exact.numel()])
     same = same if with_others else ~changed
     number = ~before.isnan()
@@ -163,7 +163,7 @@ def test_masters_that_are_split_in_pieces_at_set_up_are_the_models_weights():
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_weights_set_to_zero_by_hand_have_masters_near_zero(zero: float):
-    """What was kept beside the weight before would be the bits of a NaN beside a zero."""
+    """The old lower half would make a NaN with a zero as its upper half."""
     exact = torch.cat([torch.randn(4096), torch.tensor([1 + 2**-8, -1 - 2**-8])])
     store, published = split(exact.numel())
     store.write(ALL, exact)
@@ -189,11 +189,11 @@ def test_rounding_by_chance_is_right_in_the_mean_and_nearest_is_not():
         write_by_chance(store, exact, number)
         total += store.read(ALL)
     assert set(store.read(ALL).tolist()) <= {1.0, 1 + 2**-7}
-    # 256 x 400 draws with a deviation of 2**-7 * 0.43: the mean is known to 1.1e-5.
+    # 256 x 400 draws with a standard deviation of 2**-7 * 0.43: that of the mean is 1.1e-5.
     assert abs((total / 400).mean() - exact[0]) < 5e-5
     assert (total / 400 - exact[0]).abs().max() < 5 * 2**-7 * 0.44 / 20  # five deviations each
     store.write(ALL, exact.clone())
-    assert (store.read(ALL) == 1.0).all(), "the control: to nearest the difference is lost"
+    assert (store.read(ALL) == 1.0).all(), "negative control: nearest loses the difference"
 
 
 def test_what_bf16_holds_is_not_changed_by_chance():
@@ -216,7 +216,7 @@ def test_chances_are_independent_of_each_other_of_neighbours_and_of_the_next_ste
     named = draws(numel, 5, name=name_hash("0.weight")).double()
     for other in (second, third, later, named, first.roll(1), first.roll(64)):
         assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1]) < 5 / numel**0.5
-    # One element over many steps, as its rounding errors would add up.
+    # One element over many steps: correlated rounding errors would add up.
     steps = torch.stack([draws(8, n) for n in range(4000)]).double()
     assert (steps.mean(0) / (1 << 15) - 1).abs().max() < 5 * 2 / 12**0.5 / 4000**0.5
     lagged = torch.corrcoef(torch.cat([steps[1:], steps[:-1]], 1).T)[:8, 8:]
@@ -239,12 +239,12 @@ def test_a_byte_holds_a_moment_to_a_step_of_its_root(signed: bool):
     if signed:
         assert torch.equal(kept.sign(), torch.where(kept == 0, 0.0, exact.sign()))
     else:
-        assert ((kept > 0) == (exact > 0)).all(), "a second moment never becomes zero"
+        assert ((kept > 0) == (exact > 0)).all(), "no second moment becomes zero"
         off = off[root > 1 / steps]
     assert off.max() < 0.51 / steps
     assert (kept[64:128] == 0).all()
     store.write(ALL, kept.clone())
-    assert same_bits(store.read(ALL), kept), "written back unchanged it stays"
+    assert same_bits(store.read(ALL), kept), "writing it back changes nothing"
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -254,7 +254,7 @@ def test_a_byte_holds_infinity_beside_values_that_stay(signed: bool):
     infinite[5], infinite[6] = torch.inf, -torch.inf if signed else torch.inf
     exact[5:7] = 0
     plain, store = encoded(Int8(signed), 64), encoded(Int8(signed), 64)
-    for _ in range(2):  # and once more, from what was read
+    for _ in range(2):  # the second time with the values read
         plain.write(ALL, exact)
         store.write(ALL, infinite)
         expected = plain.read(ALL).clone()
@@ -262,12 +262,12 @@ def test_a_byte_holds_infinity_beside_values_that_stay(signed: bool):
         assert same_bits(store.read(ALL), expected)
         exact, infinite = plain.read(ALL), store.read(ALL)
     store.write(ALL, torch.full((64,), torch.inf))
-    assert (store.read(ALL) == torch.inf).all(), "no finite value, so a scale of zero"
+    assert (store.read(ALL) == torch.inf).all(), "no finite value: the scale is zero"
 
 
 @pytest.mark.parametrize("fuse", ["eager", "auto"])
 def test_a_second_moment_that_overflows_stops_its_own_element_alone(fuse: str):
-    """As with fp32 moments; a NaN in the scale would spread to the weights of the whole row."""
+    """fp32 moments do the same. A NaN in the scale would spread to all weights of the row."""
     weights = {}
     for moments in ("fp32", "int8"):
         model = nn.Linear(64, 2, bias=False)
@@ -282,7 +282,7 @@ def test_a_second_moment_that_overflows_stops_its_own_element_alone(fuse: str):
     for found in weights.values():
         assert found.isfinite().all()
         assert (found < 0.99).sum() == 127 and found[1, 7] > 0.99
-    # In the other row; beside a first moment of 1e29 those of one have no bits.
+    # Only the other row: beside a first moment of 1e29, small ones are stored as zero.
     torch.testing.assert_close(weights["int8"][0], weights["fp32"][0], rtol=0, atol=1e-3)
 
 
@@ -299,7 +299,7 @@ def test_parts_of_blocks_that_end_in_padding_are_read_and_written():
 
 
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of the step and the decision are tensors there, and nothing may ask for them."""
+    """Keep the step's numbers and decision as tensors that no code reads on the host."""
     monkeypatch.setattr(update, "choose_executor", lambda *_: Executor(on_host=False))
 
 
@@ -324,7 +324,7 @@ def test_a_skipped_step_and_absent_gradients_change_nothing(
     assert len(still) == 4
     assert_same_bits({k: after[k] for k in still}, {k: before[k] for k in still})
     assert not torch.equal(after["b.bias", 0, 5, "exp_avg"], before["b.bias", 0, 5, "exp_avg"]), (
-        "the control: others moved"
+        "negative control: other parameters moved"
     )
 
 
@@ -379,7 +379,7 @@ def test_a_checkpoint_loads_whatever_way_it_was_kept(source: str, tmp_path: Path
         assert_same_bits(values(other), values(model))
         kept = {key[-1] for key in saved}
         if kind.get("moments", "fp32") != "fp32" and kind.get("moments") != source:
-            kept -= {"exp_avg", "exp_avg_sq"}  # rounded anew
+            kept -= {"exp_avg", "exp_avg_sq"}  # rounded again
         mine = parts(loaded)
         assert_same_bits(
             *({k: t for k, t in found.items() if k[-1] in kept} for found in (mine, saved))
@@ -396,6 +396,6 @@ def test_state_dict_and_model_state_dict_come_back(kind: str):
     assert_same_bits(parts(optimizer), before)
 
     other, fresh = job(steps=0, seed=1, **KINDS[kind])
-    other.load_state_dict(weights)  # fp32: masters take all of it
+    other.load_state_dict(weights)  # fp32: masters take every bit
     assert_same_bits(fresh.full_parameters(), weights)
     assert_same_bits(values(other), {name: value.to(BF16) for name, value in weights.items()})

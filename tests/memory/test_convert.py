@@ -71,7 +71,7 @@ def test_an_expanded_buffer_and_a_meta_module_are_converted():
 def test_what_does_not_fit_goes_through_the_host(
     free: float, through_host: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """The need is rounded up to granules of 256 bytes, and has a reserve of a fifth."""
+    """The size is rounded up to a multiple of 256 bytes, plus a reserve of 20 %."""
     moved: list[tuple[int, ...]] = []
     cpu = torch.Tensor.cpu
     monkeypatch.setattr(
@@ -92,7 +92,7 @@ def test_an_unknown_dtype_is_refused():
 
 
 def test_the_peak_is_one_tensors_copy():
-    """24 parameters of 512 KiB; converted, one is 256 KiB."""
+    """Each of 24 parameters has 512 KiB in fp32 and 256 KiB in bf16."""
 
     def build() -> nn.Module:
         return nn.Sequential(*[nn.Linear(256, 512, bias=False) for _ in range(24)])
@@ -102,4 +102,4 @@ def test_the_peak_is_one_tensors_copy():
         return model, [param.detach().bfloat16() for param in model.parameters()]
 
     assert peak_of(lambda: shardcast.convert_(build(), "bf16")) <= (24 << 19) + (1 << 18) + 4096
-    assert peak_of(copied) >= 24 * ((1 << 19) + (1 << 18)), "the control holds both copies"
+    assert peak_of(copied) >= 24 * ((1 << 19) + (1 << 18)), "negative control holds both copies"

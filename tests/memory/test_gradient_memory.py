@@ -1,4 +1,4 @@
-"""What gradients take: a rank keeps its part of the mean, and a few packs while a backward runs."""
+"""Memory of gradients: a rank's part of the mean, plus a few packs during a backward."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Stack(nn.Module):
 
 
 def live(optimizer: Any) -> int:
-    """Bytes of ``.grad``s with values, of what is on its way, and of buffers that are kept."""
+    """Return the bytes of ``.grad``s with values, packs in flight and reused buffers."""
     reduce, total = packed_of(optimizer).reduce, 0
     if reduce._pass is not None:
         total += reduce.buffers.nbytes
@@ -57,7 +57,10 @@ def live(optimizer: Any) -> int:
 
 
 def held(group: Any, kind: str, how: str, fields: dict[str, Any]) -> list[tuple[int, int]]:
-    """For each of three steps, the most bytes at a hook, means apart, and all before the step."""
+    """Return two numbers of bytes for each of three steps.
+
+    The first is the maximum at a hook, without means; the second is the total before the step.
+    """
     model = Stack(kind)
     optimizer = sharded(model, group, adamw, param_dtype=torch.bfloat16, pack_params=1, **fields)
     most = 0
@@ -99,9 +102,9 @@ def test_a_rank_keeps_its_part_of_the_mean_and_six_packs_while_a_backward_runs(s
         for most, after in of("plain", how):
             assert after == ALL // size and most <= 6 * PACK
     for most, after in of("plain", "thrice"):
-        assert after == 2 * ALL // size and most <= 6 * PACK, "in fp32, once means are added up"
+        assert after == 2 * ALL // size and most <= 6 * PACK, "sums of means are fp32"
     for most, after in of("plain", "no_sync"):
-        assert after == ALL // size and ALL <= most <= ALL + 6 * PACK, "the control"
+        assert after == ALL // size and ALL <= most <= ALL + 6 * PACK, "negative control"
     for most, after in of("plain", "no_sync", accumulate="sharded"):
         assert after == 2 * ALL // size and most <= 6 * PACK
 
@@ -110,12 +113,12 @@ def test_a_rank_keeps_its_part_of_the_mean_and_six_packs_while_a_backward_runs(s
 def test_a_backward_inside_another_one_has_its_packs_sent_at_the_end(kind: str):
     (seen, *_), _ = run_world(2, held, kind, "once", {})
     numel = sum(param.numel() for param in Stack(kind).parameters())
-    assert [after for _, after in seen] == [numel] * 3  # 2 bytes, of two ranks
+    assert [after for _, after in seen] == [numel] * 3  # 2 bytes per element on 2 ranks
     assert all(most <= 2 * numel + 6 * PACK for most, _ in seen)
 
 
 def test_a_host_uses_the_same_buffers_in_each_step():
-    """Six at most, of which none is left when the optimizer sleeps or is closed."""
+    """There are at most six, and none after ``sleep()`` or ``close()``."""
     model = Stack("plain")
     optimizer = sharded(model, FakeGroup(0, 2), adamw, param_dtype=torch.bfloat16, pack_params=2)
     buffers, kept = packed_of(optimizer).reduce.buffers, set()
@@ -125,8 +128,8 @@ def test_a_host_uses_the_same_buffers_in_each_step():
         optimizer.step()
         optimizer.zero_grad()
         kept.add(frozenset(buffer.data.data_ptr() for buffer in buffers._free))
-        assert buffers.nbytes == 6 * 2 * PACK, "each of a pack of two layers"
-    assert len(kept) == 1, "the same in each step"
+        assert buffers.nbytes == 6 * 2 * PACK, "six, each for a pack of two layers"
+    assert len(kept) == 1, "the same buffers in each step"
     optimizer.sleep()
     assert not buffers.nbytes
     optimizer.wake()
@@ -154,7 +157,7 @@ def test_no_gradient_is_kept_by_what_was_sent_or_is_shown(group: Any):
 
 
 class Static(torch.autograd.Function):
-    """Gives the same memory in each backward, as a graphed callable does."""
+    """Function that returns the same memory in each backward, like a graphed callable."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, memory: Tensor, value: float) -> Tensor:
@@ -172,7 +175,7 @@ class Static(torch.autograd.Function):
 def test_gradients_in_memory_that_comes_again_are_added_up(
     group: Any, size: int, pack_params: int | None
 ):
-    """Stock torch takes it for ``.grad``, which the next backward overwrites: 4 in place of 3."""
+    """Plain torch uses it as ``.grad``, and the next backward overwrites it: 4 instead of 3."""
     model = nn.ParameterList(torch.zeros(8) for _ in range(2))
     optimizer = sharded(model, group, lambda m: sgd(m, lr=1.0), pack_params=pack_params)
     memory = [torch.zeros(8) for _ in range(2)]
@@ -182,7 +185,7 @@ def test_gradients_in_memory_that_comes_again_are_added_up(
                 loss = sum(Static.apply(p, m, value) for p, m in zip(model, memory, strict=True))
                 loss.backward()
         if step == 1:
-            with optimizer.no_sync():  # after what was sent: nothing of it is in the memory
+            with optimizer.no_sync():  # after the reduction: no gradient is in the memory
                 pass
         optimizer.step()
         optimizer.zero_grad()
@@ -199,7 +202,7 @@ def test_what_a_failed_backward_left_in_such_memory_is_added_up_too(
     optimizer = sharded(model, group, lambda m: sgd(m, lr=1.0), pack_params=1)
     memory = [torch.zeros(8) for _ in range(2)]
     before = Fail.apply(Static.apply(model[0], memory[0], 1.0))
-    with pytest.raises(BoomError):  # once the second one has its gradient
+    with pytest.raises(BoomError):  # after the second one has its gradient
         (before + Static.apply(model[1], memory[1], 1.0)).backward()
     again = [Static.apply(p, m, 2.0) for p, m in zip(model, memory, strict=True)]
     sum(again[::-1] if comes_first else again).backward()
@@ -210,7 +213,7 @@ def test_what_a_failed_backward_left_in_such_memory_is_added_up_too(
 def test_what_a_failed_backward_left_and_nobody_could_keep_is_an_error_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """As where memory is short, of which it has failed; no exception leaves the callback."""
+    """Out-of-memory errors are one cause. No exception leaves the callback."""
     keep = Gradients.keep
 
     def short(self: Gradients, has_failed: bool = False) -> None:
@@ -237,7 +240,7 @@ def test_what_a_failed_backward_left_and_nobody_could_keep_is_an_error_on_all(
 
 @on_each_rank(2)
 def test_the_fp32_sum_of_a_step_is_not_kept_beside_the_gradients_of_the_next(group: Any):
-    """The operands of an update are kept between steps where gradients are; these are not."""
+    """Operands of an update are kept from step to step, but not this sum."""
     model = Stack("plain")
     optimizer = sharded(model, group, adamw, param_dtype=torch.bfloat16, fuse="auto")
     x = torch.ones(2, WIDTH, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Bytes, found in memory and by the allocator, against the formula: to the byte."""
+"""Bytes in memory and at the allocator, compared with the formula."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects() -> None:
-    """What was there before needs no look at every collection; that takes most of the time."""
+    """Exclude earlier objects from garbage collections, which take most of the time."""
     settle(None)
 
 
 @pytest.fixture
 def late_copies() -> None:
-    """Copies are made at once, as late ones keep what they copy."""
+    """Override the fixture of this name: late copies keep their sources alive."""
 
 
 def wide(numel: int = 64) -> nn.Module:
-    """Two thirds of a million elements in twelve parameters."""
+    """Return a model of 620,000 elements in twelve parameters."""
     return nn.Sequential(
         *(
             nn.Linear(numel * 5, numel * 5 + 3)
@@ -46,7 +46,7 @@ def wide(numel: int = 64) -> nn.Module:
 
 
 def held(size: int, rank: int, **fields: Any) -> tuple[int, Any]:
-    """Bytes that training holds on this rank between steps, as found in memory."""
+    """Return the bytes of memory that training holds on this rank between steps."""
     before = sum(live().values())
     with fake_world(size, rank) as group:
         model = wide()
@@ -81,7 +81,7 @@ def test_persistent_bytes_are_those_of_the_formula(name: str, size: int):
         layout = optimizer.layout
         gaps = [shard.grads._gaps for shard in packed_of(optimizer).shards]
         found -= sum(gap.nbytes for gap in gaps if gap is not None and gap.nbytes > 2048)
-        found -= packed_of(optimizer).reduce.buffers.nbytes  # a host keeps them, and no report
+        found -= packed_of(optimizer).reduce.buffers.nbytes  # kept on a CPU, not in the report
         assert found == sum(optimizer.memory_report().values())
         elements = sum(pack.spans[rank].numel for pack in layout.packs)
         assert found == pytest.approx(every * layout.numel + owned * elements, rel=1e-3)
@@ -100,7 +100,7 @@ def test_persistent_bytes_are_those_of_the_formula(name: str, size: int):
 def test_bytes_of_codes_in_a_sync_are_those_of_the_estimate(
     form: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """All are there before the first one is unpacked; none is afterwards."""
+    """All codes are in memory before the first unpacking, and none after the last."""
     fields = {"published": {form: "blocks.*[!12].weight"}, "param_dtype": BF16, **fields}
     seen: list[int] = []
     unpack = EncodedWork.wait
@@ -137,7 +137,7 @@ def shard_wide(group: Any, dtype: torch.dtype) -> None:
 
 
 def allowed(size: int, dtype: torch.dtype) -> int:
-    """The fp32 model, or what replaces it if that is more, and one pack, staged and cast."""
+    """Return the bytes of the larger of the models before and after, and of one pack in flight."""
     numel = sum(param.numel() for param in wide().parameters())
     masters = 0 if dtype == FP32 else 4 / size
     in_flight = 0.5 * 2**20 / dtype.itemsize * (4 + (0 if dtype == FP32 else dtype.itemsize))

@@ -1,4 +1,4 @@
-"""Packs: parameters as views, each with a storage of its own."""
+"""Packs: each parameter is a view with its own storage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Clones(TorchDispatchMode):
-    """Counts copies of whole tensors."""
+    """Counter of clones of tensors."""
 
     count = 0
 
@@ -164,7 +164,7 @@ READS: dict[str, Callable[[Any], object]] = {
 def test_memory_that_was_kept_may_come_back_unless_its_values_were_overwritten(
     group: Any, read: str | None, ranks: list[int]
 ):
-    """``backup = param.data; param.data = shadow; ...; param.data = backup``, as for an EMA."""
+    """Scripts that evaluate an EMA do this: back up ``param.data``, swap it and restore it."""
     model = CASES["mlp"].build()
     optimizer = sharded(model, group)
     install(model, 0)
@@ -198,12 +198,12 @@ def test_every_parameter_has_a_storage_of_its_own_and_is_saved_in_all_ways(dtype
     assert len({storage.data_ptr() for storage in storages}) == len(storages)
     for storage, param in zip(storages, model.parameters(), strict=True):
         assert param.storage_offset() == 0
-        assert storage.nbytes() == param.nbytes, "nothing of the neighbours would be saved"
+        assert storage.nbytes() == param.nbytes, "no neighbor is saved with it"
     expected = values(model)
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     size = sum(param.nbytes for param in model.parameters())
-    assert buffer.tell() < size * 1.5 + 20_000, "each storage once, and no pack with it"
+    assert buffer.tell() < size * 1.5 + 20_000, "each storage once, and no pack"
     buffer.seek(0)
     assert_same_bits(torch.load(buffer, weights_only=True), expected)
     untied = {k: v for k, v in model.state_dict().items() if k != "head.weight"}

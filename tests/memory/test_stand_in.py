@@ -1,4 +1,4 @@
-"""After the reduction a ``.grad`` is edited at the owners of its elements, and not read."""
+"""After the reduction, edits of ``.grad`` apply at the owners, and reads raise an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAMES: dict[str, Any] = {
     "pickle": pickle,
     "torch": torch,
 }
-# Of a gradient g of p; a is a plain tensor of its shape.
+# g is the gradient of p; a is a plain tensor of its shape.
 EDITS = """
 g.mul_(.5) | operator.imul(g, 2) | operator.iadd(g, 1) | operator.itruediv(g, 2) | g.zero_()
 operator.setitem(g, 0, 1) | g[:, 1].zero_() | g.view(-1)[3:5].fill_(1.) | g.data.mul_(.5)
@@ -132,7 +132,7 @@ def test_reads_raise_by_name_and_edits_questions_and_views_do_not(partition: str
             except RuntimeError as error:
                 told = str(error)
                 assert "reads .grad of '2.weight'" in told and "gather_gradients" in told, code
-                # Another optimizer with gathered gradients would train weights without masters.
+                # Another optimizer would train weights without masters, even on gathered gradients.
                 names_class = code.startswith("torch.optim.")
                 kind = code.removeprefix("torch.optim.").partition("(")[0]
                 assert (f"({kind}), call close()" in told) == ("close()" in told) == names_class
@@ -175,7 +175,7 @@ def edited(group: Any, partition: str, codes: list[str], name: str = "2.weight")
     other = torch.arange(p.numel()).view(p.shape) / 8 - 1
 
     def gathered(code: str) -> Tensor:
-        """What all ranks have after the reduction and the edit."""
+        """Return the gathered gradient after the reduction and the edit."""
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         torch.manual_seed(0)
@@ -196,7 +196,7 @@ def edited(group: Any, partition: str, codes: list[str], name: str = "2.weight")
 @pytest.mark.parametrize("partition", ["even", "whole"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_what_a_script_edits_at_the_owners_is_what_it_edits_under_ddp(size: int, partition: str):
-    """Every edit on an even and on an odd number of ranks."""
+    """Each edit runs on an even or an odd number of ranks; in full runs, on both."""
     codes = cases(EDITS)
     ThreadedWorld(size, timeout=60).run(edited, partition, codes if WHOLE else codes[size % 2 :: 2])
 
@@ -278,14 +278,14 @@ def test_what_was_kept_before_the_gather_is_told_of_and_not_read():
         for grad, view in zip(kept, views, strict=True):
             for old in (grad, view):
                 with pytest.raises(RuntimeError, match="a script kept"):
-                    old.mul_(2)  # not the mean of this step
+                    old.mul_(2)  # the mean of an earlier step
 
     on_ranks(script)
 
 
 @pytest.mark.parametrize("steps", [False, True])
 def test_what_was_kept_over_a_clear_is_told_of_and_does_not_train_as_zeros(steps: bool):
-    """Scripts put gradients aside, clear them for another loss, and put them back."""
+    """Scripts save gradients, clear them for another loss, and restore them."""
 
     def script(model: Any, optimizer: Any, batch: Tensor) -> None:
         model(batch).square().mean().backward()
@@ -303,7 +303,7 @@ def test_what_was_kept_over_a_clear_is_told_of_and_does_not_train_as_zeros(steps
         assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
         optimizer.zero_grad()
         model(batch).square().mean().backward()
-        optimizer.step()  # the next step has its own gradients again
+        optimizer.step()  # the next step works again
         assert not torch.equal(before[0], model[0].weight)
 
     on_ranks(script)
@@ -328,7 +328,7 @@ def test_what_was_kept_over_a_clear_of_one_gradient_does_not_edit_the_next_mean(
 
 
 def test_a_read_that_mixes_dtypes_is_a_read_and_a_view_of_a_wrong_shape_is_torchs_own_error():
-    """Gradients are fp32 under DDP and bf16 here."""
+    """Under DDP, gradients are fp32; here they are bf16."""
 
     def script(model: Any, optimizer: Any, batch: Tensor) -> None:
         model(batch).float().square().mean().backward()
@@ -346,7 +346,7 @@ def test_a_read_that_mixes_dtypes_is_a_read_and_a_view_of_a_wrong_shape_is_torch
 def test_a_gradient_is_not_given_to_another_parameter():
     def script(model: Any, optimizer: Any, batch: Tensor) -> None:
         model(batch).square().mean().backward()
-        model[0].bias.grad = model[0].bias.grad  # the same
+        model[0].bias.grad = model[0].bias.grad  # its own gradient: allowed
         model[0].weight.grad = model[2].weight.grad.view(-1)[:91].view(13, 7)
         with pytest.raises(RuntimeError, match=r"gradient of '0\.weight'.*'2\.weight'"):
             optimizer.step()
@@ -412,7 +412,7 @@ def test_a_model_is_converted_with_gradients_that_are_at_their_owners():
 
 @pytest.mark.parametrize("shard_ranks", ["all", 1])
 def test_a_mean_that_was_not_cleared_is_never_part_of_a_gradient_that_can_be_read(shard_ranks: Any):
-    """Under DDP ``.grad`` is the sum; here a part of it is at its owners, and a part here."""
+    """Under DDP, ``.grad`` is the sum. Here, one addend is at its owners and the other is local."""
 
     def run(mesh: Any) -> None:
         model, batch = mlp(), BATCH.chunk(2)[mesh.get_rank()]

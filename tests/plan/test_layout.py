@@ -1,4 +1,4 @@
-"""Where every element lives: properties of all layouts, and what ``repr`` shows."""
+"""Properties of all layouts, and their ``repr``."""
 
 from __future__ import annotations
 
@@ -139,13 +139,13 @@ def test_whole_is_balanced_to_within_the_largest_parameter(
     loads = [owned(layout, rank) for rank in range(size)]
     align = chosen["alignment"]  # in elements at most
     largest = max(param.numel for param in params) + align
-    # Greedy: who gets a parameter had the least, so ends at most one parameter above the least;
-    # every pack's span is rounded up once more.
+    # Greedy: each parameter goes to the rank with the least, which ends at most one parameter
+    # above the new least. Every pack's span is rounded up once more.
     assert max(loads) - min(loads) <= largest + align * len(layout.packs)
 
 
 def test_whole_parameters_go_to_their_owners_from_the_largest_on():
-    sizes = [2, 3, 7, 4, 3, 5]  # in this order, or taking turns, one rank would have 14
+    sizes = [2, 3, 7, 4, 3, 5]  # 14 on one rank in this order, or if sorted and dealt in turn
     params = [ParamInfo(f"p{i}", (n * 64,), torch.float32) for i, n in enumerate(sizes)]
     layout = plan(params, 2, "whole", **OPTIONS)
     assert [owned(layout, rank) for rank in range(2)] == [12 * 64, 12 * 64]
@@ -155,7 +155,7 @@ def test_whole_parameters_go_to_their_owners_from_the_largest_on():
     ("count", "chosen", "packs"),
     [
         (12, {}, [6, 6]),
-        (13, {}, [6, 7]),  # the last one would have 3 MiB alone
+        (13, {}, [6, 7]),  # a last pack of its own would have 3 MiB
         (5, {}, [5]),
         (13, {"pack_params": 6}, [6, 6, 1]),
         (13, {"pack_mb": 16.0}, [5, 5, 3]),
@@ -227,7 +227,7 @@ def test_the_digest_is_equal_for_equal_plans_and_different_after_any_change(
 
 
 def test_ranks_on_different_gpus_of_one_kind_have_equal_digests():
-    """Each rank of a node computes on its own device: cuda:0, cuda:1 ..."""
+    """Each rank of a node has its own device: cuda:0, cuda:1 ..."""
 
     class OnDevice:
         shape, dtype, requires_grad = torch.Size([4]), torch.float32, True
@@ -279,7 +279,7 @@ def test_repr_shows_packs_and_what_makes_them(
     assert shown == [name for names in packs for name in names]
 
 
-# -- by which collective a pack travels: one row for each rule of auto ----------------------------
+# -- the collective for each pack: one row per rule of auto ---------------------------------------
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NCCL, GLOO, CARDS = (

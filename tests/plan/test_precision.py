@@ -1,4 +1,4 @@
-"""Which parameter is stored in which dtype, and that the forward then just works."""
+"""The dtype of each parameter, and forwards with these dtypes."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_rules_keep_the_named_modules_in_fp32_and_the_model_trains(rule: str, dt
         assert names <= expected or not names & expected
     tokens, _ = CASES["gpt"].batch(0)
     out = model(tokens)
-    is_kept = "wte.weight" in expected  # with which the head multiplies
+    is_kept = "wte.weight" in expected  # the head's weight
     assert out.dtype == (FP32 if is_kept else dtype), "the model's outputs are in param_dtype"
-    # Two blocks of activations of order 1, each rounded to 8 bits (bf16) some ten times.
+    # Two blocks with activations of order 1, rounded to 8 bits (bf16) about ten times each.
     torch.testing.assert_close(out.float(), reference(tokens), atol=0.1, rtol=0.1)
     CASES["gpt"].loss(model, CASES["gpt"].batch(0)).backward()
     assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
@@ -68,7 +68,7 @@ def test_rules_keep_the_named_modules_in_fp32_and_the_model_trains(rule: str, dt
 
 
 class Inner(nn.Module):
-    """Notes in which dtype its layers hand to each other, or what it is given."""
+    """Module that records the dtypes of its input and of its first layer's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_a_kept_embedding_gives_exact_values_and_a_kept_norm_what_it_is_given(au
 
 
 class Vectors(nn.Module):
-    """What no matrix product takes, and what one may take."""
+    """Parameters that cannot be factors of a matmul, and some that can."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_vectors_that_no_layer_of_torch_multiplies_stay_fp32_under_autocast(auto
 
 
 class Translations(nn.Module):
-    """As TransE: distances of rows of tables, whose products autocast computes nothing of."""
+    """Distances of embeddings, as in TransE: autocast casts none of its operations."""
 
     def __init__(self, linear: bool) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_tables_of_a_model_without_any_other_matrix_stay_fp32_under_autocast():
     for linear, fields in ((True, {}), (False, {"autocast": False})):
         model = Translations(linear)
         sharded(model, param_dtype=BF16, **fields)
-        assert kept(model) == set(), "the control"
+        assert kept(model) == set(), "negative control"
 
 
 @pytest.mark.parametrize("names", ["2", "", ("2",), ["*"]])
@@ -182,7 +182,7 @@ def test_named_modules_return_fp32(names: Any):
     sharded(model, param_dtype=BF16, fp32_outputs=names)
     out = model(torch.ones(1, 4))
     assert out.dtype == FP32 and torch.equal(out, out.bfloat16().float())
-    assert seen == [FP32 if names == ["*"] else BF16], "the next layer takes it all the same"
+    assert seen == [FP32 if names == ["*"] else BF16], "the next layer accepts both"
 
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -210,11 +210,11 @@ def test_inputs_of_kept_modules_are_cast_inside_containers_of_any_kind():
     assert first.dtype == second.dtype == third.dtype == FP32
     assert fourth.dtype == torch.int64
     assert isinstance(pair, Pair) and pair.left.dtype == FP32
-    assert pair.right is scalar, "a tensor without dimensions is a count or a loss"
+    assert pair.right is scalar, "0-dim tensors are counts or losses"
     assert isinstance(more, OrderedDict) and more["a"]["b"][0].dtype == FP32
     assert more["c"].dtype == torch.bool
-    assert seen["kwargs"]["d"].dtype == torch.float64, "what is not packable is left alone"
-    assert x.dtype == BF16, "the caller's tensor is as it was"
+    assert seen["kwargs"]["d"].dtype == torch.float64, "other dtypes are not cast"
+    assert x.dtype == BF16, "the caller's tensor is unchanged"
 
 
 def test_inputs_can_be_left_alone_and_fp32_models_cast_nothing():
@@ -254,7 +254,7 @@ def test_gradient_and_wire_dtypes(fields: dict[str, Any], grad: torch.dtype, wir
     pairwise((2, 1), (True, False), ("even", "whole")),
 )
 def test_more_than_eight_micro_batches_are_added_up_in_fp32(size: int, held: bool, partition: str):
-    """300 ones: in bf16 their sum stays at 256. Of a pack of two, of which hooks count one."""
+    """A bf16 sum of 300 ones stays at 256. The pack has two parameters; hooks count one."""
 
     def accumulated(group: Any, number: int, **fields: Any) -> tuple[torch.dtype, list[float]]:
         model = nn.Linear(4, 2)
@@ -277,18 +277,18 @@ def test_more_than_eight_micro_batches_are_added_up_in_fp32(size: int, held: boo
         assert all(other == first for other in others)
         return first
 
-    # Ranks that reduce every backward add up in fp32 from the second one on, and what is rounded
-    # once, after one reduction of a sum in fp32, needs no more than bf16.
+    # Ranks that reduce after every backward sum in fp32 from the second one on. Ranks that reduce
+    # one fp32 sum round it only once, so bf16 is enough for the result.
     reduces = size > 1 and not held
     assert run(8) == (FP32 if reduces else BF16, [8.0] * 10)
     stays = (FP32, [300.0] * 10) if reduces else (BF16, [256.0] * 10)
-    assert run(300, grad_dtype=BF16) == stays, "the control, of what accumulates locally"
+    assert run(300, grad_dtype=BF16) == stays, "negative control: local sums"
     assert run(300) == (BF16 if size > 1 and held else FP32, [300.0] * 10)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_more_than_eight_gradients_of_one_backward_are_added_up_in_fp32(size: int):
-    """Each re-entrant checkpoint brings one."""
+    """Each re-entrant checkpoint produces one."""
 
     class Repeated(nn.Module):
         def __init__(self) -> None:
