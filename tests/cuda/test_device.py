@@ -1,4 +1,4 @@
-"""What a step does to a GPU: it waits for nothing, keeps its memory, and can be captured."""
+"""Steps on a GPU: no waits, no new memory, and capture in a graph."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def values(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Within it what makes the host wait for the device is an error."""
+    """Raise an error if the host waits for the device."""
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -75,7 +75,7 @@ def no_waiting() -> Iterator[None]:
 def test_a_step_waits_for_nothing(fields: dict[str, Any]) -> None:
     model = network()
     optimizer = sharded(model, **fields)
-    for step in range(3):  # compiles, and allocates what is kept
+    for step in range(3):  # compiles, and allocates persistent memory
         backward(model, step)
         optimizer.step()
         optimizer.zero_grad()
@@ -100,7 +100,7 @@ def test_a_step_of_counted_tokens_waits_for_nothing(tokens: int | Tensor) -> Non
 
 @pytest.mark.parametrize("fields", FORMS, ids=str)
 def test_steps_take_no_memory_from_the_device_once_it_is_warm(fields: dict[str, Any]) -> None:
-    """What a step needs for a moment comes from the allocator's cache and goes back there."""
+    """Temporary memory comes from the allocator's cache and returns to it."""
     model = network()
     optimizer = sharded(model, **fields)
     for step in range(4):
@@ -122,10 +122,10 @@ def test_steps_take_no_memory_from_the_device_once_it_is_warm(fields: dict[str, 
 @pytest.mark.parametrize(
     "fields",
     [{}, {"fuse": "eager"}, {"moments": "bf16"}, {"pack_params": 1}, {"averages": {"ema": 0.9}}],
-    ids=str,  # a pack for each parameter: the ranges are a batch
+    ids=str,  # one pack per parameter: batched ranges
 )
 def test_a_captured_step_replays_as_so_many_steps(fields: dict[str, Any]) -> None:
-    """Numbers of the step are on the device: the count, so the bias corrections, goes on."""
+    """The step count is on the device, so bias corrections advance with each replay."""
     plain, captured = network(), network()
     eager, replayed = sharded(plain, **fields), sharded(captured, **fields)
     for model, optimizer in ((plain, eager), (captured, replayed)):
@@ -159,7 +159,7 @@ def test_a_captured_step_skips_what_is_not_finite() -> None:
 
 
 def test_a_storage_made_by_dlpack_keeps_its_memory_from_the_caching_allocator() -> None:
-    """Parameters are such storages: the pack that they were cut from may be freed first."""
+    """Parameters have such storages, and their pack may be freed before them."""
     base = torch.arange(1 << 16, dtype=torch.float32, device="cuda")
     own = _compat.own_storage(base[256:512])
     expected = own.clone()
@@ -182,7 +182,7 @@ def test_the_norm_of_low_precision_makes_no_copy_in_fp64() -> None:
 
 
 def test_gradients_are_copied_into_their_pack_by_one_kernel() -> None:
-    """A foreach copy of many tensors; a loop would launch one kernel per parameter."""
+    """``_foreach_copy_`` copies many tensors; a loop would launch one kernel per parameter."""
     model = nn.ParameterList(torch.randn(2, 50, device="cuda") for _ in range(64))
     optimizer = sharded(model)
     for _ in range(2):
@@ -198,9 +198,9 @@ def test_gradients_are_copied_into_their_pack_by_one_kernel() -> None:
 
 def test_a_model_and_its_optimizer_leave_no_memory_behind() -> None:
     model = network()
-    backward(model, 0)  # the libraries' own workspaces
+    backward(model, 0)  # allocates the libraries' workspaces
     del model
-    gc.collect()  # an optimizer and what it works with refer to each other
+    gc.collect()  # an optimizer is in reference cycles
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     model = network()
@@ -210,11 +210,11 @@ def test_a_model_and_its_optimizer_leave_no_memory_behind() -> None:
     del model, optimizer
     gc.collect()
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= before + 4096  # small tensors that are kept per device
+    assert torch.cuda.memory_allocated() <= before + 4096  # small tensors kept per device
 
 
 def test_two_ranks_hold_the_same_parameters_however_they_are_synced() -> None:
-    """Compiles the mean in a hook, on autograd's thread of the device; on one card over gloo."""
+    """The mean is compiled in a hook, on autograd's thread. With gloo, one GPU is enough."""
     for equal in spawn(_train, 2, timeout=100.0, backend=BACKEND)[0]:
         assert equal
 

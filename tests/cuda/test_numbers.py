@@ -1,4 +1,4 @@
-"""What a step computes on a GPU. The dry run of `launch/gpu.sh` does the same on the CPU."""
+"""Numerical results of steps on a GPU, or on a CPU in the dry run of `launch/gpu.sh`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ pytestmark = [
 ADAMW = torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}
 ADAM = torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}
 SGD = torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}
-WINDOWS = 9 << 20  # elements: two windows of the forms that make copies, and a part of one
+WINDOWS = 9 << 20  # elements: two windows and a part of one, for options that make copies
 
 
 def model_of(*sizes: int) -> nn.ParameterList:
-    """Parameters of so many elements, equal in every call.
+    """Return parameters with these numbers of elements, equal in every call.
 
-    The first is a matrix: without one beside them vectors would stay fp32.
+    The first is a matrix: in a model without one, vectors would stay fp32.
     """
     generator = torch.Generator().manual_seed(0)
     params = [torch.randn(numel, generator=generator).to(DEVICE) for numel in sizes]
@@ -38,7 +38,7 @@ def model_of(*sizes: int) -> nn.ParameterList:
 
 
 def give(model: nn.Module, seed: int, scale: float = 1.0) -> None:
-    """Random gradients, equal in every call with this seed."""
+    """Set random gradients that depend only on ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
         grad = torch.randn(param.shape, generator=generator).to(DEVICE) * scale
@@ -67,7 +67,7 @@ def fuse(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_fp32_steps_are_those_of_torch(
     kind: type[torch.optim.Optimizer], options: dict[str, float], fuse: str
 ) -> None:
-    """Within an ulp per step: a compiler may fuse a product and a sum, and divide otherwise."""
+    """The bound is an ulp per step: a compiler may use fused multiply-adds and other divisions."""
     ours, theirs = model_of(1000, 33), model_of(1000, 33)
     optimizer = shardcast.shard(
         ours, kind(ours.parameters(), **options), param_dtype="fp32", fuse=fuse
@@ -86,7 +86,7 @@ def test_fp32_steps_are_those_of_torch(
 def test_several_groups_of_a_pack_are_updated_as_by_torch(
     kind: type[torch.optim.Optimizer], options: dict[str, float], fuse: str
 ) -> None:
-    """By one kernel, with rates that change, and one group that does not decay."""
+    """Learning rates change, and one group has no weight decay."""
 
     def grouped(model: nn.ParameterList) -> torch.optim.Optimizer:
         groups = [{"params": [param], "lr": 1e-2 / (n + 1)} for n, param in enumerate(model)]
@@ -111,7 +111,7 @@ def test_several_groups_of_a_pack_are_updated_as_by_torch(
 
 
 def test_packs_of_unequal_lengths_are_updated_as_by_torch(fuse: str) -> None:
-    """Many of them, which one kernel updates eight at a time; one is longer than 2**26."""
+    """One kernel updates eight packs at a time; one pack has over 2**26 elements."""
     shrink = 0 if DEVICE == "cuda" else 10
     sizes = [n >> shrink for n in (*range(9 << 20, 12 << 20, 130_016), 80_000_000)]
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -153,7 +153,7 @@ def test_a_nan_skips_the_step_and_changes_nothing(fuse: str) -> None:
     before = values(model), masters(optimizer)
     give(model, 1)
     next(model.parameters()).grad.view(-1)[7] = math.nan
-    with pytest.warns(UserWarning, match="non-finite gradient"):  # a GPU is heard of later
+    with pytest.warns(UserWarning, match="non-finite gradient"):  # later on a GPU
         optimizer.step()
         assert optimizer.skipped_steps == 1
         assert same_bits(values(model), before[0]) and same_bits(masters(optimizer), before[1])
@@ -209,7 +209,7 @@ def test_an_overflow_of_fp16_halves_the_scale_and_training_goes_on() -> None:
 
 @pytest.mark.parametrize("fields", [{"master": "split16"}, {"offload": True}])
 def test_forms_that_hold_less_give_the_same_bits(fields: dict[str, object]) -> None:
-    """Several windows, so that transfers beside the update have something to get wrong."""
+    """On a GPU, there are several windows, so copies of one overlap the update of another."""
     numel = WINDOWS if DEVICE == "cuda" else 300_000
     exact, lean = model_of(numel, 33), model_of(numel, 33)
     plain = shardcast.shard(exact, torch.optim.AdamW(exact.parameters(), lr=1e-2))
@@ -219,7 +219,7 @@ def test_forms_that_hold_less_give_the_same_bits(fields: dict[str, object]) -> N
         give(lean, step)
         plain.step()
         optimizer.step()
-        torch.full((numel,), math.nan, device=DEVICE)  # takes memory that was given back too early
+        torch.full((numel,), math.nan, device=DEVICE)  # reuses memory that was freed too early
     assert same_bits(values(exact), values(lean))
     assert same_bits([m.cpu() for m in masters(plain)], [m.cpu() for m in masters(optimizer)])
 

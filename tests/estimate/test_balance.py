@@ -1,4 +1,4 @@
-"""How evenly Muon's matrices are spread over ranks, on models that are built on ``meta`` only."""
+"""Balance of Muon's matrices over ranks, on models that are built on ``meta`` only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ HEAD = 128
 
 
 def gpt(dim: int, layers: int) -> Callable[[], Shapes]:
-    """A GPT's matrices: fused query, key and value, output, two of the MLP."""
+    """Return a GPT's matrices: fused query, key and value, output, two of the MLP."""
     block = {"qkv": (3 * dim, dim), "out": (dim, dim), "fc": (4 * dim, dim), "proj": (dim, 4 * dim)}
     return lambda: repeated(block, layers, {"embedding": (50304, dim)})
 
 
 def llama(dim: int, kv: int, hidden: int, layers: int) -> Callable[[], Shapes]:
-    """A Llama's matrices with grouped queries: keys and values have ``kv`` rows."""
+    """Return a Llama's matrices with grouped queries: keys and values have ``kv`` rows."""
     block = {
         **{"q": (dim, dim), "k": (kv, dim), "v": (kv, dim), "o": (dim, dim)},
         **{"gate": (hidden, dim), "up": (hidden, dim), "down": (dim, hidden)},
@@ -32,7 +32,7 @@ def llama(dim: int, kv: int, hidden: int, layers: int) -> Callable[[], Shapes]:
 
 
 def mixture(dim: int, hidden: int, layers: int, stacked: bool = False) -> Callable[[], Shapes]:
-    """64 experts a layer, each in matrices of its own or all in two stacks."""
+    """Return 64 experts per layer, in their own matrices or in two stacks."""
     block: Shapes = {"qkv": (3 * dim, dim), "out": (dim, dim), "router": (64, dim)}
     for name, shape in {"up": (hidden, dim), "down": (dim, hidden)}.items():
         if stacked:
@@ -59,7 +59,7 @@ MODELS = {
 
 
 def by_heads(dim: int, kv: int, hidden: int, layers: int) -> Callable[[], Shapes]:
-    """The same with queries, keys and values in one matrix, :data:`HEAD` rows to a head."""
+    """Like :func:`llama`, with one matrix of queries, keys and values, :data:`HEAD` rows a head."""
     block = {"qkv": (dim + 2 * kv, dim), "o": (dim, dim)}
     block |= {"gate": (hidden, dim), "up": (hidden, dim), "down": (dim, hidden)}
     return lambda: repeated(block, layers, {"embedding": (128256, dim)})
@@ -93,7 +93,7 @@ def estimated(shapes: Shapes, size: int, heads: bool = False, **fields: Any) -> 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_busiest_rank_computes_little_more_than_the_mean(name: str, size: int, bound: float):
     found = estimated(MODELS[name](), size).cost_imbalance
-    if name == "GPT 125M" and size == 64:  # 48 matrices: the largest one alone is above the bound
+    if name == "GPT 125M" and size == 64:  # one of its 48 matrices exceeds the bound alone
         assert 1.6 < found < 1.75
     else:
         assert found <= bound
@@ -104,7 +104,7 @@ def by_elements(_name: str, param: nn.Parameter) -> float:
 
 
 def computed(found: Estimate, heads: bool) -> float:
-    """The cost of Newton-Schulz on the busiest rank over the mean, from shapes and owners."""
+    """Return the cost of Newton-Schulz on the busiest rank divided by the mean."""
     load = [0.0] * found.layout.world_size
     for pack, slot in found.layout.slots():
         if pack.partition == "whole":
@@ -128,10 +128,10 @@ def computed(found: Estimate, heads: bool) -> float:
 def test_counting_elements_alone_falls_short(
     shapes: Callable[[], Shapes], size: int, heads: bool, mine: float, others: float
 ):
-    """The control: small matrices have fewer operations per element, so that elements mislead."""
+    """Negative control: the cost per element differs, so balancing elements is not enough."""
     balanced = estimated(shapes(), size, heads)
     misled = estimated(shapes(), size, heads, cost_fn=by_elements)
     assert computed(balanced, heads) <= mine
     assert computed(misled, heads) >= others
     if not heads:
-        assert misled.cost_imbalance < 1.1  # by its own count it is even
+        assert misled.cost_imbalance < 1.1  # balanced by its own count

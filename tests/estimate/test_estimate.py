@@ -1,4 +1,4 @@
-"""The estimate against what real runs hold and send."""
+"""The estimate, compared with the memory and messages of real runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "metrics": True,
     },
 }
-# Every two of fields, kind, number of ranks and partition meet.
+# Covers each pair of values of fields, kind, number of ranks and partition.
 MEMORY = [
     *(
         (fields, kind, 1 + (n + m) % 4, ("even", "whole")[(n + m // 2) % 2])
@@ -83,7 +83,7 @@ MEMORY = [
 
 
 def ran(group: Any, kind: Kind, fields: dict[str, Any]) -> dict[str, int]:
-    """What a rank holds after a step."""
+    """Return a rank's memory report after a step."""
     model = CASES["gpt"].build()
     optimizer = shardcast.shard(model, kind(model), process_group=group, fuse="eager", **fields)
     for _ in range(2):
@@ -116,7 +116,7 @@ def test_the_estimate_and_the_line_of_shard_say_what_is_not_trained_and_stays_fp
     held: bool, caplog: pytest.LogCaptureFixture
 ):
     def adapted(**fields: Any) -> tuple[int, int, str]:
-        """What stays fp32 and the total, by the estimate, and what ``shard()`` logs."""
+        """Return the estimate's frozen and total bytes, and the log of ``shard()``."""
         model = nn.Sequential(nn.Linear(250, 1000), nn.Linear(1000, 1))
         model[0].requires_grad_(False)
         params = [param for param in model.parameters() if held or param.requires_grad]
@@ -133,11 +133,11 @@ def test_the_estimate_and_the_line_of_shard_say_what_is_not_trained_and_stays_fp
     none, less, line = adapted(convert_rest=True)
     assert none == 0 and "not trained" not in line
     assert held or total - less == nbytes / 2
-    assert adapted(param_dtype="fp32")[0] == 0, "nothing would be converted"
+    assert adapted(param_dtype="fp32")[0] == 0, "there is nothing to convert"
 
 
 class Wide(nn.Module):
-    """Matrices, in low precision, of sizes that no number of ranks divides."""
+    """Matrices, some of whose sizes are not divisible by the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def accumulated(group: Any, fields: dict[str, Any], micro_batches: int) -> dict[
         reports.append(optimizer.memory_report())
         optimizer.zero_grad()
     waits = micro_batches > 1 and fields["accumulate"] == "local" and group.size() > 1
-    # As the last backward begins, all gradients are here; what is sent meanwhile is not.
+    # The maximum is at the start of the last backward, during which gradients are sent.
     return max(reports, key=lambda report: report["gradients"]) if waits else reports[-1]
 
 
@@ -193,7 +193,7 @@ def test_the_estimate_has_local_gradients_and_their_long_sums(
     assert found.gradients in [report["gradients"] for report in reports]
     if size > 1 and micro_batches > 1 and (accumulate == "local" or "grad_dtype" in fields):
         once = estimate(model, adamw, size, chosen, "gloo")
-        assert found.gradients >= once.gradients * 2, "the control: in fp32, or of all ranks"
+        assert found.gradients >= once.gradients * 2, "negative control: fp32 or unsharded"
 
 
 def gpt() -> nn.Module:
@@ -203,7 +203,7 @@ def gpt() -> nn.Module:
 def calls_of_a_step(
     size: int, fields: dict[str, Any], build: Callable[[], nn.Module] = gpt, kind: str = "AdamW"
 ) -> list[list[Collective]]:
-    """What each rank issues in a step."""
+    """Return the collectives of each rank in a step."""
 
     def run(group: Any) -> list[Collective]:
         model = build()
@@ -228,7 +228,7 @@ def test_the_collectives_of_a_step_are_as_many(sync: str, overlap_sync: bool):
 
 
 def leaves(call: Collective, rank: int, size: int) -> int:
-    """Bytes that a rank sends to others, each receiver counted."""
+    """Return the bytes that a rank sends to others, counted once per receiver."""
     if call.op == "all_to_all_single":
         return (sum(call.input_splits) - call.input_splits[rank]) * call.dtype.itemsize
     if call.op == "broadcast":
@@ -277,7 +277,7 @@ def test_sharded_gradients_are_sent_in_each_micro_batch(accumulate: str):
 
 
 class Blocks(nn.Module):
-    """Matrices of whole blocks, of which the last one is not divided by ranks; and vectors."""
+    """Two layers whose matrices consist of whole blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("form", ["mxfp8", "mxfp4", "fp8_block128"])
 @pytest.mark.parametrize("sync", ["broadcast", "auto"])
 def test_codes_and_scales_are_sent_in_as_many_bytes(form: str, sync: str):
-    """Beside 2 bytes per element: 1 + 1/32, 1/2 + 1/32, 1 + 1/16384."""
+    """bf16 takes 2 bytes per element, the codes 1 + 1/32, 1/2 + 1/32 and 1 + 1/16384."""
     sent = {}
     for wire in ("codes", "bf16"):
         fields = {"sync": sync, "published": {form: "?.weight", "wire": wire}, "autocast": False}
@@ -303,7 +303,7 @@ def test_codes_and_scales_are_sent_in_as_many_bytes(form: str, sync: str):
     of_block = {"mxfp8": 33 / 32, "mxfp4": 17 / 32, "fp8_block128": 16385 / 16384}[form]
     elements = 256 * 384 + 384 * 128
     saved = (2 - of_block) * elements * 2  # to two others
-    more = 0 if sync == "broadcast" else 3 * 2 * 16  # parts that are gathered are rounded up
+    more = 0 if sync == "broadcast" else 3 * 2 * 16  # gathered parts are rounded up
     assert saved - more <= sent["bf16"] - sent["codes"] <= saved + 2 * 2 * 3 * 128
 
 
@@ -361,7 +361,7 @@ Command = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions of :data:`PAGE` can be imported."""
+    """Make the functions of :data:`PAGE` importable."""
     (tmp_path / "built.py").write_text(PAGE)
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -375,7 +375,7 @@ def test_the_command_prints_a_table_and_json(command: Command):
     assert len({len(line) for line in short.splitlines()[1:-1]}) == 1, "columns are aligned"
     first, last = json.loads(command(*words, "--json"))
     assert (first["sent"], first["collectives"], first["imbalance"]) == (0, 0, 1.0)
-    assert 0 <= first["state"] - 8 * 900_300_000 < 10_000, "padding aside"
+    assert 0 <= first["state"] - 8 * 900_300_000 < 10_000, "except for padding"
     assert last["masters"] == pytest.approx(first["masters"] / 1024, rel=0.01)
     assert last["total"] < first["total"]
 

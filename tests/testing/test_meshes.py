@@ -50,7 +50,7 @@ def ones(value: float = 1.0) -> Tensor:
 
 
 def sums(mesh: DeviceMesh) -> Any:
-    """Sums of 2 ** rank over groups of all kinds."""
+    """Yield the sums of 2 ** rank over groups of all kinds."""
     assert mesh.get_rank() == dist.get_rank() and dist.get_world_size() == 4
     row = mesh.get_group("tp")
     assert row is mesh["tp"].get_group() and row.size() == 2
@@ -87,7 +87,7 @@ def test_each_rank_has_its_place_and_groups_of_all_kinds_add_up_their_own_ranks(
 
 
 def parallel_gradients(mesh: DeviceMesh) -> list[tuple[Tensor, Any]]:
-    """Gradients of a tensor-parallel model in full, and how each was placed."""
+    """Return a tensor-parallel model's full gradients and their placements."""
     model = parallelize_module(mlp(), mesh["tp"], PLAN)
     half = inputs().chunk(2)[mesh.get_local_rank("tp")]
     model(half).square().sum().backward()
@@ -137,7 +137,7 @@ def test_a_log_names_the_group_and_counts_within_it():
 
 
 def passes_on(mesh: DeviceMesh) -> Any:
-    """Each stage adds its own to what it gets; several messages are under way, in two groups."""
+    """Pass two messages along the stages, each adding its own value, and send an object list."""
     rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
     got = [torch.zeros(2), torch.zeros(2)]
     if rank:
@@ -161,7 +161,7 @@ def test_messages_go_from_rank_to_rank_of_a_group_in_order():
         place = rank // 2
         assert one == [place] * 2 and other == [10 * place] * 2
         assert box == (f"from {rank % 2}" if place == 2 else f"from {rank}")
-    assert world.logs == [[]] * 6, "they are no collectives"
+    assert world.logs == [[]] * 6, "messages are not collectives"
 
 
 # -- what goes wrong ------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def leaves(mesh: DeviceMesh) -> None:
 
 
 def crosses(mesh: DeviceMesh) -> None:
-    """Ranks 0 and 3 begin with their row, the others with their column: all round the square."""
+    """Deadlock in a circle: ranks 0 and 3 begin with their row, the others with their column."""
     names = ("tp", "dp") if dist.get_rank() in (0, 3) else ("dp", "tp")
     for name in names:
         dist.all_reduce(ones(), group=mesh.get_group(name))
@@ -235,7 +235,7 @@ def test_a_mistake_is_named_at_once(mistake: tuple[Any, type[Exception], str]):
     world = ThreadedWorld(GRID, timeout=50.0)
     with pytest.raises(error, match=message):
         world.run(wrong)
-    assert world.run(lambda mesh: mesh.ndim) == [2] * 4, "it can go on"
+    assert world.run(lambda mesh: mesh.ndim) == [2] * 4, "the world works again"
 
 
 @pytest.mark.parametrize("shape", [{}, {"dp": 0}, {"dp": 2, 3: 1}, {"": 2}, {"dp": 1.5}, "dp", 0])
@@ -257,7 +257,7 @@ def destroys(mesh: DeviceMesh) -> float:
 
 
 def test_what_happens_in_a_world_stays_there():
-    """The process' own group is as it was, by name too; who destroys groups destroys its own."""
+    """The process's own group and its name stay. A rank can destroy only its world's groups."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -291,10 +291,10 @@ def sharded_rows(rank: int) -> tuple[Any, list[int], Any]:
 
 
 def test_a_rank_of_1024_has_its_shards_and_counts_its_collectives():
-    """In one process, one rank after the other: what DTensor has cached is of that rank."""
+    """Ranks follow each other in one process; none uses what DTensor cached for another."""
     seen = {rank: sharded_rows(rank) for rank in (0, 17, 1023)}
     assert [tuple(place) for place, _, _ in seen.values()] == [(0, 0, 0), (0, 2, 1), (3, 31, 7)]
-    # 50 rows for 8 ranks: 7 for each, and one for the last
+    # 50 rows on 8 ranks: 7 each, and 1 on the last
     assert [rows for _, rows, _ in seen.values()] == [
         *([7, 7, 5, 5, 5, 5], [7, 7, 5, 5, 5, 5], [1, 1, 5, 5, 5, 5])
     ]

@@ -1,4 +1,4 @@
-"""The worlds of ``shardcast.testing`` inside one process: fake and threaded."""
+"""The single-process worlds of ``shardcast.testing``: fake and threaded."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ pytestmark = pytest.mark.timeout(30)
 Group = dist.ProcessGroup
 ReduceOp = dist.ReduceOp
 
-# The names of torch 2.13, or else those of 2.11, which later versions deprecate.
+# The names of torch 2.13, or those of 2.11, which later versions deprecate.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def ramp(group: Group, size: int = 6) -> Tensor:
-    """0, 1, 2 … on rank 0, 10, 11, 12 … on rank 1, and so on."""
+    """Return 0, 1, 2 … on rank 0, 10, 11, 12 … on rank 1, and so on."""
     return torch.arange(size, dtype=torch.float32) + 10 * group.rank()
 
 
 def every_collective(group: Group, base: Tensor) -> dict[str, Tensor]:
-    """One of each on ``base`` of six elements, whose results are specified on every rank."""
+    """Return the results of each collective whose result is specified on every rank."""
     rank, world = group.rank(), group.size()
     results: dict[str, Tensor] = {}
     for op in ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR"):
@@ -63,7 +63,7 @@ def every_collective(group: Group, base: Tensor) -> dict[str, Tensor]:
 
 
 def rooted_collectives(group: Group) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Those of which one rank has the values."""
+    """Return the results of the collectives with a root."""
     rank = group.rank()
     reduced, part = ramp(group), torch.empty(2)
     dist.reduce(reduced, group=group, group_dst=2)
@@ -124,7 +124,7 @@ def test_a_sum_adds_in_rank_order_and_rounds_to_the_dtype_each_time() -> None:
         dist.all_reduce(x, group=group)
         return x.item()
 
-    # Next to 256, bfloat16 knows 258 but not 257: the sum depends on the order.
+    # bfloat16 has 256 and 258 but not 257, so the sum depends on the order.
     assert threaded_world(3, total, [256.0, 1.0, 1.0]) == [256.0] * 3
     assert threaded_world(3, total, [1.0, 1.0, 256.0]) == [258.0] * 3
 
@@ -183,14 +183,14 @@ MISMATCHES: dict[str, tuple[Call, Call]] = {
 def test_a_mismatch_raises_on_every_rank_with_what_every_rank_called(case: str) -> None:
     calls = MISMATCHES[case]
     world = ThreadedWorld(3)
-    for call in calls:  # the control: all ranks agree
+    for call in calls:  # positive control: all ranks agree
         world.run(call)
 
     def run(group: Group) -> str:
         with pytest.raises(CollectiveMismatchError) as info:
             calls[group.rank() % 2](group)
         with pytest.raises(CollectiveMismatchError):
-            dist.barrier(group=group)  # and so does every later collective
+            dist.barrier(group=group)  # later collectives raise, too
         return str(info.value)
 
     messages = world.run(run)
@@ -250,7 +250,7 @@ def test_a_fake_world_refuses_what_its_replicas_would_not_serve() -> None:
 
 
 def sums(group: Group, count: int) -> list[float]:
-    """``count`` collectives that differ from one another."""
+    """Call ``count`` collectives of different sizes."""
     out = []
     for i in range(count):
         x = torch.full((i + 1,), float(group.rank()))
@@ -334,7 +334,7 @@ def test_launching_never_blocks_and_waits_may_come_in_any_order() -> None:
         tensors = [torch.full((i + 1,), float(group.rank() + i)) for i in range(4)]
         if group.rank() == 0:
             for work in reversed([launch(tensor, group) for tensor in tensors]):
-                while not work.is_completed():  # who polls lets the other ranks run
+                while not work.is_completed():  # polling lets the other ranks run
                     pass
                 work.wait()
         else:
@@ -411,11 +411,11 @@ def test_each_rank_has_a_random_generator_of_its_own() -> None:
 
     state = torch.get_rng_state()
     alike, unlike = threaded_world(3, draw, 7), threaded_world(3, draw, None)
-    assert torch.get_rng_state().equal(state), "the caller's generator stays as it was"
+    assert torch.get_rng_state().equal(state), "the caller's generator is unchanged"
     for rank in range(3):
         for seed, drawn in ((7, alike[rank]), (rank, unlike[rank])):
             torch.manual_seed(seed)
-            assert drawn.equal(torch.rand(6)), "without a seed, ranks differ and runs do not"
+            assert drawn.equal(torch.rand(6)), "by default, ranks differ and runs do not"
 
 
 def test_the_ranks_take_turns_in_the_same_order_in_every_run() -> None:

@@ -1,5 +1,5 @@
-"""The world of processes in ``shardcast.testing``. Its functions run in other processes, so they
-stand at the top level."""
+"""The world of processes in ``shardcast.testing``. Functions that run in it must be at the top
+level of a module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Group = dist.ProcessGroup
 
 @pytest.fixture
 def forked() -> Iterator[SpawnedWorld]:
-    """Processes that a test may lose."""
+    """Yield a world whose processes a test may end."""
     with spawn_world(2, start_method="forkserver") as world:
         yield world
         processes = world.run(process_id)
@@ -113,14 +113,14 @@ def die(group: Group) -> None:
 
 
 def sleep_too_long(group: Group, folder: Path) -> None:
-    assert list(folder.iterdir()), "the control: there are files while a run lasts"
+    assert list(folder.iterdir()), "negative control: a run has files"
     if group.rank() == 1:
         time.sleep(60)
 
 
 def leave_a_mess(group: Group) -> None:
-    """Rank 0 launches what nobody joins, and ends the group by itself."""
-    dist.barrier(group)  # or a rank ends the connection of one that is still being connected
+    """Rank 0 launches a broadcast that rank 1 does not join, and destroys the group."""
+    dist.barrier(group)  # else a rank may disconnect one that is still connecting
     if group.rank() == 0:
         dist.broadcast(torch.ones(1), group=group, group_src=0, async_op=True)
     dist.destroy_process_group()
@@ -175,7 +175,7 @@ def test_an_exception_on_all_ranks_is_raised_here_with_its_traceback_or_named(
     ):
         with pytest.raises(error, match=message):
             gloo.run(fn)
-    assert gloo.run(process_id) == processes, "nobody is stuck: the processes are still good"
+    assert gloo.run(process_id) == processes, "no process hangs: they are reused"
 
 
 def test_a_failure_that_leaves_others_waiting_or_a_death_does_not_poison_the_next_run(

@@ -1,6 +1,6 @@
-"""Worlds of 8 to 1,024 ranks, seen by one of them: what a step sends does not grow with the world.
+"""Worlds of 8 to 4,096 ranks, seen by one rank: a step's launches do not grow with the world.
 
-On ``fake_world``; of a 7 B model only the layout is made, for its packs have no room here.
+They are ``fake_world``s. The 7 B model is only planned: its packs would not fit in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORLDS = (8, 64, 1024)
 
 
 def seven_billion() -> list[ParamInfo]:
-    """Names and shapes of a model like Llama 2 7B: 6.7 G parameters in 291 tensors."""
+    """Return names and shapes like those of Llama 2 7B: 6.7 G parameters in 291 tensors."""
     dim, hidden, vocab = 4096, 11008, 32000
     shapes: dict[str, tuple[int, ...]] = {"embed": (vocab, dim)}
     for layer in range(32):
@@ -49,7 +49,7 @@ def layout_of(
 
 
 def log_of_a_step(world_size: int, **fields: Any) -> tuple[Layout, list[Collective]]:
-    """The collectives of the second step of a model of 9 packs, as rank 3 of a world."""
+    """Return the layout of 9 packs and rank 3's collectives of the second step."""
     with fake_world(world_size, rank=3) as group:
         model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(9)))
         optimizer = sharded(model, group, param_dtype=BF16, pack_params=1, alignment=8, **fields)
@@ -69,18 +69,18 @@ def test_a_step_makes_as_many_launches_in_every_world_and_sends_every_pack_once(
     layout, log = log_of_a_step(world_size, **fields)
     launched = [next(c for c in log if c.launch == n) for n in sorted({c.launch for c in log})]
     ops = [call.op for call in launched]
-    assert ops[:9] == ["all_to_all_single"] * 9, "reduce: one for each pack"
+    assert ops[:9] == ["all_to_all_single"] * 9, "reduce: one per pack"
     assert ops[9] == "all_reduce", "decide"
     assert len(ops) == 11 and len(layout.packs) == 9, "sync: one for all packs"
     if not fields:
         nbytes = [pack.numel * 2 for pack in layout.packs]
         assert [call.nbytes for call in log if call.op == "all_to_all_single"] == nbytes[::-1]
         assert [call.nbytes for call in log if call.op == "all_gather_single"] == nbytes
-    assert launched[9].nbytes <= 8 * (2 * world_size + 64), "two numbers for each rank"
+    assert launched[9].nbytes <= 8 * (2 * world_size + 64), "two numbers per rank"
 
 
 def calls_of_a_step(world_size: int) -> int:
-    """How many Python calls of this package a step makes, generators' turns included."""
+    """Return the number of Python calls in this package per step, with resumed generators."""
     calls = 0
 
     def count(frame: FrameType, event: str, _arg: Any) -> None:
@@ -111,7 +111,7 @@ def test_no_message_of_a_7_b_model_is_shorter_than_256_kib_and_none_is_added(wor
     assert sum(len(pack.slots) for pack in layout.packs) == 291
     largest = max(pack.numel * 2 for pack in layout.packs)
     bound = max(16 * MIB, world_size * MESSAGE)
-    assert largest < 2 * bound + 32000 * 4096 * 2, "no more memory than two of the least packs"
+    assert largest < 2 * bound + 32000 * 4096 * 2, "less than two of the smallest packs more"
     assert algorithms(layout, "sync") == {"all_gather"}
 
 
@@ -124,7 +124,7 @@ def algorithms(layout: Layout, stage: str) -> set[str]:
 
 
 def test_pack_mb_is_honoured_in_every_world_and_makes_short_messages():
-    """Negative control of the one above: packs of 16 MiB, as they were for all worlds."""
+    """Negative control of the test above, with packs of 16 MiB."""
     layout = layout_of(1024, pack_mb=16.0)
     single = {slot.name for _, slot in layout.slots() if slot.numel * 2 > 16 * MIB}
     for pack in layout.packs:
@@ -168,7 +168,7 @@ def test_algorithms_are_shown_with_reasons_but_are_no_part_of_the_digest():
 
 @pytest.mark.parametrize("sync", ["auto", "broadcast"])
 def test_gloo_sends_no_messages_from_the_memory_of_a_card(sync: str):
-    """It would read the card's addresses as the host's, and lose the connection."""
+    """Gloo would treat GPU addresses as host addresses and lose the connection."""
     for on_host in (True, False):
         layout = layout_of(8, topology=Topology("gloo", on_host=on_host), sync=sync)
         assert ("sync messages" in layout.lines()[1]) == on_host
@@ -190,7 +190,7 @@ def test_what_succeeds_together_and_what_is_gathered_takes_few_round_trips(world
     with fake_world(world_size, rank=1) as group:
         comm, cpu = Comm(group), torch.device("cpu")
         comm.together(lambda: None, cpu, "save")
-        assert comm.gather(bytes(1000), cpu) == [], "rank 0 alone has them"
+        assert comm.gather(bytes(1000), cpu) == [], "only rank 0 has them"
         *numbers, sent = group.log
         received = [(call.op, call.nbytes) for call in numbers]
         assert received == [("all_gather_single", 8 * world_size)] * 2
@@ -205,10 +205,11 @@ def test_the_whole_state_comes_to_rank_0_alone_in_two_collectives_for_each_pack(
         started = len(group.log)
         assert optimizer.full_state_dict() == {} and optimizer.full_parameters() == {}
         log = group.log[started:]
-        # Ranks meet first, and after lengths and values of each pack they agree that nobody failed.
+        # Ranks first agree to begin; after the lengths and after the values of each pack, they
+        # agree that no rank has failed.
         pack = ["all_gather_single"] * 2 + ["all_to_all_single"]
         assert [call.op for call in log] == (["all_reduce"] + pack * 3 + ["all_gather_single"]) * 2
         own = 4096 if world_size < 1024 else 2048
-        for call in log:  # those that meet bring what a decision has, a number for each rank
+        for call in log:  # an all-reduce has the slots of a decision
             limit = 8 * (world_size + 64) if call.op == "all_reduce" else 8 * world_size + 1
             assert call.nbytes < max(own, limit)
