@@ -1,4 +1,4 @@
-"""The collectives that set-up and errors rely on: exchange and the comparison of descriptions."""
+"""Collectives of set-up and errors: exchange, joint failures, comparison of descriptions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def values_of(rank: int) -> Any:
-    """Of another type and length on every rank."""
+    """Return a value whose type and length differ between ranks."""
     return [None, {"name": "x" * 1000, "range": (3, 5)}, [torch.arange(3).tolist()] * 7][rank % 3]
 
 
@@ -44,7 +44,7 @@ def test_large_values_are_exchanged_without_an_object_per_byte(monkeypatch: pyte
     monkeypatch.setattr(torch.Tensor, "tolist", noting)
     ranks, _ = run_world(2, lambda group: Comm(group).exchange(value, CPU) == [value] * 2)
     assert ranks == [True, True]
-    assert max(listed) <= 2, "the lengths alone"
+    assert max(listed) <= 2, "only the lengths"
 
 
 def test_a_process_alone_needs_no_group_and_no_collective():
@@ -95,7 +95,7 @@ def test_a_difference_is_named_alike_on_every_rank_the_most_indented_first(
 
 
 def traded(group: Any, copies: int) -> list[Any]:
-    """Several all-to-alls under way at once, with unequal and empty pieces; the sums received."""
+    """Return the pieces of several concurrent all-to-alls, some of them unequal or empty."""
     comm, rank = Comm(group), group.rank()
     sent, received = ([1, 4], [1, 1]) if rank == 0 else ([1, 0], [4, 0])
     under_way = []
@@ -121,7 +121,7 @@ def test_pieces_of_several_exchanges_arrive_where_they_belong_over_gloo(gloo: Sp
 
 
 def act(group: Any, errors: dict[int, Exception], calls: dict[int, str], method: str) -> Any:
-    """What ``together`` or ``collect`` returns or raises on this rank."""
+    """Return the result or the exception of ``together`` or ``collect`` on this rank."""
 
     def fn() -> int:
         if group.rank() in errors:
@@ -141,7 +141,7 @@ def test_what_succeeds_on_all_ranks_costs_one_collective_of_8_bytes_per_rank():
     assert [(c.op, c.nbytes) for c in world.logs[0]] == [("all_gather_single", 24)]
 
 
-# The errors of some ranks, and what the others are told.
+# The errors of some ranks, and the error on the others.
 FAILED: list[tuple[dict[int, Exception], type[Exception], str]] = [
     ({1: ValueError("bad")}, ValueError, "rank 1: bad"),
     ({1: TypeError("bad")}, TypeError, "rank 1: bad"),
@@ -174,7 +174,7 @@ def test_ranks_that_meet_in_different_calls_are_told_so_on_every_rank(method: st
         assert "ranks 0, 1: save; rank 2: save_async; make the same calls" in str(error)
 
 
-# -- warnings are said once in a job --------------------------------------------------------------
+# -- one warning per job --------------------------------------------------------------------------
 
 
 def ranks_warn(group: Any) -> None:
@@ -198,7 +198,7 @@ SAID = [
 
 
 def anonymous(messages: list[str]) -> list[str]:
-    """Which of two ranks is the first is not known."""
+    """Replace the rank numbers: either rank may be the first."""
     return sorted(
         text if "alone" in text else text.replace("rank 0", "rank N").replace("rank 1", "rank N")
         for text in messages

@@ -1,4 +1,4 @@
-"""``shard_ranks``: masters and state are shared by fewer than all ranks, the others hold copies."""
+"""``shard_ranks``: runs of ranks share masters and state, and each run holds a copy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Trained(NamedTuple):
 
 
 def train(mesh: DeviceMesh, options: dict[str, Any], on_mesh: bool = False) -> Trained:
-    """Two steps on batches of the rank's own."""
+    """Run two steps on the rank's own batches."""
     case = CASES["gpt"]
     model, log = case.build(), mesh.get_group("runs").rank_log
     if on_mesh:
@@ -66,13 +66,13 @@ def test_each_rank_holds_one_part_of_so_many(ranks: int | str):
         assert trained.held["masters"] == pytest.approx(4 * numel / shared, rel=0.35)
         assert f"world size {shared}" in trained.layout
         assert any(call.group == COPIES for call in trained.calls) == (shared < 4)
-        assert sum(trained.held.values()) <= most, "of the rank that holds most"
+        assert sum(trained.held.values()) <= most, "at most the estimate for the fullest rank"
         assert found.collectives == len({(call.group, call.launch) for call in trained.calls})
     assert found.layout.world_size == shared
 
 
 def test_sums_travel_between_copies_beside_the_backward():
-    """Each is launched behind the next pack, before that one is waited for, and waits for none."""
+    """Each asynchronous sum is launched after the next pack's exchange."""
     for trained in threaded_world(WORLD, train, {"shard_ranks": 2}):
         kinds = [
             "sum" if call.group == COPIES else "exchange"

@@ -1,4 +1,4 @@
-"""Gradients summed within each node first: exact values, what is sent, and in which dtype."""
+"""Gradients summed within each node first: exact values, messages and their dtypes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``nodes("aabb")``: from now on, the ranks of a threaded world are on these machines."""
+    """Return a function: ``nodes("aabb")`` puts a threaded world's ranks on these machines."""
 
     def on(machines: str) -> None:
         def machine() -> str:
@@ -43,7 +43,7 @@ def pack_of(world: int, count: int, node: int = 1) -> PackLayout:
 
 
 def gradient(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Integers, whose sums over ranks are exact in fp32 and need not be in ``dtype``."""
+    """Return integers whose sums are exact in fp32, but not always in ``dtype``."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-128, 128, (numel,), generator=generator).to(dtype)
 
@@ -51,7 +51,7 @@ def gradient(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 def reduced(
     process_group: Any, algorithm: str, node: int, dtype: torch.dtype
 ) -> tuple[Tensor, torch.dtype, bool]:
-    """The sum of what the owner gets, its dtype, and whether it came in a piece for each rank."""
+    """Return the sum of received pieces, their dtype, and whether there is one for each rank."""
     comm = Comm(process_group)
     pack = pack_of(comm.size, COUNT, node)
     sent = gradient(comm.rank, pack.numel, dtype)
@@ -59,13 +59,13 @@ def reduced(
 
     def take(numel: int) -> Buffer:
         buffer = Buffer(numel, dtype, CPU)
-        buffer.data.fill_(7)  # whatever was in it
+        buffer.data.fill_(7)  # old contents
         return buffer
 
     own = sent[span.start : span.stop]
     reduction = REDUCTIONS[algorithm](comm, pack, sent, own, take)
     pieces = reduction.wait()
-    assert torch.equal(sent, before), "what is sent stays as it is"
+    assert torch.equal(sent, before), "sent values are unchanged"
     return sum(piece.double() for piece in pieces), pieces[0].dtype, reduction.by_rank  # type: ignore[return-value]
 
 
@@ -85,12 +85,12 @@ def reduced(
 def test_every_owner_gets_the_exact_sum_over_all_ranks(
     algorithm: str, world: int, node: int, dtype: torch.dtype
 ):
-    """At two levels, or pieces of many ranks by one call."""
+    """The sum has two levels, or one call adds the pieces of many ranks."""
     ranks, _ = run_world(world, reduced, algorithm, node, dtype)
     total = sum(gradient(rank, world * COUNT, dtype).double() for rank in range(world))
     assert isinstance(total, Tensor)
     if (world, dtype) == (8, BF16):
-        assert not torch.equal(total.to(BF16).double(), total), "rounding would show"
+        assert not torch.equal(total.to(BF16).double(), total), "negative control: bf16 would round"
     for rank, (own, kind, by_rank) in enumerate(ranks):
         assert torch.equal(own, total[rank * COUNT : (rank + 1) * COUNT])
         if algorithm == "two_level":

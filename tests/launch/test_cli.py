@@ -117,7 +117,7 @@ def test_config_writes_the_default_configuration_with_every_option_and_its_help(
     assert all(" ".join(help_text.split()) in words for help_text in options.values())
     enabled = "\n".join(line.removeprefix("# ") for line in lines[3:] if not line.startswith("##"))
     path.write_text(enabled)
-    assert ShardcastConfig.load(path) == ShardcastConfig(), "also with every option written out"
+    assert ShardcastConfig.load(path) == ShardcastConfig(), "with every option written out"
     assert yaml.safe_load(enabled).keys() == options.keys() - {"group_fn", "cost_fn"}
 
 
@@ -137,7 +137,7 @@ def test_env_prints_versions_variables_and_the_configuration_line_by_line(
     assert values["max_grad_norm*"] == "0.125" and values["param_dtype"] == "bf16"
     assert values["grad_dtype"] == "null" and values["offload"] == "false"
     monkeypatch.setenv("SHARDCAST_MAX_GRAD_NRM", "1")
-    # A wrong configuration is what is looked for: it is shown.
+    # An invalid configuration is shown, not raised.
     assert "SHARDCAST_MAX_GRAD_NRM; did you mean" in command("env")
 
 
@@ -164,7 +164,7 @@ def test_the_self_test_passes_here_and_shows_what_failed(
     def broken(*_args: object, **_options: object) -> None:
         raise RuntimeError("fp32 weights: expected plain torch.optim.AdamW's")
 
-    monkeypatch.setattr(self_test, "spawn", forked)  # processes that need not import torch
+    monkeypatch.setattr(self_test, "spawn", forked)  # these processes need not import torch
     printed = command("test")
     for line in ("ok     one process", "ok     two processes over gloo", "NCCL"):
         assert line in printed
@@ -257,7 +257,7 @@ Path(sys.argv[1], str(a.process_index)).write_text(json.dumps(facts))
 
 def test_one_file_configures_both_and_an_unedited_script_shards(tmp_path: Path) -> None:
     path = launch_file(tmp_path, shardcast_config={"max_grad_norm": 0.5, "pack_mb": 2.0})
-    # An environment variable and a flag win over the file, as they do without a launcher.
+    # An environment variable and a flag override the file, as without a launcher.
     arguments = ["--config_file", path, "--mixed_precision", "bf16", script(tmp_path, UNEDITED)]
     (out := tmp_path / "out").mkdir()
     words = ("-m", "shardcast", "launch", *arguments, str(out))
@@ -337,7 +337,7 @@ def test_scripts_of_one_process_are_launched_too(
     assert error in captured.err
 
 
-# -- what cannot be done --------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 FILES: dict[str, Any] = {
     "mine.yaml": {"param_dtype": "fp16"},
@@ -406,7 +406,7 @@ REFUSED = {
     "estimate misbuilt:pair --advise": "unrecognized arguments: --advise",
     # the training programs
     "launch/train.py --steps 0": "0 is not a positive number",
-    "launch/train.py --step 3": "--step",  # torchrun would take an abbreviation
+    "launch/train.py --step 3": "--step",  # torchrun accepts abbreviations
     "launch/train_hybrid.py --baseline --dp 2": "--baseline: it runs in one process",
     "launch/train_hybrid.py --dp 3": "--micro-batches 8 is not a multiple of --dp 3",
     "launch/train_hybrid.py --tp 3": "--heads 4 is not a multiple of --tp 3",

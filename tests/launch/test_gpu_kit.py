@@ -41,23 +41,23 @@ def test_the_dry_run_gives_figures_of_every_part_without_an_error(tmp_path: Path
     assert ranks["replicas equal"] is True
     compared = [row for row in parts["end_to_end"]["figures"] if "from plain" in row]
     assert [row["system"] for row in compared] == ["averaged", "sharded"]
-    for row in compared:  # each loss with its distance from autocast, and how far that itself goes
+    for row in compared:  # losses, distances from autocast, autocast's own spread
         losses, apart, yardstick = (
             [float(number) for number in row[key].split()]
             for key in ("losses", "from plain", "yardstick")
         )
         assert len(losses) == len(apart) == len(yardstick) == 11
         assert losses[0] > losses[-1] and 0 < max(yardstick) < 0.01
-        assert max(apart) < 3 * max(yardstick), "a tiny model does not fork in ten steps"
+        assert max(apart) < 3 * max(yardstick), "a tiny model cannot diverge in ten steps"
     for figure in parts["memory"]["figures"]:
         assert figure["held / estimate"] == pytest.approx(1.0, abs=0.01)
     assert "figures mean nothing" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "report.png").stat().st_size > 1000
-    assert len(list(tmp_path.iterdir())) == 3  # a machine that is lent may give back a few files
+    assert len(list(tmp_path.iterdir())) == 3  # a borrowed machine returns only a few files
 
 
 def part(monkeypatch: pytest.MonkeyPatch, body: Callable[[Bench], object]) -> None:
-    """A part named ``broken``; it is forked, so it need not be a file."""
+    """Add a part named ``broken``; forked processes find it without a file."""
     module: Any = ModuleType("gpu.broken")
     module.run = body
     monkeypatch.setitem(sys.modules, "gpu.broken", module)
@@ -70,7 +70,7 @@ def fail(bench: Bench) -> None:
 
 def hang(bench: Bench) -> None:
     bench.note(before=1)
-    subprocess.Popen(["sleep", "600"])  # it may leave children behind
+    subprocess.Popen(["sleep", "600"])  # a child process that is left behind
     time.sleep(600)
 
 
@@ -91,9 +91,9 @@ def test_a_broken_part_is_reported_with_what_it_had_found(
     monkeypatch.setattr(kit, "LOOK", 0.2)
     result = kit.run("broken", True, tmp_path, limit, seen.append)
     assert result.figures == [{"before": 1}]
-    assert body is not hang or seen[-1].figures == result.figures  # there before the part ended
+    assert body is not hang or seen[-1].figures == result.figures  # reported before the part ended
     assert result.error is not None and why in result.error
-    good = kit.run("environment", True, tmp_path, 60.0)  # the next one is none the worse
+    good = kit.run("environment", True, tmp_path, 60.0)  # the next part works
     assert good.error is None and good.figures
     write(tmp_path, [result, good], dry=True)
     text = (tmp_path / "report.md").read_text()
@@ -114,7 +114,7 @@ def test_unmarked():
 def test_a_test_of_the_kit_has_the_limit_of_the_kit(
     conftest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not that of a mark, whose plugin a machine with a GPU may lack."""
+    """Time limits in marks are ignored: the plugin may be missing on the machine with the GPU."""
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_marked.py").write_text(TESTS)
     monkeypatch.setattr(cuda_tests, "TESTS", str(tmp_path))

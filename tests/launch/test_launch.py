@@ -1,4 +1,4 @@
-"""The training program: its text, its model, its metrics, and whole runs under the launchers."""
+"""The training program: configurations, metrics, and whole runs under the launchers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_example_configurations_name_every_option_with_its_default() -> None
 
 
 def run(*command: str) -> str:
-    """Run in a process of its own and return what it printed; its failure fails the test."""
+    """Run Python in a new process, assert that it succeeds and return its output."""
     finished = python(*command)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
@@ -85,7 +85,7 @@ def test_the_quickstart_ends_with_a_table_and_a_picture_and_warns_of_nothing(
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     assert "warning" not in (done.stdout + done.stderr).lower()
     assert done.stderr == ""
-    for records in runs:  # the ring in the picture is on its line
+    for records in runs:  # the picture's ring is on its line
         world, nbytes = comparison.measured_memory(records)
         assert nbytes == comparison.memory_over_ranks(records)[world]
 
@@ -105,7 +105,7 @@ def test_a_shell_script_asked_for_help_prints_its_usage_and_does_nothing_else(na
 def test_a_launcher_starts_one_process_per_gpu_or_two_without_one(
     finds: str, tmp_path: Path
 ) -> None:
-    """By the programs of a virtual environment that is not active, which print their arguments."""
+    """The programs are in an inactive virtual environment and print their arguments."""
     (programs := tmp_path / "bin").mkdir()
     for name, line in (("torchrun", '"$@"'), ("accelerate", '"$@"'), ("python", finds)):
         (programs / name).write_text(f"#!/bin/sh\necho {line}\n")
@@ -200,7 +200,7 @@ def test_train_with_the_example_configurations(
     tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDCAST_CONFIG", str(ROOT / "configs" / f"{config}.yaml"))
-    if config == "fp16":  # some Python's text overflows at the scale of the file, 65536
+    if config == "fp16":  # the file's scale, 65536, can overflow on Python's source text
         monkeypatch.setenv("SHARDCAST_LOSS_SCALE_INIT", "1024")
     main([*TINY_RUN, "--output", str(tmp_path)])
     check_run(tmp_path, world=1)
@@ -227,7 +227,7 @@ def test_two_processes_under_torchrun_follow_the_ddp_baseline(
     assert "largest difference of the validation losses" in capsys.readouterr().out
     assert (tmp_path / "comparison.png").is_file()
     assert max(metrics.compare(metrics.read(two), metrics.read(ours)).differences) < 1.0
-    # Two ranks see in two micro-batches what one rank sees in four.
+    # Two micro-batches on two ranks are the same data as four on one rank.
     losses = [metrics.curve(metrics.read(directory), "train") for directory in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # bf16 autocast
 
@@ -235,7 +235,7 @@ def test_two_processes_under_torchrun_follow_the_ddp_baseline(
 def test_a_checkpoint_of_another_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process is told to stop as ever
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep this process's handlers
     flags = [*TINY_RUN, "--checkpoint-dir", str(tmp_path / "saved"), "--output", str(tmp_path)]
     main([*flags, "--steps", "1"])
     with pytest.raises(ValueError, match="give another directory"):

@@ -1,4 +1,4 @@
-"""Runs that are stopped, or lose a worker or a node, end as the run that was left alone."""
+"""Runs that are stopped, or lose a worker or a node, end like an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ELASTIC = [
 
 
 class Run:
-    """Agents of launch/torchrun.sh, each of which may restart its workers three times."""
+    """Agents of launch/torchrun.sh that may each restart their workers three times."""
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
         self.folder, self.saved = folder, folder / "saved"
@@ -49,11 +49,11 @@ class Run:
         self.agents: list[subprocess.Popen[bytes]] = []
 
     def start(self, **env: str) -> None:
-        """One more agent."""
+        """Start one more agent."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDCAST_", "TORCH"))}
         path = os.pathsep.join([os.path.dirname(warm.executable()), os.environ["PATH"]])
         kept |= {"PATH": path, "OMP_NUM_THREADS": "1", "MAX_RESTARTS": "3"}
-        kept["PYTHON_EXEC"] = warm.executable()  # for torchrun, of the workers
+        kept["PYTHON_EXEC"] = warm.executable()  # torchrun starts workers with it
         with open(self.folder / "log", "a") as log:
             self.agents.append(
                 subprocess.Popen(
@@ -66,7 +66,7 @@ class Run:
             )
 
     def workers(self) -> list[int]:
-        """What stands for the workers of the one agent that runs: it alone has children."""
+        """Return the process IDs of the workers of the only agent."""
         agents = [each for pid in warm.SERVERS for each in psutil.Process(pid).children()]
         agents = agents or [psutil.Process(self.agents[-1].pid)]  # not on Linux
         return [child.pid for agent in agents for child in agent.children()]
@@ -75,7 +75,7 @@ class Run:
         return (self.folder / "log").read_text()
 
     def starts(self) -> list[int]:
-        """The world sizes of the starts so far that have trained some steps."""
+        """Return the world size of each start that has trained some steps."""
         there = (self.folder / metrics.FILE).is_file()
         records = metrics.read(self.folder) if there else []
         runs = [i for i, record in enumerate(records) if record["kind"] == "run"]
@@ -88,7 +88,7 @@ class Run:
             time.sleep(0.02)
 
     def end(self) -> int:
-        """The status of the first agent; one that hangs says what it was at."""
+        """Return the status of the first agent; if it hangs, raise an error with the log."""
         try:
             return self.agents[0].wait(timeout=patience(200))
         except subprocess.TimeoutExpired as hang:
@@ -105,7 +105,7 @@ class Run:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Callable[[list[str]], Run]]:
-    """Runs in one folder, of which no process is left."""
+    """Yield a constructor of runs in one folder; at the end, kill their processes."""
     started: list[Run] = []
 
     def run(flags: list[str]) -> Run:
@@ -118,7 +118,7 @@ def runs(tmp_path: Path) -> Iterator[Callable[[list[str]], Run]]:
 
 
 def result(saved: Path) -> tuple[dict[str, torch.Tensor], Any]:
-    """Weights and optimizer state of the last checkpoint."""
+    """Return weights and optimizer state of the last checkpoint."""
     checkpoint.export(saved, saved / "out")
     state = torch.load(saved / "out" / "optimizer.pt", weights_only=True)
     return load_file(saved / "out" / "model.safetensors"), state["state"]
@@ -168,19 +168,19 @@ def test_a_run_that_was_told_to_stop_goes_on_later_and_is_whole_again_after_a_lo
 def test_training_goes_on_with_fewer_ranks_from_the_newest_checkpoint(
     tmp_path: Path, runs: Callable[[list[str]], Run]
 ) -> None:
-    """Two nodes are two agents on the loopback interface, of one rank each; one is lost."""
+    """Each of two nodes is an agent with one rank on the loopback interface; one is killed."""
     run = runs(ELASTIC)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     for is_host in (True, False):
-        # Who hosts the store is said: to find out, an agent would ask for names of hosts. And
-        # gloo would take the address that the machine's name has.
+        # ``is_host`` and the variables avoid look-ups of host names: by agents that determine
+        # which one hosts the store, and by gloo, which uses the address of the machine's name.
         waits = f"last_call_timeout=2,join_timeout=40,read_timeout=30,is_host={is_host}"
         local = {"PET_LOCAL_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         run.start(NPROC="1", NNODES="1:2", RDZV_ENDPOINT=endpoint, PET_RDZV_CONF=waits, **local)
     run.wait_for(lambda: len(directory.steps(run.saved)) >= 3)
-    kill_tree(run.agents[1].pid)  # and its worker at once, as when a machine fails
+    kill_tree(run.agents[1].pid)  # with its worker, as if the machine failed
     assert run.end() == 0, run.log()
     assert [r["world"] for r in metrics.read(run.folder) if r["kind"] == "run"] == [2, 1], run.log()
     steps = directory.steps(run.saved)
@@ -189,7 +189,7 @@ def test_training_goes_on_with_fewer_ranks_from_the_newest_checkpoint(
     resumed = max(step for step, size in sizes.items() if size == 2)
     assert f"resumed after step {resumed}" in run.log() and 60 <= resumed < 240
 
-    # One process by itself, from a copy of that checkpoint, comes to the same end.
+    # A single process that starts from a copy of that checkpoint has the same results.
     alone = Run(tmp_path / "alone", ELASTIC)
     shutil.copytree(steps[resumed], alone.saved / steps[resumed].name)
     train_in(None, alone.flags)

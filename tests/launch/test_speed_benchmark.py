@@ -1,4 +1,4 @@
-"""The benchmark runs, and what it counts is right; nothing here looks at a clock."""
+"""The benchmark runs and counts correctly; no test depends on times."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_casts_of_parameters_are_counted_and_those_of_activations_are_not():
 
 
 class Hoarder(systems.DDP):
-    """Holds one more fp32 value per parameter than DDP does."""
+    """DDP with one more fp32 value per parameter."""
 
     def __init__(self, model: nn.Module, workload: Workload, **options: Any) -> None:
         numel = sum(param.numel() for param in model.parameters())
@@ -46,8 +46,8 @@ class Hoarder(systems.DDP):
 
 
 def _count(_group: dist.ProcessGroup) -> dict[str, step.Result]:
-    """What the benchmark counts of some systems on a model of 1.05 million parameters."""
-    # Of one layer: what torch allocates beside storages, for each tensor, is nothing beside them.
+    """Return the benchmark's counts for some systems on a model of 1.05 million parameters."""
+    # With so few tensors, torch's allocations per tensor are negligible.
     small = Encoder(vocabulary=1 << 15, width=32, depth=0, heads=1, context=8)
     workload = replace(WORKLOADS["tiny"], build=lambda: deepcopy(small), vocabulary=1 << 15)
     systems.SYSTEMS["hoarder"] = partial(Hoarder, compute="fp32")
@@ -58,26 +58,26 @@ def _count(_group: dist.ProcessGroup) -> dict[str, step.Result]:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_memory_and_collectives_of_known_systems():
-    # Of its own: what earlier tests freed would be counted as what is free.
+    # Needs new processes: memory that earlier tests freed would count as free.
     with started(2) as world:
         found = world.run(_count)[0]
     if found["shardcast"].held is None:
         pytest.skip("memory is counted in glibc's allocator, which is not here")
     expected = {
-        # Parameters; half of gradients, masters and moments; and what a host keeps to send from and
-        # to receive into, which is all of a model of two packs.
+        # Parameters; half of gradients, masters and moments; and the buffers kept on a CPU for
+        # sending and receiving, as large as the model, because it has only two packs.
         "shardcast": 2 + (2 + 12) / 2 + (2 + 2),
         "DDP, fp32": 16,  # parameters, moments, and gradients that are views of buckets
         "hoarder": 20,
-        # Gradients twice, for the buckets are known to DDP alone; and the rank that owns the one
+        # Gradients exist twice, because only DDP knows its buckets; and the rank that owns the only
         # large tensor has all of its moments.
         "ZeroRedundancyOptimizer": 4 + 4 + 4 + 8,
     }
     assert {name: found[name].held for name in expected} == pytest.approx(expected, abs=0.6)
-    # The norm and skip; a message for the gradients of a pack and one for its parameters. There are
-    # two packs: of matrices and their biases in bf16, and of norms, which autocast keeps in fp32.
+    # One for norm and skip, and one each for gradients and parameters of two packs: matrices with
+    # their biases in bf16, and norms, which stay fp32 under autocast.
     assert found["shardcast"].collectives == (1, 4)
-    assert found["DDP, fp32"].collectives == (2, 0)  # its first bucket is a small one
+    assert found["DDP, fp32"].collectives == (2, 0)  # the first bucket is small
     assert found["ZeroRedundancyOptimizer"].collectives[0] > found["DDP, fp32"].collectives[0]
 
 

@@ -1,4 +1,4 @@
-"""The API reference: every option and public method is on it, and docstrings say who must call."""
+"""The API reference lists all options and methods, and docstrings say which ranks must call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHO = re.compile(r"Collective|Local|[Ee]very rank|all ranks must|Any process")
 
 
 def methods() -> dict[str, Any]:
-    """The public members that shardcast adds to an optimizer, by name."""
+    """Return the public members that shardcast adds to an optimizer, by name."""
     found = {}
     for name in dir(shardcast.ShardedOptimizer):
         member = inspect.getattr_static(shardcast.ShardedOptimizer, name)
@@ -33,7 +33,7 @@ def methods() -> dict[str, Any]:
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Functions that a script calls by the name of their module."""
+    """Return the public functions by full name."""
     found = {}
     for module in ("", ".checkpoint", ".estimate", ".metrics"):
         package = importlib.import_module(f"shardcast{module}")
@@ -57,7 +57,7 @@ def test_the_page_of_options_has_every_option_once() -> None:
 
 
 def test_the_page_of_options_shows_the_stars_of_patterns() -> None:
-    """Outside of code, Markdown takes two bare stars of a row for emphasis and drops them."""
+    """Outside code, Markdown reads two unescaped stars in a row as emphasis and drops them."""
     page = (DOCS / "options.md").read_text()
     prose = re.sub(r"`[^`]*`", "", re.sub(r"\A.*?^\|", "|", page, flags=re.DOTALL | re.MULTILINE))
     assert r"\*.mlp" in prose

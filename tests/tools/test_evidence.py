@@ -1,4 +1,4 @@
-"""The page of other libraries' tests: a suite of which a test fails has no row."""
+"""The page of other libraries' tests has no row for a suite with a failed test."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_ran(suite, ran, verdicts):
 
 @pytest.mark.timeout(60)
 def test_a_suite_with_a_test_that_fails_loses_its_row(tmp_path: Path) -> None:
-    """One of a module with a single suite, one of several, and one whose run fails before.
+    """Suites are alone in a module, with others, or fail before their tests run.
 
-    A test of another folder, as those of ecosystem/, has no suite.
+    A test in another folder has no suite.
     """
     (foreign := tmp_path / "foreign").mkdir()
     (tmp_path / "test_other.py").write_text("def test_it(): pass\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A run of tests leaves no temporary file behind, however it ends."""
+"""A test run leaves no temporary files, even if it is interrupted or killed."""
 
 import time
 from pathlib import Path

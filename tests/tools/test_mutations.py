@@ -1,4 +1,4 @@
-"""The table of mistakes fits the library: each of them can be made, in one place."""
+"""Each mutation of the table applies to the library, in exactly one place."""
 
 import runpy
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_each_mistake_of_the_table_can_be_made():
-    """A row that matches nothing any more tests nothing, and nobody sees it but at night."""
+    """Without this test, only the nightly run would notice a row that matches nothing."""
     rows = runpy.run_path(str(ROOT / "tools" / "mutations.py"))["mutations"]()
     wrong = {
         row.name: (ROOT / "shardcast" / row.file).read_text().count(row.old)
@@ -22,7 +22,7 @@ def test_each_mistake_of_the_table_can_be_made():
         files = [test.partition("::") for test in row.tests if ".py" in test]
         text = "".join((ROOT / "tests" / file).read_text() for file, *_ in files)
         names = [name.partition("[")[0] for *_, name in files if name]
-        if "-k" in row.tests:  # a part of a name, or of what a test is parametrized by
+        if "-k" in row.tests:  # part of a name or of a parameter
             names.append(row.tests[row.tests.index("-k") + 1].rpartition("-")[2])
         missing += [(row.name, name) for name in names if name not in text]
     assert len(rows) > 50
@@ -31,7 +31,7 @@ def test_each_mistake_of_the_table_can_be_made():
 
 
 def test_a_mistake_is_noticed_by_a_test_that_fails_and_by_nothing_else(tmp_path):
-    """Neither a time limit nor the end of the process is a notice: both happen to survivors."""
+    """Time limits and dead processes do not count: both can happen without a mutation."""
     (tmp_path / "shardcast").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "shardcast" / "a.py").write_text("MISTAKE = 0")

@@ -1,4 +1,4 @@
-"""What is distributed: enough to run the tests, links that lead somewhere, the versions tested."""
+"""Distributions: complete files, links that work, versions that are tested."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_source_distribution_has_what_its_commands_need() -> None:
-    """Every tracked file is the package's, or is taken along, or is of no use outside of git."""
+    """Each tracked file is in the package or in MANIFEST.in, or its name begins with a dot."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     words = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
     included = {name for line in words if line[:1] == ["include"] for name in line[1:]}
     grafted = {line[1] for line in words if line[:1] == ["graft"]}
-    always = {"README.md", "LICENSE", "setup.cfg", "setup.py", "MANIFEST.in"}  # by setuptools
+    always = {"README.md", "LICENSE", "setup.cfg", "setup.py", "MANIFEST.in"}  # by default
     for name in listed.stdout.splitlines():
         folder = name.split("/")[0]
         kept = name in included | always or folder in grafted | {"shardcast"}
@@ -57,7 +57,7 @@ def test_errors_name_pages_that_exist_at_the_address_that_the_distribution_names
 
 @pytest.mark.parametrize("package", ["Accelerate", "transformers", "Lightning"])
 def test_what_may_be_installed_is_what_is_said_to_be_tested(package: str) -> None:
-    """The oldest version that is tested is the oldest allowed; the newest is the pinned one."""
+    """The oldest tested version is the oldest allowed one; the newest is the pinned one."""
     names, versions = re.findall(r"^\| (torch \|.*|\d\.\d+, .*) \|$", README, re.MULTILINE)
     columns = dict(zip(names.split(" | "), versions.split(" | "), strict=True))
     oldest_tested, *_, newest_tested = columns[package].split(", ")
@@ -100,7 +100,7 @@ def tracked() -> list[str]:
 
 
 def build(kind: str, tree: Path, output: Path) -> Path:
-    """Build by the backend that pip would call, in this environment."""
+    """Build with pip's backend, in this environment."""
     code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(output)!r}))"
     command = [sys.executable, "-c", code]
     built = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
@@ -134,10 +134,10 @@ def test_wheel_and_sdist_have_the_package_and_run_in_an_environment_of_their_own
     python = tmp_path / "empty/bin/python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     install = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", str(wheel)]
-    # An egg-info of the checkout, which PYTHONPATH may name, counts as installed.
+    # If PYTHONPATH names the checkout, pip treats its egg-info as an installed package.
     elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([*pip, *install], cwd=tmp_path, env=elsewhere, check=True)
-    # torch is not installed again: a line of a path finds it, and not the checkout.
+    # A .pth file makes this environment's torch importable, but not the checkout.
     (place,) = (tmp_path / "empty/lib").glob("python*/site-packages")
     (place / "torch.pth").write_text(sysconfig.get_path("purelib"))
     printed = subprocess.check_output(

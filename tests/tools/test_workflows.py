@@ -1,4 +1,4 @@
-"""``.github/workflows``: what they run exists, on the versions that are said to be supported."""
+"""``.github/workflows``: their scripts exist, and their versions are those of ``setup.cfg``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".github/workflows"
-if not FOLDER.exists():  # as in the source distribution
+if not FOLDER.exists():  # in the source distribution
     pytest.skip("no workflows here", allow_module_level=True)
 WORKFLOWS: dict[str, dict[Any, Any]] = {
     path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yml"))
