@@ -1,3 +1,3 @@
-"""The fixtures and time limits of ``tests/``, for a tier that stands outside of it."""
+"""The fixtures and time limits of ``tests/``, for tests outside that folder."""
 
 pytest_plugins = ["shared_fixtures"]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Get the files of others that launch/test.sh --foreign and --ecosystem read with --sources DIR: one
-# folder for each repository of sources.txt, at its commit. Folders that are there already stay.
+# Get the files that launch/test.sh --foreign and --ecosystem read with --sources DIR: one folder for
+# each repository in sources.txt, at its commit. Existing folders stay.
 #
 # Usage: bash tools/conformance/sources.sh DIR
 # Environment: BASE, where the repositories are (default: https://github.com)

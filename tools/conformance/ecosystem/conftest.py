@@ -1,4 +1,4 @@
-"""Collects the figures of all recipes into the table of ``docs/tested-scripts.md``."""
+"""Write the results of all recipes into the tables of ``docs/tested-scripts.md``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from recipes import ENTRIES, Row, missing, table_of
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded: models and tokenizers are made here
-# The forkserver of Python 3.11 does not take over sys.path before it imports what is preloaded.
+os.environ["HF_HUB_OFFLINE"] = "1"  # models and tokenizers are created locally
+# The forkserver of Python 3.11 imports preloaded modules before it copies sys.path.
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(HERE), str(HERE.parents[2] / "tests/helpers"), os.environ.get("PYTHONPATH", "")]
@@ -19,14 +19,14 @@ ROWS = pytest.StashKey[list[Row]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--recipes", metavar="FILE", help="write what was run into the tables of FILE")
+    parser.addoption("--recipes", metavar="FILE", help="write the results into the tables of FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[ROWS] = []
 
 
-@pytest.hookimpl(trylast=True)  # the directory above asks for other modules
+@pytest.hookimpl(trylast=True)  # after the parent folder's hook, which preloads other modules
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     shipped = {"shipped" in item.nodeid for item in items}
     warm = ["warm"] * (False in shipped) + ["warm_shipped"] * (True in shipped)

@@ -1,7 +1,7 @@
-"""Scripts as other people write them: under DDP, and with the change that the README asks for.
+"""Scripts as users write them, under DDP and with the README's change.
 
 A recipe is a function that trains something tiny and reports it. :func:`compare` runs it on two
-gloo processes in four variants and returns the figures of one row of ``docs/tested-scripts.md``:
+gloo processes in four variants and returns one row of ``docs/tested-scripts.md``:
 
 ======== ====================================================================
 ddp      DDP, fp32
@@ -36,20 +36,20 @@ VARIANTS = ("ddp", "autocast", "fp32", "bf16")
 
 @dataclass
 class Report:
-    """What one rank saw of one variant."""
+    """Results of one variant on one rank."""
 
     losses: list[float]
     weights: dict[str, Tensor]
     """The script's result: fp32, after training."""
     start: dict[str, Tensor]
     seen: dict[str, Tensor]
-    """The model's ``state_dict`` on this rank, which must be the same on both."""
+    """The model's ``state_dict`` on this rank; it must be equal on both."""
     warnings: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Variant:
-    """One way to run a script: what differs between DDP and shardcast is here."""
+    """One way to run a script, with all differences between DDP and shardcast."""
 
     name: str
     rank: int
@@ -67,7 +67,7 @@ class Variant:
         return self.name in ("autocast", "bf16")
 
     def shard(self, model: Any, optimizer: Any, **options: Any) -> tuple[Any, Any]:
-        """``DDP(model), optimizer``, or the model itself and the sharded optimizer."""
+        """Return ``DDP(model), optimizer``, or the model itself and the sharded optimizer."""
         if self.stock:
             return DistributedDataParallel(model, **options.get("ddp", {})), optimizer
         options.pop("ddp", None)
@@ -78,7 +78,7 @@ class Variant:
         return model, self.optimizer
 
     def autocast(self) -> Any:
-        """Around forward and loss, as DDP scripts have it and shardcast's have not."""
+        """Return a context for forward and loss: bf16 autocast only under DDP."""
         if self.name == "autocast":
             return torch.autocast("cpu", torch.bfloat16)
         return contextlib.nullcontext()
@@ -92,11 +92,11 @@ class Variant:
         return model.no_sync() if self.stock else optimizer.no_sync()
 
     def precision(self) -> dict[str, Any]:
-        """The flag of a Trainer."""
+        """Return the precision flag of a Trainer."""
         return {"bf16": self.low}
 
     def trainer(self, cls: type) -> Any:
-        """The Trainer class, with the mixin of shardcast before it."""
+        """Return the Trainer class, with shardcast's mixin before it."""
         from shardcast.transformers import ShardcastTrainerMixin
 
         if self.stock:
@@ -118,9 +118,9 @@ class Variant:
     def report(
         self, model: Any, losses: Sequence[Any], optimizer: Any = None, prefix: str = ""
     ) -> Report:
-        """Call it on both ranks at the end: weights are the masters where shardcast has some.
+        """Return the results of this rank; weights are masters where shardcast has them.
 
-        ``prefix`` is what the model is called where several were sharded as one.
+        ``prefix`` is the model's name if several were sharded as one.
         """
         optimizer = optimizer if optimizer is not None else self.optimizer
         if self.stock or optimizer is None:
@@ -140,7 +140,7 @@ class Variant:
         return Report([float(x) for x in losses], {**weights, **missing}, self.start, seen)
 
     def starts(self, model: nn.Module) -> None:
-        """Note where training starts from, for the distance that it moves."""
+        """Record the initial weights, from which the distance moved is measured."""
         self.start = {name: _fp32(value) for name, value in model.state_dict().items()}
 
 
@@ -163,17 +163,17 @@ class Figures:
     bf16: float
     """Distance of the bf16 run from DDP's in fp32, as a share of the distance moved."""
     autocast: float
-    """The same of DDP under autocast: the noise of bf16 itself."""
+    """The same for DDP under autocast: the noise of bf16 itself."""
     loss_fp32: float
     """Largest relative difference of a loss from DDP's in fp32."""
     ranks: float
-    """Largest difference between what the two ranks see, in the variants of shardcast."""
+    """Largest difference between the two ranks' state dicts in shardcast's variants."""
     warnings: tuple[str, ...]
-    """What the variants of shardcast said and those of DDP did not."""
+    """Warnings of shardcast's variants that DDP's do not have."""
 
     @property
     def ratio(self) -> float:
-        """A share of 1 % is a few signs of gradients near zero under Adam, here or there."""
+        """Under Adam, a few changed signs of gradients near zero are a distance of 1 %."""
         return self.bf16 / max(self.autocast, 1e-2)
 
 
@@ -193,7 +193,7 @@ def _run(_group: Any, recipe: Recipe, names: Sequence[str], folder: str) -> list
 
 @contextlib.contextmanager
 def _fresh() -> Iterator[None]:
-    """Accelerate keeps its state in class attributes; runs of one process must not share it."""
+    """Reset Accelerate's state at the end: it is in class attributes."""
     yield
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
@@ -203,7 +203,7 @@ def _fresh() -> Iterator[None]:
 
 
 def run(recipe: Recipe, names: Sequence[str] = VARIANTS) -> list[list[Report]]:
-    """For each rank the reports of the variants."""
+    """Return each rank's reports of the variants."""
     with (
         tempfile.TemporaryDirectory() as folder,
         spawn_world(2, timeout=120.0, start_method="forkserver") as world,
@@ -215,7 +215,7 @@ def compare(recipe: Recipe) -> Figures:
     first, second = run(recipe)
     ddp, autocast, fp32, bf16 = first
     pairs = list(zip(first[2:], second[2:], strict=True))
-    of_ddp, of_ours = (  # a warning comes from the rank that has it first
+    of_ddp, of_ours = (  # only the first rank warns
         {text for report in (*first[part], *second[part]) for text in report.warnings}
         for part in (slice(2), slice(2, None))
     )
@@ -230,7 +230,7 @@ def compare(recipe: Recipe) -> Figures:
 
 
 def difference(recipe: Recipe, name: str) -> float:
-    """Largest difference of a weight or buffer from DDP's."""
+    """Return the largest difference of a weight or buffer from DDP's."""
     ddp, other = run(recipe, ["ddp", name])[0]
     return _largest(other.weights, ddp.weights)
 
@@ -246,7 +246,7 @@ def _largest(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 
 def _share(report: Report, exact: Report) -> float:
-    """How far the run went astray, as a share of how far the exact run went."""
+    """Return the distance from the exact run, relative to the distance that that one moved."""
     names = [name for name, value in exact.start.items() if value.is_floating_point()]
     moved = sum((exact.weights[n] - exact.start[n]).double().square().sum() for n in names)
     apart = sum((report.weights[n] - exact.weights[n]).double().square().sum() for n in names)

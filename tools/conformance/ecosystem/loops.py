@@ -1,4 +1,4 @@
-"""Hand-written loops of plain torch, as they stand beside DDP."""
+"""Hand-written loops of plain torch, as users write them for DDP."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def truncated(variant: Variant) -> Report:
 
 
 class Rope(nn.Module):
-    """One block with rotary positions, computed in fp32 from long positions."""
+    """One block with rotary embeddings, computed in fp32 from int64 positions."""
 
     def __init__(self, width: int = 32, heads: int = 2) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def initialized(variant: Variant) -> Report:
     plain = mlp()
     model, optimizer = variant.shard(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
     torch.manual_seed(7)
-    if variant.name == "bf16":  # orthogonal_ needs fp32: what a user writes after the error
+    if variant.name == "bf16":  # orthogonal_ needs fp32: the fix after the error
         fresh = mlp()
         torch.manual_seed(7)
         fresh.apply(init)
@@ -394,7 +394,7 @@ def frozen_first(variant: Variant) -> Report:
     model, optimizer = variant.shard(plain, optimizer, ddp={"find_unused_parameters": True})
     losses = []
     for number, (x, y) in enumerate(vectors(variant)):
-        if variant.stock:  # DDP reduces what required a gradient when it was built
+        if variant.stock:  # DDP chooses its parameters when it is built
             frozen = number < 4
         else:
             frozen = number < 4
@@ -412,7 +412,7 @@ def frozen_first(variant: Variant) -> Report:
 
 
 class Unused(nn.Module):
-    """Two experts, of which each rank takes one by the parity of the step."""
+    """Three experts; each rank uses one of them per step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,7 +509,7 @@ def checkpointing(variant: Variant) -> Report:
 
 def of_checkpoints(variant: Variant, reentrant: bool) -> Report:
     model = Checkpointed(reentrant)
-    # An eps above the rounding of gradients, which Adam's first steps would show in full.
+    # eps exceeds rounding errors of gradients, which Adam's first steps would amplify.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
     return trained(variant, model, optimizer, clip=1.0)
 
@@ -546,7 +546,7 @@ def swa(variant: Variant) -> Report:
 
 
 class Nothing:
-    """Stands for the optimizer of a model that is reported as it is."""
+    """Optimizer without masters, to report a model's own weights."""
 
     def full_parameters(self) -> dict[str, Tensor]:
         return {}
@@ -559,7 +559,7 @@ def ema_before(variant: Variant) -> Report:
     return averaged_by_hand(variant, plain, ema)
 
 
-# The copy starts from rounded weights, from which the average of so few steps is not far away.
+# The copy starts from rounded weights, and in so few steps the average hardly moves.
 @recipe("EMA by deepcopy after wrapping", "torch", remark="starts from rounded weights", ratio=20.0)
 def ema_after(variant: Variant) -> Report:
     return averaged_by_hand(variant, mlp(), None)
@@ -624,7 +624,7 @@ def byol(variant: Variant) -> Report:
 
 
 class Moco(nn.Module):
-    """Teacher with copy_/mul_ updates and a queue of keys in a buffer."""
+    """Teacher updated with copy_ and mul_, and a queue of keys in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -687,7 +687,7 @@ class Gcn(nn.Module):
         return self.spread(self.two(self.spread(self.one(x)).relu()))
 
     def spread(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):  # torch.sparse knows no autocast
+        with torch.autocast("cpu", enabled=False):  # torch.sparse does not support autocast
             return torch.sparse.mm(self.adjacency, x.float())
 
 
@@ -696,7 +696,7 @@ def gcn(variant: Variant) -> Report:
     plain = Gcn()
     variant.starts(plain)
     optimizer = torch.optim.Adam(plain.parameters(), lr=1e-2, weight_decay=5e-4)
-    # DDP itself broadcasts buffers with a collective that knows no sparse tensors.
+    # DDP cannot broadcast sparse buffers.
     model, optimizer = variant.shard(
         plain, optimizer, ddp={"broadcast_buffers": False, "init_sync": False}
     )
@@ -890,7 +890,7 @@ def second_phase(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
     losses = []
-    for phase in range(4):  # phases of two small steps: bf16 weights would not move
+    for phase in range(4):  # two small steps each: bf16 weights would not move
         optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-5 * (phase + 1))
         model, optimizer = variant.shard(plain, optimizer)
         for x, y in vectors(variant, 2):

@@ -1,4 +1,4 @@
-"""What stays in a script, or gets into it, where DDP was taken out: noticed, or harmless."""
+"""Mistakes in scripts that were ported from DDP: they raise, warn or do no harm."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def ppo(variant: Variant) -> Report:
         action = x[:, :3]
         with torch.no_grad(), variant.autocast():
             old, _ = model(x, action)
-            baseline = plain.value(x).float()  # past DDP, as model.module.value
+            baseline = plain.value(x).float()  # bypasses DDP, like model.module.value
         for _ in range(3):
             with variant.autocast():
                 new, value = model(x, action)

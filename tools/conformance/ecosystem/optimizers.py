@@ -1,4 +1,4 @@
-"""Optimizers that other people wrote, with the loop of PyTorch's DDP tutorial."""
+"""Other packages' optimizers, with the loop of PyTorch's DDP tutorial."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def dadapt(variant: Variant) -> Report:
 
 
 def eight_bit(variant: Variant, build: Any) -> Report:
-    """Saved, loaded and resumed in the middle; a weight of 4,096 elements has 8-bit moments."""
+    """Save, load and resume halfway; a weight of 4,096 elements has 8-bit moments."""
 
     def fresh() -> Any:
         torch.manual_seed(0)
@@ -244,7 +244,7 @@ def adamwfp8(variant: Variant) -> Report:
 
 
 class Lookahead(torch.optim.Optimizer):
-    """As in the repositories that copy it: it holds another optimizer and its groups."""
+    """The class that many repositories copy: it holds another optimizer and its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, k: int = 3, alpha: float = 0.5) -> None:
         self.optimizer = optimizer
@@ -294,7 +294,7 @@ def lookahead_around(variant: Variant) -> Report:
 
 
 class Sam(torch.optim.Optimizer):
-    """davda54/sam, line by line."""
+    """The optimizer of davda54/sam."""
 
     def __init__(self, params: Any, base: Any, rho: float = 0.05, **options: Any) -> None:
         super().__init__(params, {"rho": rho, **options})
@@ -431,7 +431,7 @@ def zeropower(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """KellerJordan/Muon: it shares the matrices out over the ranks and gathers them itself."""
+    """KellerJordan/Muon: it divides the matrices among the ranks and gathers them itself."""
 
     def __init__(self, params: Any, lr: float = 0.02, weight_decay: float = 0.0) -> None:
         params = sorted(params, key=lambda p: p.size(), reverse=True)

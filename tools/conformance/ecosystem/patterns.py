@@ -1,4 +1,4 @@
-"""What scripts do around a DDP loop, from popular repositories; each on a small net."""
+"""Patterns of popular DDP scripts, each on a small net."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def logged_norm(variant: Variant) -> Report:
 
 
 class Fgm:
-    """Adversarial steps on one layer, as in Kaggle notebooks: it reads ``.grad``."""
+    """Adversarial steps on one layer that read ``.grad``, as in Kaggle notebooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.backup = model, {}
@@ -211,7 +211,7 @@ def clip_scale_no_grad(variant: Variant) -> Report:
 
 
 class Vq(nn.Module):
-    """VQ-VAE whose codebook is an average that forward keeps, summed over the ranks."""
+    """VQ-VAE whose forward updates the codebook, an average over all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -524,7 +524,7 @@ def pruned(variant: Variant) -> Report:
 
 
 def renamed(report: Report) -> Report:
-    """``weight_orig`` is the parameter's name after pruning, ``weight`` before."""
+    """Rename ``weight_orig``, as pruning calls a parameter, to ``weight``."""
 
     def plain(values: dict[str, Tensor]) -> dict[str, Tensor]:
         values = {n.replace("_orig", ""): v for n, v in values.items() if "_mask" not in n}

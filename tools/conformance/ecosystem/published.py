@@ -1,4 +1,4 @@
-"""Loops of well-known repositories and papers, each with what is peculiar to it."""
+"""Loops of well-known repositories and papers, each with its peculiarities."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loop(
     count: int = STEPS,
     around: Callable[[str, int], Any] = lambda moment, step: None,
 ) -> Report:
-    """Calls ``around`` with "before", "graded" and "after", for what differs between scripts."""
+    """Train, calling ``around`` with "before", "graded" and "after" in each step."""
     losses = []
     for step, (x, y) in enumerate(vectors(variant, count)):
         around("before", step)
@@ -196,7 +196,7 @@ def two_backwards(variant: Variant) -> Report:
         with variant.autocast():
             one, two = model(x)
         pair = F.mse_loss(one, y), F.l1_loss(two, y)
-        if variant.stock:  # DDP knows one backward for a forward
+        if variant.stock:  # DDP supports one backward per forward
             (pair[0] + pair[1]).backward()
         else:
             body = [*plain.body.parameters()]
@@ -234,7 +234,7 @@ def running_statistics(variant: Variant) -> Report:
 
 
 class Following(nn.Module):
-    """A net and its average, which stands inside of another module."""
+    """A net and its average, which is inside the model."""
 
     def __init__(self, build: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
@@ -509,7 +509,7 @@ def maml(variant: Variant) -> Report:
         with variant.autocast():
             loss = F.mse_loss(functional_call(plain, fast, (x[4:],)).float(), y[4:])
         loss.backward()
-        if variant.stock:  # nothing calls DDP's forward
+        if variant.stock:  # the loop never calls DDP's forward
             averaged_by_hand(p.grad for p in plain.parameters())
         optimizer.step()
         losses.append(loss.item())
@@ -542,7 +542,7 @@ def maml_by_higher(variant: Variant) -> Report:
 
 
 class Binary(nn.Linear):
-    """itayhubara/BinaryNet.pytorch: signs for the forward, the weights themselves aside."""
+    """itayhubara/BinaryNet.pytorch: the forward uses signs; the weights are saved elsewhere."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self.weight, "org"):

@@ -1,4 +1,4 @@
-"""The list of recipes: a title, the packages it needs, the function, and what it must reach."""
+"""The list of recipes, with their packages and bounds, and the page of results."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Entry:
     train: Recipe
     packages: tuple[str, ...]
     fp32: float
-    """Bound of the largest difference of a weight from DDP's in fp32."""
+    """Largest allowed difference of a weight from DDP's in fp32."""
     ratio: float
-    """Bound of the bf16 run's distance, in distances of DDP under autocast."""
+    """Largest allowed distance of the bf16 run, relative to that of DDP under autocast."""
     remark: str
     error: type[Exception] | None
-    """Refused instead, with this class of error."""
+    """Class of the error that it must raise instead."""
     match: str
     warned: str
-    """Warned of instead, with these words: its figures are not those of DDP."""
+    """Words of the warning that it must raise instead; its figures differ from DDP's."""
     shipped: str | None
-    """For a loop that the package ships: what was changed in it, of the README's diff."""
+    """The parts of the README's diff that are applied, if the package ships the loop."""
 
     @property
     def id(self) -> str:
@@ -48,7 +48,7 @@ def recipe(
     warned: str = "",
     shipped: str | None = None,
 ) -> Callable[[Recipe], Recipe]:
-    """Enter the function that follows."""
+    """Decorator: add the function to :data:`ENTRIES`."""
 
     def entered(train: Recipe) -> Recipe:
         entry = Entry(title, train, packages, fp32, ratio, remark, error, match, warned, shipped)
@@ -61,7 +61,7 @@ def recipe(
 class Row(NamedTuple):
     entry: Entry
     figures: Figures | None
-    """``None`` if it was refused."""
+    """``None`` if an error was raised."""
 
 
 PREAMBLE = """# Tested scripts
@@ -90,7 +90,7 @@ autocast around the loop.
 
 
 def table_of(rows: Sequence[Row], page: str = "", failed: Collection[Entry] = ()) -> str:
-    """Both tables of the page; rows that were not run now are those of the page as it was."""
+    """Return the page with both tables; recipes that were not run keep the rows of ``page``."""
     lines = {_key(line): line for line in page.splitlines() if line.startswith("| ")}
     lines |= {_key(line): line for line in map(line_of, rows)}
     for entry in failed:
@@ -113,7 +113,7 @@ def table_of(rows: Sequence[Row], page: str = "", failed: Collection[Entry] = ()
 
 
 def missing(page: str) -> list[str]:
-    """Titles of entries that the page has no row of."""
+    """Return the titles of entries without a row."""
     known = {_key(line) for line in page.splitlines()}
     return [entry.title for entry in ENTRIES if _key_of(entry) not in known]
 
@@ -123,7 +123,7 @@ def _key_of(entry: Entry) -> tuple[str, ...]:
 
 
 def _key(line: str) -> tuple[str, ...]:
-    """Title and packages of a row, without their versions."""
+    """Return title and packages of a row, without versions."""
     cells = line.split(" | ")
     packages = cells[1].split(", ") if len(cells) > 1 else []
     return (cells[0].removeprefix("| "), *(each.partition(" ")[0] for each in packages))
@@ -159,7 +159,7 @@ def _summary(lines: Sequence[str]) -> str:
 
 
 def _power(value: float) -> str:
-    """The power of ten above it: the figures of two machines differ in less."""
+    """Round up to a power of ten: smaller differences depend on the machine."""
     return "0" if value == 0 else f"1e{math.ceil(math.log10(value))}"
 
 

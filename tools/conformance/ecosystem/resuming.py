@@ -1,4 +1,4 @@
-"""Saved here, loaded there: plain torch states, shardcast's, and the frameworks' own."""
+"""States saved and loaded across plain torch, shardcast and the frameworks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def through_file(state: Any) -> Any:
 
 @recipe("a checkpoint of plain torch, resumed", "torch")
 def from_plain(variant: Variant) -> Report:
-    """The first half is DDP's in fp32 in every variant."""
+    """In every variant, the first half runs under DDP in fp32."""
     plain = mlp()
     variant.starts(plain)
     optimizer = adamw(plain)
@@ -214,6 +214,6 @@ def best_model(variant: Variant) -> Report:
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """What the script has in its hands after training."""
+    """Return the script's weights after training."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     return {name: value.detach().float().clone() for name, value in model.state_dict().items()}

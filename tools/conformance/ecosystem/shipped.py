@@ -1,8 +1,8 @@
-"""For loops that packages ship: run where they are installed, with the README's diff applied.
+"""Helpers for loops that packages ship: they run as installed, with the README's diff applied.
 
-A loop that takes model and optimizer gets them from :func:`harness.Variant.shard`. One that makes
-its optimizer, clips, or calls methods of the model other than ``forward`` is edited as a user would
-edit the file, by :func:`edited`; the row of the table says so. Nothing of the packages is copied.
+A loop that takes model and optimizer gets them from :func:`harness.Variant.shard`. If a loop
+creates its optimizer, clips, or calls other methods of the model than ``forward``, :func:`edited`
+changes its source as a user would; the table shows that. No code of the packages is copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def edited(function: Callable[..., Any], *changes: tuple[str, str], **names: Any) -> Any:
-    """The function with lines of its source changed, and with names for the new ones."""
+    """Return the function with lines of its source replaced, and with names for new lines."""
     source = textwrap.dedent(inspect.getsource(function))
     for old, new in changes:
         assert old in source, f"{function.__qualname__} has no line {old!r}"
@@ -35,9 +35,9 @@ def edited(function: Callable[..., Any], *changes: tuple[str, str], **names: Any
 
 
 def averaged(variant: Variant, model: nn.Module, optimizer: Any, **options: Any) -> Any:
-    """The optimizer, sharded; under stock torch it steps with the averages that DDP computes.
+    """Return the optimizer, sharded; under plain torch, hooks average gradients as DDP would.
 
-    For loops that call other methods of a model than ``forward``, which DDP has not.
+    This is for loops that call methods other than ``forward``, which DDP does not support.
     """
     if not variant.stock:
         return variant.shard(model, optimizer, **options)[1]
@@ -53,7 +53,7 @@ def averaged(variant: Variant, model: nn.Module, optimizer: Any, **options: Any)
 
 
 def absent(*names: str) -> None:
-    """Stands in for modules that a package imports, and that nothing here calls."""
+    """Mock modules that a package imports but does not call here."""
     for name in names:
         spec = ModuleSpec(name, None)
         sys.modules.setdefault(name, mock.MagicMock(__version__="2.11.0", __spec__=spec))
@@ -61,16 +61,16 @@ def absent(*names: str) -> None:
 
 @contextlib.contextmanager
 def surrounded(variant: Variant) -> Iterator[None]:
-    """Around a whole loop: an autocast of the script's own, as in the README, in both low variants.
+    """Run a whole loop under an autocast of the script, in both low-precision variants.
 
-    Without its cache, which would show the weights of the first step to all others.
+    Autocast's cache is off: it would keep the weights of the first step.
     """
     with torch.autocast("cpu", torch.bfloat16, enabled=variant.low, cache_enabled=False):
         yield
 
 
 def seeded(variant: Variant) -> torch.Generator:
-    """This rank's random numbers, also those that the package draws by itself."""
+    """Seed this rank's random numbers, including the package's, and return a generator."""
     import random
 
     import numpy

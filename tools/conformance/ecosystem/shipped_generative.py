@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def mimicry(variant: Variant, makers: Any, critics: Any) -> Report:
-    """Its own train_step of both nets, in the order of its Trainer."""
+    """Run the package's train_step of both nets, in the order of its Trainer."""
     from torch_mimicry.training.metric_log import MetricLog
 
     maker, critic = makers(nz=8, ngf=16), critics(ndf=16)
@@ -103,7 +103,7 @@ def torchgan_trainer(variant: Variant) -> Report:
         sample_size=1,
     )
     trainer.save_model = lambda *args: None
-    # Two ranks that start within one second would make the same folder.
+    # Its log folders have names that are equal if two ranks start within one second.
     trainer.logger.run_mid_epoch = trainer.logger.run_end_epoch = lambda *args: None
     variant.starts(trainer.generator)
     for name in ("generator", "discriminator"):
@@ -324,13 +324,13 @@ def byol(variant: Variant) -> Report:
             return self.pool(self.conv(x).relu()).flatten(1)
 
     net = Backbone()
-    random.seed(0)  # layers are made by a forward of the constructor, behind random crops
+    random.seed(0)  # the constructor runs a forward on random crops, which creates layers
 
     def build(**options: Any) -> Any:
         return variant.accelerator(**(options if variant.stock else {}))
 
-    norm = mock.patch.object(nets, "MaybeSyncBatchnorm", lambda *_: nn.BatchNorm1d)  # no CPU's
-    update = "self.byol.update_moving_average()"  # which DDP has not
+    norm = mock.patch.object(nets, "MaybeSyncBatchnorm", lambda *_: nn.BatchNorm1d)  # needs a GPU
+    update = "self.byol.update_moving_average()"  # DDP has no such method
     unwrapped = f"self.accelerator.unwrap_model(self.byol){update.removeprefix('self.byol')}"
     forward = edited(package.BYOLTrainer.forward, (update, unwrapped))
     loop = mock.patch.object(package.BYOLTrainer, "forward", forward)

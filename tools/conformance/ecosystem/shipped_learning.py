@@ -191,7 +191,7 @@ def continual(variant: Variant, name: str, ported: bool = True, **options: Any) 
         **options,
     )
     if ported and not variant.stock:
-        strategy.make_optimizer = lambda **_: None  # it replaces optimizer.state
+        strategy.make_optimizer = lambda **_: None  # else it replaces optimizer.state
     with surrounded(variant):
         for experience in bench.train_stream:
             strategy.train(experience)

@@ -1,4 +1,4 @@
-"""Loops and trainers of general packages: they are given a model, an optimizer and a loader."""
+"""Loops and trainers of general packages that take a model, an optimizer and a loader."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def metric_learning(
 
 
 def merged(variant: Variant, models: dict[str, nn.Module], optimizers: dict[str, Any]) -> Any:
-    """One report of several models, each with an optimizer of its own."""
+    """Return a function that reports several models as one, each with its own optimizer."""
 
     def report(losses: list[float]) -> Report:
         parts = {
@@ -300,7 +300,7 @@ def segmentation(variant: Variant) -> Report:
     import segmentation_models_pytorch as smp
     from segmentation_models_pytorch import utils
 
-    torch.manual_seed(0)  # its imports draw numbers
+    torch.manual_seed(0)  # its imports draw random numbers
     plain = smp.Unet("resnet18", encoder_weights=None, decoder_channels=(16, 8, 8, 4, 4))
     variant.starts(plain)
     model, optimizer = variant.shard(plain, torch.optim.SGD(plain.parameters(), lr=1e-2))

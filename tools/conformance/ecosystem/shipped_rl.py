@@ -1,4 +1,4 @@
-"""Updates of reinforcement learning packages, on transitions that are drawn, not played."""
+"""Updates of reinforcement learning packages, on random transitions."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def transitions(variant: Variant, count: int = 64, discrete: bool = True) -> lis
 
 
 class Exact(nn.Module):
-    """The loops make NumPy arrays of values, and NumPy has no bf16."""
+    """Cast outputs to fp32: the loops convert them to NumPy, which has no bf16."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.float()
@@ -338,7 +338,7 @@ def imitation_bc(variant: Variant) -> Report:
 
 
 def legged(variant: Variant, ported: bool) -> Report:
-    """Its multi-GPU run under stock torch: gradients all-reduced by its own code."""
+    """Train; under plain torch, the package's multi-GPU code all-reduces gradients."""
     from rsl_rl.algorithms import PPO
     from rsl_rl.models import MLPModel
     from rsl_rl.storage import RolloutStorage

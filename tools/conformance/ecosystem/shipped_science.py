@@ -91,7 +91,7 @@ def differential_equation(variant: Variant) -> Report:
     from neurodiffeq.networks import FCNN
     from neurodiffeq.solvers import Solver1D
 
-    torch.set_default_dtype(torch.float32)  # the package sets float64, which shard() refuses
+    torch.set_default_dtype(torch.float32)  # the package sets float64; shard() raises for it
 
     plain = FCNN(1, 1, hidden_units=(16, 16))
     variant.starts(plain)
@@ -222,7 +222,7 @@ def mm_engine(variant: Variant) -> Report:
 
 @recipe("Brain.fit_batch: accumulation 2, clip", "speechbrain", shipped="clip, no_sync")
 def speech_brain(variant: Variant) -> Report:
-    absent("torchaudio")  # its wheels are of CUDA
+    absent("torchaudio")  # its wheels need CUDA
     from speechbrain.core import Brain, Stage
 
     plain = nn.GRU(6, 16, batch_first=True)
@@ -269,7 +269,7 @@ def speech_brain(variant: Variant) -> Report:
 def pytorch_accelerated(variant: Variant) -> Report:
     from pytorch_accelerated import Trainer
 
-    torch.manual_seed(0)  # its imports draw numbers
+    torch.manual_seed(0)  # its imports draw random numbers
 
     plain = mlp()
     variant.starts(plain)
@@ -340,7 +340,7 @@ def deep_chem(variant: Variant) -> Report:
         L2Loss(),
         batch_size=8,
         device=torch.device("cpu"),
-        model_dir=f"{variant.folder}-{variant.rank}",  # which the package makes if it is not there
+        model_dir=f"{variant.folder}-{variant.rank}",  # the package creates it
     )
     model._ensure_built()
     model._pytorch_optimizer = averaged(variant, plain, model._pytorch_optimizer)

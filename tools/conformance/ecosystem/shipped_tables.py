@@ -215,7 +215,7 @@ def anomalies(variant: Variant, build: Any, prepare: str, edit: tuple[str, str])
         prepare,
         MethodType(edited(getattr(type(model), prepare), edit, shared=shared), model),
     )
-    # NumPy has no bf16, so that its scores are for fp32 nets, beside DDP too.
+    # Scores are skipped, also under DDP: NumPy has no bf16.
     model.decision_function = lambda rows: rows[:, 0]
     with surrounded(variant):
         model.fit(rows_of(variant, 64)[0].numpy())

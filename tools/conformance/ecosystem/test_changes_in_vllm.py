@@ -1,4 +1,4 @@
-"""What ``optimizer.changes()`` tells, taken by vLLM's own loader of patches."""
+"""vLLM's loader of patches applies the results of ``optimizer.changes()``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 12
 
 
 def loader_of_vllm() -> Any:
-    """Of vLLM alone the file that has the loader: the rest needs a GPU's libraries."""
+    """Import only vLLM's file with the loader: the rest needs GPU libraries."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.submodule_search_locations is None:
         pytest.skip("vLLM is not installed: pip install --no-deps vllm")
@@ -34,7 +34,7 @@ def loader_of_vllm() -> Any:
 
 
 class Served(nn.Module):
-    """A model as an engine has it: weights come by ``load_weights``."""
+    """A model as in an inference engine: ``load_weights`` writes its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Served(nn.Module):
 def test_its_loader_of_patches_gives_a_served_model_the_bits_of_the_training(
     published: dict[str, Any],
 ):
-    """After each step; one is skipped, and once a script writes into a weight."""
+    """This holds after each step. One step is skipped, and one weight is edited by the script."""
     vllm = loader_of_vllm()
 
     def run(group: Any) -> list[tuple[list[Any], dict[str, Tensor]]]:

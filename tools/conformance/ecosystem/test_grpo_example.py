@@ -1,4 +1,4 @@
-"""examples/with_trl_grpo.py on two ranks: the reward grows, and the optimizer sleeps meanwhile."""
+"""examples/with_trl_grpo.py on two ranks: rewards grow, and the optimizer sleeps in rollouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import runpy
 from pathlib import Path
 from unittest import mock
 
-import harness  # noqa: F401  (what torchvision lacks)
+import harness  # noqa: F401  (torchvision's operators)
 import pytest
 
 from shardcast.testing import spawn_world
@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "with_trl_grpo.py"
 
 
 def run(_group: object, folder: str) -> tuple[list[float], str]:
-    """Rewards by step, and what the script printed."""
+    """Return the rewards by step and the script's output."""
     os.chdir(folder)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), mock.patch("torch.distributed.destroy_process_group"):

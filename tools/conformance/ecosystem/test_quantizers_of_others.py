@@ -1,4 +1,4 @@
-"""Published forms beside the quantizers of torchao and transformers, which are called here."""
+"""Published forms, compared with the quantizers of torchao, transformers and verl."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ QUANTIZER = fp8.Fp8Quantize(SimpleNamespace(quantization_config=CONFIG))
 
 @contextlib.contextmanager
 def exact_logarithms() -> Iterator[None]:
-    """Inside, ``torch.log2`` is exact enough for a ceiling, as the conversion of new GPUs is.
+    """Make ``torch.log2`` exact enough for a ceiling, like the conversion of new GPUs.
 
-    On CPUs it is in fp32. There their scale is rounded down if the largest value of a block exceeds
-    the largest code times a power of two by few units in the last place.
+    In fp32, as on CPUs, their scale is rounded down if the largest value of a block exceeds the
+    largest code times a power of two by only a few units in the last place.
     """
 
     def log2(values: Tensor, exact: Any = torch.log2) -> Tensor:
@@ -55,7 +55,7 @@ def exact_logarithms() -> Iterator[None]:
 
 @exact_logarithms()
 def theirs(values: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales as bytes."""
+    """Return their codes and scales as bytes."""
     if form == "fp8_block128":
         found = QUANTIZER._quantize_one("it.weight", values)
         codes, scales = found["it.weight"], found["it.weight_scale_inv"]
@@ -67,7 +67,7 @@ def theirs(values: Tensor, form: str) -> tuple[Tensor, Tensor]:
 
 @exact_logarithms()
 def fake(values: Tensor, form: str) -> Tensor:
-    """Quantized and dequantized by their code."""
+    """Quantize and dequantize with their code."""
     if form == "fp8_block128":
         found = QUANTIZER._quantize_one("it.weight", values)
         dequantize = fp8.Fp8Dequantize(QUANTIZER.hf_quantizer)._dequantize_one
@@ -86,7 +86,7 @@ def test_codes_and_scales_are_theirs(form: str, kind: str):
         **vectors(),
         "random bits": pattern.to(torch.int32).view(torch.float32),
         "infinite": vectors()["usual"].masked_fill(torch.eye(128, 256).bool(), -torch.inf),
-        # One unit in the last place above the largest code, times a power of two for each row.
+        # One unit in the last place above the largest code, times powers of two.
         "above": torch.tensor([448.0, 6.0]).nextafter(torch.tensor(512.0)).repeat(64)[:, None]
         * torch.arange(-60.0, 68.0).exp2()[:, None].expand(128, 256),
     }[kind]
@@ -99,10 +99,10 @@ def test_codes_and_scales_are_theirs(form: str, kind: str):
         FORMS[form].block_columns,
     )
     if form not in ("mxfp8", "mxfp4"):
-        # Ours of a block that is not finite are NaN, or one beyond bf16; theirs are numbers.
+        # Our scales of blocks that are not finite, or exceed bf16, are NaN; theirs are numbers.
         usual = ((blocks.abs() < 2.0**126).all(-1).all(1)).view(scales.shape)
     else:
-        usual = ~blocks.isnan().any(-1).view(scales.shape)  # codes of a NaN block say nothing
+        usual = ~blocks.isnan().any(-1).view(scales.shape)  # codes of NaN blocks are arbitrary
         assert torch.equal(scales, their_scales)
     assert torch.equal(scales[usual], their_scales[usual])
     rows, columns = FORMS[form].block_rows, FORMS[form].block_columns * FORMS[form].bits // 8
@@ -125,7 +125,7 @@ def test_a_hundred_losses_are_those_of_their_fake_quantizer(form: str, ranks: in
 
 
 def verl_kernels() -> Any:
-    """Of verl alone what quantizes blocks: the package itself needs ray, vLLM and more."""
+    """Import only verl's quantizer of blocks: the package needs ray, vLLM and more."""
     found = importlib.util.find_spec("verl")
     if found is None or found.submodule_search_locations is None:
         pytest.skip("verl is not installed: pip install --no-deps verl")
@@ -138,7 +138,7 @@ def verl_kernels() -> Any:
 
 
 def test_verl_gives_the_same_codes_where_its_scale_is_a_power_of_two():
-    """It is where the largest code is 448. Else its fp32 scales give other values: no law there."""
+    """It is for blocks whose largest code is 448. Others have fp32 scales and different values."""
     values = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) * 0.02
     blocks = values.unflatten(1, (4, 128)).unflatten(0, (4, 128))
     full = torch.eye(4).bool()  # blocks with a largest value of 448 times a power of two
@@ -205,6 +205,6 @@ def test_transformers_loads_an_exported_folder_with_equal_values(form: str, tmp_
     own, there = model.state_dict(), loaded.state_dict()
     assert own.keys() == there.keys()
     for name, values in own.items():
-        if "_proj" in name:  # exact, whatever transformers stores it in
+        if "_proj" in name:  # exact in transformers' dtype
             assert torch.equal(there[name].float(), values.float()), name
         assert torch.equal(there[name].bfloat16(), values), name

@@ -1,4 +1,4 @@
-"""Every recipe: equal to DDP in fp32, as close as autocast in bf16, or refused by name."""
+"""Every recipe equals DDP in fp32 and is as close as autocast in bf16, or raises an error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_script_trains_as_under_ddp_or_is_refused(entry: Entry, rows: list[Row
         rows.append(Row(entry, None))
         with pytest.raises(entry.error, match=entry.match):
             run(entry.train, ["bf16"])
-        with contextlib.suppress(entry.error):  # what only bf16 loses may train in fp32
+        with contextlib.suppress(entry.error):  # fp32 may raise, too, or train
             assert difference(entry.train, "fp32") <= entry.fp32
         return
     figures = compare(entry.train)

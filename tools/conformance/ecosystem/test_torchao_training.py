@@ -1,4 +1,4 @@
-"""torchao's training tensors on two ranks beside plain torch: ``Float8Linear``, and an NF4 base."""
+"""torchao's ``Float8Linear`` and an NF4 base on two ranks, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def scaled() -> nn.Module:
-    """Linears whose products are in fp8; on a CPU torchao emulates them."""
+    """Return linears that multiply in fp8, which torchao emulates on a CPU."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     config = float8.Float8LinearConfig(emulate=True)
@@ -25,7 +25,7 @@ def scaled() -> nn.Module:
 
 
 class QLoRA(nn.Module):
-    """A frozen NF4 weight with a trained adapter."""
+    """Model with a frozen NF4 weight and a trained adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class QLoRA(nn.Module):
 
 
 def trained(group: Any, build: Any) -> tuple[list[float], nn.Module, Any]:
-    """The mean loss of two ranks in each step; without a group in one process, under autocast."""
+    """Return losses, model and optimizer; without a group, one process runs under autocast."""
     model = build()
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer: Any = torch.optim.AdamW(params, lr=1e-2)

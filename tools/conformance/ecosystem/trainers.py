@@ -1,4 +1,4 @@
-"""Trainers of transformers and of what builds on it: TRL, PEFT, sentence-transformers."""
+"""Trainers of transformers, TRL, PEFT and sentence-transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def llama(**options: Any) -> Any:
 
 
 def tokenizer() -> Any:
-    """Words w3 ... w63 and the usual special tokens, made here."""
+    """Return a tokenizer of the words w3 ... w63 and the usual special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -86,7 +86,7 @@ def trained(variant: Variant, trainer: Any, prefix: str = "") -> Report:
 
 
 def causal_rows(count: int = 48) -> list[dict[str, Any]]:
-    """Sequences of different lengths, prompts masked out of the loss."""
+    """Return sequences of different lengths whose prompts are masked out of the loss."""
     rows = []
     for index in range(count):
         rng = torch.Generator().manual_seed(index)
@@ -221,7 +221,7 @@ def trainer_adafactor(variant: Variant) -> Report:
     remark="one ulp in the clip factor, amplified by Newton-Schulz in bf16; 0 without a clip",
 )
 def trainer_muon(variant: Variant) -> Report:
-    """The stock Trainer takes one optimizer: a small class that steps both, as people write it."""
+    """The stock Trainer takes only one optimizer, so a small class steps both."""
     from transformers import Trainer, TrainingArguments
 
     model = llama()
@@ -250,7 +250,7 @@ class Both(torch.optim.Optimizer):
             each.step()
 
     def load_state_dict(self, state: Any) -> None:
-        """Accelerate loads what it has just saved, which would part our groups from theirs."""
+        """Ignore Accelerate's reload of the saved state: it would replace the shared groups."""
 
 
 @recipe("Trainer, saved at step 3 and resumed", "transformers")
@@ -277,7 +277,7 @@ def peft_lora(variant: Variant) -> Report:
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     torch.manual_seed(2)
     model = get_peft_model(base, config)
-    # Without that eps two signs of 1,024 gradients are 96 % of the distance.
+    # With the default eps, two signs of 1,024 gradients would be 96 % of the distance.
     args = TrainingArguments(**arguments(variant, adam_epsilon=1e-4))
     trainer = variant.trainer(Trainer)(model=model, args=args, train_dataset=causal_rows())
     return trained(variant, trainer)
@@ -289,7 +289,7 @@ def peft_adalora(variant: Variant) -> Report:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Allocate(TrainerCallback):
-        """As PEFT's documentation has it, after each step."""
+        """The callback of PEFT's documentation, after each step."""
 
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             kwargs["model"].base_model.update_and_allocate(state.global_step)
@@ -448,7 +448,7 @@ def sentence_model(variant: Variant) -> Any:
 
     folder = Path(variant.folder) / "bert"
     torch.manual_seed(1)
-    BertModel(bert().config).save_pretrained(folder)  # which only rank 0 does
+    BertModel(bert().config).save_pretrained(folder)  # only rank 0 writes
     if variant.rank == 0:
         tokenizer().save_pretrained(folder)
     torch.distributed.barrier()

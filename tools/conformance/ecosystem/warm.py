@@ -1,4 +1,4 @@
-"""Imported once, by the process from which the worlds are forked: these packages take seconds."""
+"""Preloaded by the process from which worlds are forked: these packages import slowly."""
 
 import importlib
 import warnings

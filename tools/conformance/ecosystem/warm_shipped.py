@@ -1,6 +1,6 @@
-"""As warm.py, for the packages whose own loops are run.
+"""Like warm.py, for packages whose loops are run.
 
-Left out are those that change torch when they are imported, or need a stand-in of a module.
+It omits packages that change torch when imported, or need a mock of a module.
 """
 
 import contextlib
@@ -27,5 +27,5 @@ absent("wandb")
 with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
     warnings.simplefilter("ignore")
     for name in MODULES.split():
-        with contextlib.suppress(ImportError):  # the recipe shows it
+        with contextlib.suppress(ImportError):  # the recipe reports it
             importlib.import_module(name)

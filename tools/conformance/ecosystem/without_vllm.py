@@ -1,7 +1,7 @@
-"""Hides vLLM from the trainers of TRL; ``warm`` imports this module before them.
+"""Hide vLLM from TRL's trainers; ``warm`` imports this module before them.
 
-TRL imports vLLM wherever it is installed. Here it is installed without its requirements, for one
-file that ``test_changes_in_vllm.py`` reads.
+TRL imports an installed vLLM. Here, vLLM lacks its requirements: ``test_changes_in_vllm.py`` reads
+only one of its files.
 """
 
 from trl import import_utils

@@ -1,6 +1,6 @@
-"""Run a script of Accelerate, and note its checks: ``checks.py NAME REPORT [LEFT_OUT ...]``.
+"""Run a script of Accelerate and record its checks: ``checks.py NAME REPORT [LEFT_OUT ...]``.
 
-Its ``main`` runs as it is; where it calls a check, an error is noted and ``main`` goes on.
+Its ``main`` is unchanged. If a check raises an error, the error is recorded and ``main`` continues.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUNNING: list[str] = []
 def noted(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(check)
     def call(*args: Any, **kwargs: Any) -> None:
-        if RUNNING:  # a part of another check
+        if RUNNING:  # called by another check
             return check(*args, **kwargs)
         RUNNING.append(name)
         told = {key: value for key, value in kwargs.items() if isinstance(value, bool)}
@@ -35,7 +35,7 @@ def noted(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
             NOTED.append((f"{name}({words})", ""))
         except Exception:
             NOTED.append((f"{name}({words})", traceback.format_exc()))
-            GradientState._reset_state()  # as checks do at their end
+            GradientState._reset_state()  # as checks do at the end
         finally:
             RUNNING.clear()
 

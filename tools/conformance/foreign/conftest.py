@@ -1,4 +1,4 @@
-"""Collects what came of the suites of others into ``docs/evidence.md``."""
+"""Write the results of other libraries' suites into ``docs/evidence.md``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SUITES = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--evidence", metavar="FILE", help="write what was run whole into FILE")
-    parser.addoption("--sources", metavar="DIR", help="where files are that no package has")
+    parser.addoption("--evidence", metavar="FILE", help="write complete suites into FILE")
+    parser.addoption("--sources", metavar="DIR", help="folder of files that no package has")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,10 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    for item in items:  # among them are those of ecosystem/, if both are run
+    for item in items:  # may include tests of ecosystem/
         if isinstance(item, pytest.Function) and here in item.path.parents:
             parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            # Modules of several suites have one test for each.
+            # A module with several suites has one test for each.
             suite = parameters.get("suite") or item.module.SUITE
             config.stash[SUITES][item.nodeid] = suite.name
 

@@ -1,7 +1,7 @@
-"""Suites that others wrote: where they are, how they are run, and the page of what came of it.
+"""Other libraries' test suites: their sources, how they run, and the page of results.
 
-Nothing of them is part of this repository. They run as they are installed, or from a folder of
-sources, where their bytes are compared with those of the commit that is named here.
+They are not part of this repository. They run as installed, or from a folder of sources whose
+files must equal those of the commit that is named here.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class Suite:
     name: str
     claim: str
     source: str
-    """Repository, or package of the index."""
+    """Repository, or package on PyPI."""
     path: str
     license: str
     cases: int
-    """How many there are; a run of fewer is no evidence."""
+    """The number of cases; a run of fewer is not evidence."""
     commit: str = ""
-    """Of a repository; packages have versions."""
+    """Commit of the repository; a package has a version instead."""
     blob: str = ""
-    """What ``git hash-object`` says of the file."""
+    """``git hash-object`` of the file."""
     replaced: Mapping[str, str] = field(default_factory=dict)
-    """Text of the file, and what is run in its place: imports and devices."""
+    """Replacements in the file's text, such as imports and devices."""
 
     @property
     def revision(self) -> str:
         return self.commit[:12] or version(self.source)
 
     def text(self, sources: Path | None) -> str:
-        """Give the file as it is run; skip the test where it is not there."""
+        """Return the file as it is run; skip the test if it does not exist."""
         path = (sources or Path("sources")) / self.source.rpartition("/")[2] / self.path
         if not path.is_file():
             pytest.skip(f"{path} is not there; see the head of launch/test.sh")
@@ -70,16 +70,16 @@ class Verdict(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A test of a foreign file, as pytest saw it."""
+    """A test of a foreign file, as pytest reported it."""
 
     name: str
     outcome: str
-    """passed, failed or skipped."""
+    """``passed``, ``failed`` or ``skipped``."""
     message: str
 
 
 def run_pytest(file: Path, *arguments: str, path: Sequence[Path] = (), timeout: int) -> list[Ran]:
-    """Run a foreign file by pytest in a process of its own, with none of our settings."""
+    """Run a foreign file with pytest in a new process, without this project's settings."""
     report = file.with_suffix(".xml")
     settings = file.parent / "pytest.ini"
     settings.write_text("[pytest]\n", encoding="utf-8")
@@ -118,12 +118,12 @@ def judge(
     not_applicable: Mapping[str, str],
     vacuous: Mapping[str, str],
 ) -> list[Verdict]:
-    """Compare what came of each test with what is written of it here.
+    """Compare the outcome of each test with the expected one.
 
     Args:
-        refused: parts of names, the words that the error must have, and the reason.
-        not_applicable: parts of names and the reason. A test that passes is in neither.
-        vacuous: parts of names of tests that pass without looking at anything, and the reason.
+        refused: parts of names, the required words of the error, and the reason.
+        not_applicable: parts of names and the reason. Tests that pass must not be in these two.
+        vacuous: parts of names of tests that pass without checking anything, and the reason.
     """
     verdicts, wrong = [], []
     used: set[str] = set()
@@ -173,10 +173,10 @@ HEAD = ("suite", "from", "cases", *OUTCOMES)
 
 
 def page_of(verdicts: Sequence[Verdict], page: str, failed: Collection[str]) -> str:
-    """Write the suites that ran whole anew; others stay as ``page`` has them.
+    """Return ``page`` with new rows for the suites that ran completely; others keep their rows.
 
     Args:
-        failed: names of suites with a test that failed; they lose their rows.
+        failed: names of suites with a failed test; they lose their rows.
     """
     rows = {_name(line): line for line in page.splitlines() if line.startswith("| [")}
     parts = {part.partition("\n")[0]: part.strip() for part in page.split("\n## ")[1:]}

@@ -1,4 +1,4 @@
-"""The scripts by which Accelerate tests itself, under ``shardcast launch``."""
+"""Accelerate's own test scripts, under ``shardcast launch``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WITHOUT_OPTIMIZER = (
         "gradients"
     ),
 )
-REFUSED = {  # the words of the error, and the reason
+REFUSED = {  # words of the error, and the reason
     "test_distributed_sync": WITHOUT_OPTIMIZER,
     "test_distributed_sync_multiple_fwd": WITHOUT_OPTIMIZER,
     "test_can_join_uneven_inputs": WITHOUT_OPTIMIZER,
@@ -71,7 +71,7 @@ def test_a_script_of_accelerate_under_shardcast_launch(
             verdicts.append(Verdict(SUITE, case, "passed"))
         elif words and words in error:
             verdicts.append(Verdict(SUITE, case, "refused", reason))
-        else:  # it may fail in Accelerate, too
+        else:  # may also fail in Accelerate
             launcher = (*STOCK, str(world_size))
             stock = stock or checks_of(name, tmp_path, *launcher, left_out=REFUSED)
             if stock[index][1]:
@@ -91,9 +91,9 @@ def test_scripts_that_download_are_counted(name: str, verdicts: list[Verdict]) -
 
 
 def written(world_size: int, folder: Path) -> str:
-    """The configuration of a launch on CPUs."""
+    """Return the path of a written configuration for a launch on CPUs."""
     options = {"use_cpu": True, "main_process_port": 0, "mixed_precision": "no"}
-    kind = "NO" if world_size == 1 else "MULTI_GPU"  # with MULTI_CPU it starts one process
+    kind = "NO" if world_size == 1 else "MULTI_GPU"  # MULTI_CPU starts only one process
     options |= {"distributed_type": kind, "num_processes": world_size}
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(options), encoding="utf-8")
@@ -103,7 +103,7 @@ def written(world_size: int, folder: Path) -> str:
 def checks_of(
     name: str, folder: Path, *launcher: str, left_out: Iterable[str] = ()
 ) -> list[tuple[str, str]]:
-    """The checks that the script made, in order, each with its error or nothing."""
+    """Return the script's checks in order, each with its error or an empty string."""
     script, report = str(Path(__file__).with_name("checks.py")), folder / "report.json"
     report.unlink(missing_ok=True)
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""DeepSpeed's own tests of ZeRO, and of ZeRO with backwards that the caller makes."""
+"""DeepSpeed's own tests of ZeRO, and of ZeRO with the caller's own backwards."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ ZERO = Suite(
     license="Apache-2.0",
     cases=99,
 )
-WORDS = {  # of the error
+WORDS = {  # words of the error
     "is not what shardcast has": (
         "not applicable",
         "needs ZeRO-3, which shards parameters, or stage 0, which shards nothing",
     ),
 }
-LOW = "fp16 or bf16 or torch_autocast"  # names of tests that name a dtype
-RUNS = {  # arguments of pytest, and whether models are of fp32
+LOW = "fp16 or bf16 or torch_autocast"  # tests whose names contain a dtype
+RUNS = {  # pytest's arguments, and whether models are fp32
     BACKWARD.name: ((("-k", LOW), False), (("-k", f"not ({LOW})"), True)),
     ZERO.name: (((), False),),
 }

@@ -1,4 +1,4 @@
-"""The optimizers of NVIDIA's Emerging-Optimizers, each trained by itself and sharded."""
+"""The optimizers of NVIDIA's Emerging-Optimizers, plain and sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardcast
 from shardcast.testing import threaded_world
 
-STEPS = 6  # bases of SOAP and its kind change from the second one on
+STEPS = 6  # SOAP-like optimizers change their bases from step 2 on
 WORLD_SIZES = (1, 2, 3)
 NAMES = (
     "muon",
@@ -59,7 +59,7 @@ SUITE = Suite(
     cases=len(NAMES) * len(WORLD_SIZES),
 )
 TOLERANCE = "not bitwise: vector tails and the alignment of matrices differ"
-# Of what has no default.
+# Values of parameters without defaults.
 OPTIONS = {"lr": 1e-2, "momentum": 0.95, "weight_decay": 0.01, "hyperball_radius": 1.0}
 NOT_APPLICABLE = {"tp_rekls": "gathers tensor-parallel matrices itself"}
 
@@ -67,14 +67,14 @@ DRAWS = {"psgd_pro": "each owner draws its own noise in each step; bitwise equal
 
 
 class Matrices(nn.Module):
-    """Matrices, with a loss that is theirs alone."""
+    """Matrices and a loss that depends only on them."""
 
     def __init__(self) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(0)
         shapes = ((8, 6), (6, 8), (8, 8), (8, 6), (5, 5))
         values = [torch.randn(shape, generator=draw) for shape in shapes]
-        self.values = nn.ParameterList(value / value.norm() for value in values)  # a hyperball's
+        self.values = nn.ParameterList(value / value.norm() for value in values)  # on the hyperball
 
     def forward(self, step: int) -> Tensor:
         draw = torch.Generator().manual_seed(1 + step)
@@ -99,7 +99,7 @@ def registry(sources: Path | None) -> Any:
 def build(kind: type[torch.optim.Optimizer]) -> tuple[Matrices, torch.optim.Optimizer]:
     model = Matrices()
     given = [*inspect.signature(kind.__init__).parameters.values()]
-    if any(p.kind is p.VAR_KEYWORD for p in given):  # passes them on to the class above
+    if any(p.kind is p.VAR_KEYWORD for p in given):  # passed to the base class
         given += inspect.signature(super(kind, kind).__init__).parameters.values()
     needed = {p.name for p in given if p.default is p.empty} & OPTIONS.keys()
     options = {"lr": OPTIONS["lr"], **{name: OPTIONS[name] for name in needed}}
@@ -107,7 +107,7 @@ def build(kind: type[torch.optim.Optimizer]) -> tuple[Matrices, torch.optim.Opti
 
 
 def train(model: Matrices, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    torch.manual_seed(0)  # PSGD draws
+    torch.manual_seed(0)  # PSGD draws random numbers
     for step in range(STEPS):
         optimizer.zero_grad()
         model(step).backward()

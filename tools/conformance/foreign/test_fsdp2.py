@@ -1,4 +1,4 @@
-"""The claims of PyTorch's tests of FSDP2 and of DCP's states, held against FSDP2 and shardcast."""
+"""The claims of PyTorch's tests of FSDP2 and of DCP's states, on FSDP2 and shardcast."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def suite_of(name: str, path: str, commit: str, tests: dict[str, Claim | str]) -
     )
 
 
-COMMITS = {  # of the files, by what follows FSDP in their names, and their claims
+COMMITS = {  # suffix of the file's name: claims, commit of the file
     "training": (training, "001df7b5cd514f6b4fb6ffbaad6ea31e7a2ada72"),
     "frozen": (frozen, "7023af4cb8e797ff7938300438a159bc967842c2"),
     "clip_grad_norm_": (clip_grad_norm, "0f31e61295ea6ab54df9279d4fd1e4c32599e81b"),
@@ -67,7 +67,7 @@ REFUSED = {  # words of the error, and the reason
 
 
 def errors_of(side: str, world: int, folder: Path) -> dict[str, str]:
-    """What each claim raised, on whichever rank; by its test."""
+    """Return an error of each claim from any rank, or an empty string, by test."""
     names = [module.__name__.partition(".")[2] for module, _ in SUITES]
     report = folder / f"{side}-{world}.json"
     here = Path(__file__).parent
@@ -90,7 +90,7 @@ def errors_of(side: str, world: int, folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """What each claim raised, by side."""
+    """Return the error of each claim, by side."""
     claims = [claim for module, _ in SUITES for claim in module.TESTS.values()]
     worlds = sorted({claim.world for claim in claims if isinstance(claim, Claim)})
     folder = tmp_path_factory.mktemp("fsdp2")

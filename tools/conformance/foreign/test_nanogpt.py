@@ -1,4 +1,4 @@
-"""nanoGPT's published loss of a small GPT on Shakespeare, by its own script."""
+"""nanoGPT's published loss of a small GPT on Shakespeare, from its own script."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from evidence import Suite, Verdict
 
 PUBLISHED = 1.88
-APART = 0.01  # of a loss beside DDP, and of the unedited script here beside its README
-OF_FORMS = 0.05  # of 4 or 8 bits for all matrices of the blocks
+APART = 0.01  # loss difference to DDP; also of the unedited script to its README
+OF_FORMS = 0.05  # the same, with blocks' matrices in 4 or 8 bits
 DDP = {"device_ids=[ddp_local_rank]": ""}
 SETTINGS = """config/train_shakespeare_char.py --device=cpu --compile=False
 --log_interval=1 --block_size=64 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000
---lr_decay_iters=2000 --dropout=0.0"""  # as its README
+--lr_decay_iters=2000 --dropout=0.0"""  # from its README
 LEAN = str(Path(__file__).resolve().parents[3] / "configs" / "lean.yaml")
 BLOCKS = "['*.c_*.weight']"
 FORMS = ("mxfp8", "mxfp4", "fp8_block128")
@@ -65,7 +65,7 @@ SUITE = Suite(
 
 @pytest.fixture(scope="module")
 def folder(sources: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout with the text, as its prepare.py writes it, and both scripts."""
+    """Return the checkout with prepared data and both scripts."""
     ours, folder = SUITE.text(sources), tmp_path_factory.mktemp("nanogpt") / "checkout"
     assert sources is not None
     shutil.copytree(sources / "nanoGPT", folder)
@@ -82,14 +82,14 @@ def folder(sources: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def losses(folder: Path) -> Iterator[Callable[[int, str], float]]:
-    """Losses by the number of processes and the option, ``ddp`` among them; two run at a time."""
+    """Return a function of the number of processes and the option; two trainings run at a time."""
     asked = [*((world_size, "ddp") for world_size in (1, 2, 4)), *CASES]
     with ThreadPoolExecutor(2) as pool:
         found = {case: pool.submit(loss_of, folder, *case) for case in asked}
         yield lambda world_size, option: found[world_size, option].result()
 
 
-@pytest.mark.timeout(7200)  # each waits for its turn in a queue of 12 trainings
+@pytest.mark.timeout(7200)  # includes waiting in the queue of trainings
 @pytest.mark.parametrize(("world_size", "option"), CASES)
 def test_the_published_loss(
     world_size: int, option: str, losses: Callable[[int, str], float], verdicts: list[Verdict]
@@ -103,10 +103,10 @@ def test_the_published_loss(
 
 
 def loss_of(folder: Path, world_size: int, option: str) -> float:
-    """The last validation loss; of 12 sequences a step over all processes, and 240 at the end."""
+    """Return the last validation loss; a step has 12 sequences, the validation 240."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     script = "ours.py"
-    if option == "ddp":  # of one process the script as it is
+    if option == "ddp":  # one process runs the unedited script
         script = "ddp.py" if world_size > 1 else "train.py"
     words = [*([] if script == "train.py" else launcher), script, *SETTINGS.split()]
     words += [f"--batch_size={12 // world_size}", f"--gradient_accumulation_steps={world_size}"]

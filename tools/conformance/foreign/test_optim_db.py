@@ -1,4 +1,4 @@
-"""torch's own list of optimizers and options, each trained by torch and sharded."""
+"""torch's own list of optimizers and options, each plain and sharded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ REFUSED = ("LBFGS", "SparseAdam")
 
 
 class Parameters(nn.Module):
-    """Parameters of several shapes, with a loss that is theirs alone."""
+    """Parameters of several shapes and a loss that depends only on them."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Parameters(nn.Module):
 
 def build(info: Any, given: Any) -> tuple[Parameters, torch.optim.Optimizer]:
     shapes: list[tuple[int, ...]] = [(9, 5), (4, 6)]
-    if info.optim_cls is not torch.optim.Muon:  # for matrices alone
+    if info.optim_cls is not torch.optim.Muon:  # takes only matrices
         shapes += [(7,), (2, 3, 4), ()]
     model = Parameters(shapes)
     options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in given.kwargs.items()}

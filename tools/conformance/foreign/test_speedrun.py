@@ -1,4 +1,4 @@
-"""modded-nanogpt's simple speedrun: its own sharding and shardcast, on a tiny model."""
+"""modded-nanogpt's simple speedrun: its own sharding compared with shardcast, on a tiny model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUITE = Suite(
     replaced=speedrun.SHARDED,
 )
 WHOLE = dataclasses.replace(SUITE, replaced={})
-CASES = {  # what else is edited in both, shardcast's options, how far losses may be apart
+CASES = {  # edits of both, shardcast's options, tolerance of losses
     "fp32": (speedrun.FP32, {"param_dtype": "fp32"}, 1e-5),
     "bf16, with an fp32 master of the embedding": (
         speedrun.BF16,

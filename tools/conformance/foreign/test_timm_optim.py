@@ -42,12 +42,12 @@ SUITE = Suite(
         },
     },
 )
-REFUSED = {  # the words of the error, and the reason
+REFUSED = {  # words of the error, and the reason
     "param_groups: expected": "extends `param_groups` instead of calling `add_param_group`",
     "Lamb cannot be sharded": "clips by its own norm over all parameters (`max_grad_norm`)",
     "holds another optimizer": "wraps another optimizer; only the inner one can be sharded",
 }
-# Other tests of the file create no optimizer by create_optimizer_v2.
+# Other tests of the file do not use create_optimizer_v2.
 NAMED = "not compiled and not factory and not param_groups"
 OURS = {1: (), 2: ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")}
 
@@ -64,7 +64,7 @@ def file(tmp_path_factory: pytest.TempPathFactory, sources: Path | None) -> Path
 
 @pytest.fixture(scope="module")
 def stock(file: Path) -> Checks:
-    """By timm itself; what fails there is no fault of ours."""
+    """Return timm's own results; tests that fail there do not count."""
     return checks_of(file, 1, STOCK="1")
 
 
@@ -93,7 +93,7 @@ def test_the_checks_of_timms_optimizers(
 
 
 def checks_of(file: Path, world_size: int, **environment: str) -> Checks:
-    """Each check that was made, by test and number, and its error, of whichever rank."""
+    """Return test, number, name and error of each check; the error is from any rank."""
     folder = file.parent / f"checks-{world_size}{''.join(environment)}"
     folder.mkdir()
     (file.parent / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")

@@ -31,7 +31,7 @@ SUITE = Suite(
         "device_ids=[self.rank],": "",
     },
 )
-REFUSED = {  # the words of the error, and the reason
+REFUSED = {  # words of the error, and the reason
     "test_same_dense_param_type": (
         "expected float32, bfloat16 or float16",
         "expects errors for sparse and float64 parameters; both raise, but the second raises a "

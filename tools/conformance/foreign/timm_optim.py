@@ -1,6 +1,6 @@
-"""What timm's tests of optimizers call: ``create_optimizer_v2`` whose optimizer is sharded.
+"""The functions that timm's tests of optimizers call; ``create_optimizer_v2`` shards.
 
-On several processes each of them runs the same file; the numbers that tests draw are equal there.
+Every process runs the same file with equal random numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if "RANK" in os.environ:
 
 
 def create_optimizer_v2(model_or_params: Any, opt: str = "sgd", **options: Any) -> Any:
-    """Shard what timm creates, in fp32; over the model, or over its parameters alone."""
+    """Shard timm's optimizer in fp32, for the model or for a module that holds the parameters."""
     from timm.optim import create_optimizer_v2 as of_timm
 
     optimizer = of_timm(model_or_params, opt=opt, **options)
@@ -38,7 +38,7 @@ def create_optimizer_v2(model_or_params: Any, opt: str = "sgd", **options: Any) 
 
 
 def noted(check: Callable[..., None]) -> Callable[..., None]:
-    """Note whether a check raises, on this rank, and go on with the next one of the test."""
+    """Record this rank's error in a check, and continue with the next check of the test."""
 
     @functools.wraps(check)
     def call(*args: Any, **kwargs: Any) -> None:

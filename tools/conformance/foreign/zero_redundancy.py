@@ -1,4 +1,4 @@
-"""What the tests of ZeroRedundancyOptimizer call, by ``shardcast.shard``."""
+"""The names that tests of ZeroRedundancyOptimizer use, on ``shardcast.shard``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import shardcast
 
 
-def ZeroRedundancyOptimizer(  # noqa: N802, the name of what it stands for
+def ZeroRedundancyOptimizer(  # noqa: N802, torch's name
     params: Any,
     optimizer_class: type[Optimizer],
     process_group: dist.ProcessGroup | None = None,
@@ -22,7 +22,7 @@ def ZeroRedundancyOptimizer(  # noqa: N802, the name of what it stands for
     model: nn.Module | None = None,
     **defaults: Any,
 ) -> Optimizer:
-    """Shard ``optimizer_class`` in fp32; over ``model``, or over its parameters alone."""
+    """Shard ``optimizer_class`` in fp32, for ``model`` or a module that holds the parameters."""
     optimizer = optimizer_class(params, **defaults)
     model = model or holder_of(optimizer)
     sharded = shardcast.shard(
@@ -46,12 +46,12 @@ def ZeroRedundancyOptimizer(  # noqa: N802, the name of what it stands for
     sharded.consolidate_state_dict = consolidate_state_dict
     sharded.state_dict = state_dict
     sharded.add_param_group = add_param_group
-    sharded.optim = sharded  # the tests look at the state that it holds
+    sharded.optim = sharded  # the tests read its state
     return sharded
 
 
 def holder_of(optimizer: Optimizer) -> nn.Module:
-    """Make a model of the parameters of an optimizer."""
+    """Return a module that holds an optimizer's parameters."""
     model = nn.Module()
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -60,10 +60,10 @@ def holder_of(optimizer: Optimizer) -> nn.Module:
 
 
 def unwrapped(module: nn.Module, **_: Any) -> nn.Module:
-    """Stand for DDP around a model that is sharded."""
+    """Replace DDP: return the sharded model itself."""
     return module
 
 
 def _register(model: nn.Module, param: torch.Tensor) -> None:
-    param._is_param = True  # the tests give plain tensors, and look at them later
+    param._is_param = True  # the tests pass plain tensors and read them later
     model.register_parameter(f"param{sum(1 for _ in model.parameters())}", param)

@@ -1,1 +1,1 @@
-"""Claims of PyTorch's tests of FSDP2 and of states, written anew, one function for each test."""
+"""PyTorch's tests of FSDP2 and of DCP's states, rewritten: one function for each test."""

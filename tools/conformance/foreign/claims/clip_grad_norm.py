@@ -35,7 +35,7 @@ def clip_beside(
     max_norm: float,
     norm_type: float,
 ) -> None:
-    """Compare norms ten times, and what the step of the clipped gradients comes to."""
+    """Compare norms ten times, and then the weights after a step with clipped gradients."""
     norm_of = functools.partial(torch.linalg.vector_norm, ord=norm_type)
     for _ in range(10):
         for one, steps in ((ref, ref_optimizer), (model, optimizer)):
@@ -63,7 +63,7 @@ def test_clip_grad_norm_1d(side: Any) -> None:
         model = transformer()
         ref = replicate(copy.deepcopy(model))
         ref_optimizer = torch.optim.SGD(ref.parameters(), lr=1e-2)
-        sgd = torch.optim.SGD  # Adam's steps hardly depend on a factor
+        sgd = torch.optim.SGD  # Adam's steps hardly depend on the clip
         optimizer = side.shard(model, sgd, blocks_of(model), norm_type=norm_type)
         seed()
         batch = torch.randint(0, 8, (3, 16))

@@ -79,14 +79,14 @@ class ChunkedHead(nn.Module):
 
 
 def parts_of(model: ChunkedHead) -> list[Any]:
-    """Modules for FSDP2: two that share a weight are one group."""
+    """Return the modules for FSDP2; modules that share a weight are in one group."""
     if model.head.weight is model.embed.weight:
         return [model.body, [model.embed, model.norm, model.head]]
     return [model.embed, model.body, model.norm, model.head]
 
 
 def train_in_chunks(model: Any, tokens: Tensor, chunks: int) -> Tensor:
-    """The head's loss piece by piece, each with a backward, and then that of the body."""
+    """Run head and backward chunk by chunk, then the body's backward; return the total loss."""
     hidden = model(tokens, skip_head=True)
     grads, total = [], torch.tensor(0.0)
     for chunk in hidden.detach().float().chunk(chunks, dim=1):

@@ -17,7 +17,7 @@ ONLY_NEWER = "it has no grad_dtype in torch 2.13"
 
 
 class FP32Gradient(torch.autograd.Function):
-    """A product whose weight has a gradient in fp32; with ``torch.mm`` only CUDA makes one."""
+    """Matmul with an fp32 gradient of the weight; ``torch.mm`` supports that only on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

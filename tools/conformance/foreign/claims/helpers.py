@@ -1,4 +1,4 @@
-"""What claims have in common: batches, comparisons, models."""
+"""Helpers for claims: batches, comparisons, models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train_beside(
     draw: Callable[[], Tensor],
     delays: tuple[float, float] = (0, 0),
 ) -> None:
-    """Train both on the same batches; their losses are equal in every step."""
+    """Train both on the same batches; assert that losses are equal in every step."""
     for index in range(10):
         batch, losses = draw(), []
         for one, steps_by in ((ref, ref_optimizer), (model, optimizer)):

@@ -26,7 +26,7 @@ def weights_of(ref: nn.Module) -> list[Tensor]:
 
 
 def take_gradients(ref: nn.Module, low: nn.Module) -> None:
-    """Add those of the copy in low precision to the fp32 reference's."""
+    """Move the low-precision copy's gradients into the fp32 reference, which adds them up."""
     for param, low_param in zip(ref.parameters(), low.parameters(), strict=True):
         grad = low_param.grad.to(param.dtype)
         param.grad = grad if param.grad is None else param.grad + grad
@@ -140,7 +140,7 @@ class NamedPair(NamedTuple):
 
 
 class Structured(nn.Module):
-    """Give ``change`` of each tensor of a container, or make one of a tensor, or sum it."""
+    """Apply a linear layer to each tensor of a container, or create a container, or sum one."""
 
     def __init__(self, kind: str, part: str) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_structured_input_output(side: Any) -> None:
             for param in ref.parameters():
                 param.grad = None
             ref_loss = compute(batch.to(low or FP32)).sum()
-            ref_loss.backward()  # of the whole batch: the sum of all ranks
+            ref_loss.backward()  # on the whole batch: the sum over all ranks
             if low is not None:
                 take_gradients(ref, compute)
             for param in ref.parameters():
@@ -236,7 +236,7 @@ def test_float16_on_one_submodule(side: Any) -> None:
 
 
 class Recomputed(nn.Module):
-    """A layer that is computed anew in the backward; it notes the dtypes of its outputs."""
+    """A layer that is recomputed in the backward and records the dtypes of its outputs."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Hold a side to the claims of some files: ``run.py REPORT SIDE WORLD FILE ...`` as each rank.
+"""Check the claims of some files on one side: ``run.py REPORT SIDE WORLD ONLY FILE ...``.
 
-Each claim has process groups of its own, so that one that fails leaves nothing behind.
+Every rank runs it. Each claim has its own process groups, so a failed one does not affect others.
 """
 
 from __future__ import annotations

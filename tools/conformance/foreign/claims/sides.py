@@ -1,4 +1,4 @@
-"""Who is held to a claim: shardcast, and FSDP2 itself, which shows that the claim is its own."""
+"""The two sides that a claim is checked on: shardcast and, as a control, FSDP2 itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = Callable[..., torch.optim.Optimizer]
 
 
 class FSDP2:
-    """``fully_shard`` of each of some modules and of the model, then the optimizer."""
+    """``fully_shard`` on some modules and on the model, then the optimizer."""
 
     whole = staticmethod(lambda tensor: whole(tensor))
 
@@ -60,13 +60,13 @@ class FSDP2:
         return kind(model.parameters(), lr=lr)
 
     def shard_low(self, model: nn.Module, modules: Sequence[Any], low: torch.dtype) -> None:
-        """Have some modules in low precision."""
+        """Shard a model with some modules in low precision."""
         for module in modules:
             fully_shard(module, mp_policy=MixedPrecisionPolicy(low))
         fully_shard(model)
 
     def used(self, module: Any, name: str) -> Tensor:
-        """The parameter that a forward has used."""
+        """Return the parameter that a forward has used."""
         group = fully_shard.state(module)._fsdp_param_groups[0]
         return next(
             p for p in group.fsdp_params if p._module_info.param_name == name
@@ -87,16 +87,16 @@ class FSDP2:
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
 
     def reset(self, model: Any) -> None:
-        """Forget a forward that failed."""
+        """Clear the state of a failed forward."""
         model.reset_iter_state()
 
     def announce(self, module: nn.Module, method: str) -> None:
-        """Say that another method than ``forward`` uses parameters."""
+        """Register a method other than ``forward`` that uses parameters."""
         register_fsdp_forward_method(module, method)
 
 
 class Shardcast:
-    """``shardcast.shard`` of the whole model; FSDP2's groups of modules are nothing to it."""
+    """``shardcast.shard`` of the whole model; it ignores FSDP2's groups of modules."""
 
     whole = staticmethod(lambda tensor: whole(tensor))
 
@@ -116,7 +116,7 @@ class Shardcast:
     ) -> Any:
         options = {"param_dtype": low or torch.float32, "autocast": False, **options}
         options |= {"fuse": "eager", "offload": offload}
-        # Sums are in fp32 in any case; this one keeps the mean in it, as FSDP2's reduce_dtype does.
+        # Sums are always in fp32; this keeps the mean in fp32, too, as FSDP2's reduce_dtype does.
         if reduce == torch.float32:
             options.setdefault("grad_dtype", reduce)
         if replicas > 1:
@@ -127,7 +127,7 @@ class Shardcast:
         return shardcast.shard(model, optimizer, **options)
 
     def shard_low(self, model: nn.Module, modules: Sequence[Any], low: torch.dtype) -> None:
-        """Have some modules in low precision, and keep all others in fp32."""
+        """Shard a model with some modules in low precision and all others in fp32."""
         within = {id(param) for module in modules for param in module.parameters()}
         others = [name for name, p in model.named_parameters() if id(p) not in within]
         self.shard(model, low=low, keep_fp32=others)
@@ -136,11 +136,11 @@ class Shardcast:
         return getattr(module, name)
 
     def weights(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
-        """Masters; where the model shows them they are compared with what it shows."""
+        """Return the masters, after a comparison with the model's parameters."""
         masters = [optimizer.full_parameters()]
         dist.broadcast_object_list(masters, src=0)
         for name, param in model.named_parameters():
-            masters[0].setdefault(name, param.detach())  # frozen ones have none
+            masters[0].setdefault(name, param.detach())  # frozen: no master
             torch.testing.assert_close(masters[0][name].to(param.dtype), param.detach())
         return [masters[0][name] for name, _ in model.named_parameters()]
 
@@ -160,10 +160,10 @@ class Shardcast:
         return optimizer.clip_grad_norm_(model.parameters(), max_norm, norm_type)
 
     def reset(self, model: Any) -> None:
-        """Nothing: a step needs no call for it."""
+        """No operation: a failed forward needs no reset."""
 
     def announce(self, module: nn.Module, method: str) -> None:
-        """Nothing: parameters are whole in every method."""
+        """No operation: parameters are unsharded in every method."""
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ SIDES = {"FSDP2": FSDP2, "shardcast": Shardcast}
 
 
 class Claim:
-    """A claim of a test, on the number of ranks that the test has on CPUs."""
+    """The claim of a test, and the number of ranks that the test uses on CPUs."""
 
     def __init__(self, world: int, claim: Callable[[Any], None], without: str, control: str):
         self.world, self.claim, self.without, self.control = world, claim, without, control
@@ -183,15 +183,15 @@ class Claim:
 def claim(
     world: int, without: str = "", control: str = ""
 ) -> Callable[[Callable[[Any], None]], Claim]:
-    """Make a claim of a function of a side.
+    """Decorator: turn a function of a side into a claim.
 
     Args:
-        without: what of the test is left out, since it is about shards of parameters.
-        control: why FSDP2 is not held to it here.
+        without: parts of the test that are left out, such as those about shards of parameters.
+        control: why the claim is not run on FSDP2.
     """
     return lambda function: Claim(world, function, without, control)
 
 
 def claims_in(*members: dict[str, Any]) -> dict[str, Claim | str]:
-    """The claims of some modules, by the names of the tests."""
+    """Return the claims of some modules by the names of the tests."""
     return {name: it for given in members for name, it in given.items() if isinstance(it, Claim)}

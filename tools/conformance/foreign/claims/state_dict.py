@@ -26,7 +26,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def save_and_load(model: nn.Module) -> None:
-    """The state dict is the parameters' memory, and a loaded one is written into it."""
+    """Assert that state dicts share the parameters' memory, and that loading writes into it."""
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(1)

@@ -1,4 +1,4 @@
-"""Claims of ``test_fully_shard_training.py``; a function has the name of its test."""
+"""Claims of ``test_fully_shard_training.py``; each function is named after its test."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_to_float64_after_init(side: Any) -> None:
     optimizer = side.shard(model, modules=[model.in_proj, model.out_proj])
     model.double()
     assert all(param.dtype == torch.float64 for param in model.parameters())
-    if type(side).__name__ == "FSDP2":  # it casts before it makes the optimizer
+    if type(side).__name__ == "FSDP2":  # the original casts before it creates the optimizer
         optimizer = Adam(model.parameters(), lr=1e-2)
     seed()
     batch = torch.randn(2, 4).double()

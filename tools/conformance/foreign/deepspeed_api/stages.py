@@ -1,4 +1,4 @@
-"""A plug-in of pytest that skips what DeepSpeed's tests ask of stages other than 1 and 2."""
+"""A pytest plug-in that skips DeepSpeed's tests of features that shardcast does not have."""
 
 from __future__ import annotations
 

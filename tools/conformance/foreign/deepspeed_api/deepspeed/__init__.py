@@ -1,7 +1,7 @@
-"""What DeepSpeed's tests of ZeRO ask of the package ``deepspeed``, by shardcast, on CPUs.
+"""The part of ``deepspeed`` that DeepSpeed's tests of ZeRO use, on shardcast and CPUs.
 
-Stage 1 is ``accumulate="local"``, stage 2 ``accumulate="sharded"``, and stage 3, which shards the
-parameters, is not offered. Names that only stage 3 has can be imported, and are not there.
+Stage 1 is ``accumulate="local"`` and stage 2 is ``accumulate="sharded"``. Stage 3, which shards the
+parameters, is not supported: its names can be imported, but raise an error when called.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import shardcast
 from shardcast import checkpoint
 
 GPU = "cpu"
-# Their tests start processes for each test: not each of them imports torch anew.
+# Each test starts processes, which must not import torch again.
 multiprocessing.set_forkserver_preload(["deepspeed"])
 
 
 class Accelerator:
-    """``get_accelerator()``: CPUs, as many as are asked for."""
+    """``get_accelerator()``: eight CPU devices."""
 
     device_name = current_device_name = current_device = staticmethod(lambda *_: GPU)
     communication_backend_name = staticmethod(lambda: "gloo")
     is_available = staticmethod(lambda: True)
-    # Models are of the lowest dtype that there is.
+    # The tests choose the lowest dtype that is supported.
     is_bf16_supported = is_fp16_supported = staticmethod(lambda: "FP32" not in os.environ)
     device_count = staticmethod(lambda: 8)
     supported_dtypes = staticmethod(lambda: [torch.float32, torch.float16, torch.bfloat16])
@@ -47,7 +47,7 @@ class Accelerator:
 
 
 class ZeROOptimizer:
-    """A sharded optimizer under the names that the tests use of DeepSpeed's."""
+    """A sharded optimizer with the attributes of DeepSpeed's that the tests use."""
 
     def __init__(self, sharded: Any) -> None:
         self.sharded = self.optimizer = sharded
@@ -96,7 +96,7 @@ class DeepSpeedEngine(nn.Module):
         return self.module(*args, **kwargs)
 
     def _scaled_by_steps(self, *_: Any) -> None:
-        """Gradients of a backward that the caller makes are divided by the micro-batches."""
+        """Divide gradients of the caller's own backwards by the number of micro-batches, too."""
         self.sharded.divisor = self.ranks * self.gradient_accumulation_steps()
 
     def gradient_accumulation_steps(self) -> int:
@@ -151,7 +151,7 @@ class DeepSpeedEngine(nn.Module):
         return self._applied
 
     def empty_partition_cache(self) -> None:
-        """Nothing: parameters are whole."""
+        """No operation: parameters are not partitioned."""
 
     def save_checkpoint(self, folder: Any) -> None:
         checkpoint.save(str(folder), self.module, self.sharded, step=self.global_steps)
@@ -172,7 +172,7 @@ def initialize(
     model_parameters: Any = None,
     **_: Any,
 ) -> tuple[DeepSpeedEngine, ZeROOptimizer, None, None]:
-    """``deepspeed.initialize``; its optimizers are made of torch's."""
+    """``deepspeed.initialize``; DeepSpeed's optimizers are replaced by torch's."""
     if isinstance(optimizer, Callable) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model.parameters())
     if optimizer is None:
@@ -181,7 +181,7 @@ def initialize(
             raise NotImplementedError(f"DeepSpeed's {asked['type']} is not what shardcast has")
         params: Iterable[Any] = model.parameters() if model_parameters is None else model_parameters
         options = {key: value for key, value in asked["params"].items() if key != "torch_adam"}
-        # Its Adam decays as AdamW does, and not at all by default.
+        # DeepSpeed's Adam has AdamW's weight decay, but 0 by default.
         optimizer = OPTIMIZERS[asked["type"].lower()](params, **{"weight_decay": 0.0, **options})
     engine = DeepSpeedEngine(model, optimizer, config or {})
     return engine, engine.optimizer, None, None
@@ -199,7 +199,7 @@ def init_distributed(
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The mean over ranks, without the loss scale; every rank calls it for every parameter."""
+    """Return the unscaled mean over ranks. Collective."""
     for engine in ENGINES:
         if any(param is one for one in engine.module.parameters()):
             engine.sharded.gather_gradients()
@@ -209,7 +209,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
-    """The master, which rank 0 gathers; every rank calls it for every parameter."""
+    """Return the master, which rank 0 gathers and broadcasts. Collective."""
     for engine in ENGINES:
         for name, one in engine.module.named_parameters():
             if one is param:
@@ -228,7 +228,7 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, folder: Any) -> nn.Mo
 
 
 def all_gather_into_tensor(out: Tensor, own: Tensor) -> None:
-    """Of NCCL, which takes numbers without a dimension, as gloo does not."""
+    """Gather 0-dim tensors like NCCL; gloo does not accept them."""
     dist.all_gather_into_tensor(out, own.view(-1))
 
 
@@ -244,7 +244,7 @@ def _module(name: str, **members: Any) -> ModuleType:
 
 
 def _absent(name: str) -> Any:
-    """What only stage 3 has: it can be imported, and not be called."""
+    """Return a name of stage 3 that can be imported but not called."""
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -262,7 +262,7 @@ for path in FOLDERS:
 
 @contextmanager
 def init(enabled: bool = True, **_: Any) -> Iterator[None]:
-    """``deepspeed.zero.Init``, where a test turns it off."""
+    """``deepspeed.zero.Init``; only ``enabled=False`` is supported."""
     if enabled:
         raise NotImplementedError("zero.Init, of ZeRO stage 3, is not what shardcast has")
     yield
