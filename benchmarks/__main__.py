@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def on_ranks(measure: Callable[..., Any], ranks: int, *given: Any) -> Any:
-    """Return what rank 0 measures, with one process per rank; see launch/products.py."""
+    """Return rank 0's measurements, with one process per rank; see launch/products.py."""
     return spawn(multiplied, ranks, measure, *given, timeout=TIMEOUT)[0]
 
 

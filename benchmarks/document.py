@@ -63,4 +63,4 @@ def measure(path: Path, minutes: float, parts: Sequence[str], idle: bool) -> Non
         except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
             result = f"NOT written: {error}"
         print(f"{time.monotonic() - start:5.0f} s  {command}  {result}", flush=True)
-    print(f"what is said beside the tables of {path.name} was not looked at")
+    print(f"the text around the tables of {path.name} was not checked")

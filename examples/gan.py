@@ -39,6 +39,6 @@ for _ in range(100):
     (-critic(generator(noise)).mean()).backward()
     generator_optimizer.step()
 if rank == 0:
-    print(f"mean of what is generated: {generator(noise).float().mean().item():.2f} (data: 1.00)")
+    print(f"mean of generated values: {generator(noise).float().mean().item():.2f} (data: 1.00)")
 
 dist.destroy_process_group()

@@ -48,7 +48,7 @@ CORE = ("plan", "comm", "memory", "step", "optimizer", "config")
 BY_NAME = {"any_optimizer", "offload"}
 # It declares types of higher tiers.
 DECLARES = "option_values.py"
-# Modules that import in functions what needs a third-party package or is only used with mesh=.
+# Modules with imports in functions: of third-party packages, or of modules for mesh= only.
 INSIDE = {f"shardcast.{name}" for name in ("cli.launch", "run", "optimizer.api")}
 
 

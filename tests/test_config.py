@@ -36,7 +36,7 @@ def test_precedence_is_keyword_then_environment_then_file_then_default(
     assert config.pack_params is None
     other = tmp_path / "other.yaml"
     other.write_text("alignment: 32\n")
-    assert ShardcastConfig.load(other).alignment == 32, "a file that is given replaces it"
+    assert ShardcastConfig.load(other).alignment == 32, "the given file replaces it"
 
 
 def test_shard_takes_a_config_a_mapping_a_path_or_keywords(

@@ -66,7 +66,7 @@ def figure(pattern: str, text: str) -> float:
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_an_example_trains(gloo: SpawnedWorld, name: str):
     text, silent = gloo.run(run, name, [])
-    assert not silent, "rank 0 alone prints"
+    assert not silent, "only rank 0 prints"
     if name == "gan":
         assert figure("generated:", text) == pytest.approx(1.0, abs=0.3)
     elif name == "ema":

@@ -243,7 +243,7 @@ def test_a_users_directory_may_be_named_almost_as_a_checkpoint(tmp_path: Path, n
     resumed = checkpoint.resume(run, *job(steps=0))
     assert resumed is not None and resumed.step == 3
     assert checkpoint.inspect(run).step == 3 and checkpoint.latest(run) == run / "step-000000003"
-    assert notes.is_dir(), "keep= ignores it, since it is no checkpoint"
+    assert notes.is_dir(), "keep= ignores it: it is not a checkpoint"
     if name != "step-000000001":
         assert checkpoint.resume(tmp_path, *pair) is None
 

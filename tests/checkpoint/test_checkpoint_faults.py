@@ -154,7 +154,7 @@ def full(disk: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_later(disk: Path) -> Iterator[None]:
-    """Fill it in such a way that the check of free space does not notice."""
+    """Fill the disk in a way that the check of free space does not detect."""
     with pytest.MonkeyPatch.context() as patch, full(disk):
         patch.setattr(saving.shutil, "disk_usage", lambda _path: type("", (), {"free": 1e9}))
         yield

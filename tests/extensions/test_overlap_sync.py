@@ -185,7 +185,7 @@ def played(group: Any, name: str, path: Path, overlap: bool, fields: dict[str, A
     return {**seen, **values(run.model), **parts(run.optimizer)}
 
 
-# -- what reads or writes parameters after a step -------------------------------------------------
+# -- reads and writes of parameters after a step --------------------------------------------------
 
 
 def reads(read: Callable[[Any, ShardedOptimizer], Any]) -> Named:

@@ -33,8 +33,8 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 def pytest_configure(config: pytest.Config) -> None:
     """Give all processes of a run one temporary folder, which is removed when this process ends.
 
-    A shell at the end of a pipe removes it, even if this process is killed. Compiled kernels are
-    kept, and so are folders of ``tmp_path``, of which pytest keeps three runs.
+    A shell at the end of a pipe removes it, even if this process is killed. Compiled kernels and
+    folders of ``tmp_path`` are kept; pytest keeps the latter for three runs.
     """
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist inherits TMPDIR
         return

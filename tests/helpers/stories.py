@@ -123,7 +123,7 @@ class Way(NamedTuple):
 class Seen(NamedTuple):
     """Values that a script records, by parameter name; those in ``starts`` are flat parts.
 
-    For plain torch, ``starts`` names the parameters of which some rank must have a part.
+    For plain torch, ``starts`` names the parameters that some rank must own a part of.
     """
 
     what: str

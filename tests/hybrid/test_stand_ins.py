@@ -1,4 +1,4 @@
-"""The ``.grad`` of a DTensor is also a stand-in, of which every rank edits its own elements."""
+"""The ``.grad`` of a DTensor is also a stand-in; every rank edits its own elements."""
 
 from __future__ import annotations
 

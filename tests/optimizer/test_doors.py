@@ -247,7 +247,7 @@ def test_state_of_another_shape_is_left_out(group: Any):
         assert [*params["0.bias"].state] == ["variance"]
 
 
-# -- what may go wrong ------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------
 
 
 def seen_by(optimizer: Any, door: str) -> Any:

@@ -530,7 +530,7 @@ def test_layers_of_torch_that_read_their_childrens_weights_work_in_evaluation():
     torch.testing.assert_close([y.float() for y in found], list(expected), rtol=0.05, atol=0.05)
 
 
-# -- what stays fp32 by default --------------------------------------------------------------------
+# -- parameters that stay fp32 by default ----------------------------------------------------------
 
 
 def encoder() -> nn.Module:

@@ -164,7 +164,7 @@ def test_messages_go_from_rank_to_rank_of_a_group_in_order():
     assert world.logs == [[]] * 6, "messages are not collectives"
 
 
-# -- what goes wrong ------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 def shapes_differ(mesh: DeviceMesh) -> None:

@@ -398,7 +398,7 @@ def test_never_waiting_is_an_error() -> None:
         launch(torch.ones(2), group)
 
 
-# --- turns, and what a run leaves behind -------------------------------------------------------
+# --- turns and state after a run ---------------------------------------------------------------
 
 
 def test_each_rank_has_a_random_generator_of_its_own() -> None:

@@ -307,7 +307,7 @@ def test_a_step_mixes_no_values_of_host_and_device_but_in_copies(
         values + own.own
 
 
-# -- what is refused ----------------------------------------------------------------------------
+# -- errors -------------------------------------------------------------------------------------
 
 
 def noisy(params: Any) -> torch.optim.Optimizer:
