@@ -13,7 +13,7 @@ PICTURE = re.compile(r"!\[([^\]]+)\]\((?!https?://)([^)]+)\)")
 # Replace commands that install from a clone by those that install from an index.
 INSTALLS = {
     r"^pip install \. +#.*": "pip install shardcast-optim",
-    r"^pip install '\.\[accelerate\]' +#": "pip install 'shardcast-optim[accelerate]'  #",
+    r"(?<=')\.(?=\[\w+\]')": "shardcast-optim",
 }
 
 

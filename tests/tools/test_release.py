@@ -87,8 +87,9 @@ def test_the_long_description_installs_by_name_and_has_no_relative_links(
     subprocess.run([sys.executable, str(tool), str(tmp_path), url], check=True)
     text = (tmp_path / "LONG_DESCRIPTION.md").read_text()
     assert "pip install shardcast-optim\n" in text
-    assert "pip install 'shardcast-optim[accelerate]'  # with Accelerate" in text
-    assert not re.search(r"pip install '?\.", text)
+    assert "pip install 'shardcast-optim[accelerate]' " in text
+    assert " also 'shardcast-optim[transformers]' and 'shardcast-optim[lightning]'\n" in text
+    assert not re.search(r"pip install \.|'\.\[", text)
     links = re.findall(r"\]\((?!https?://(?!example)|#)([^)]+)\)", text)
     assert bool(links) == bool(url) and all(link.startswith(url) for link in links)
     assert "long_description = file: LONG_DESCRIPTION.md" in (tmp_path / "setup.cfg").read_text()
