@@ -57,7 +57,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "shardcast.lightning needs lightning, which is not installed here: "
-        "pip install 'shardcast-optim[lightning]'"
+        "pip install 'lightning>=2.5'"
     ) from error
 
 if TYPE_CHECKING:

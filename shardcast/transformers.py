@@ -42,7 +42,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "shardcast.transformers needs transformers, which is not installed here: "
-        "pip install 'shardcast-optim[transformers]'"
+        "pip install 'accelerate>=1.10.1' 'transformers>=5'"
     ) from error
 
 if TYPE_CHECKING:  # the mixin stands before a Trainer class, whose methods it extends

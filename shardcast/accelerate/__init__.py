@@ -5,7 +5,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "shardcast.accelerate needs Accelerate, which is not installed here: "
-        "pip install 'shardcast-optim[accelerate]'"
+        "pip install 'accelerate>=1.10.1'"
     ) from error
 
 from shardcast.accelerate.accelerator import ShardcastAccelerator
