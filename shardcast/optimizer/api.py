@@ -292,7 +292,7 @@ def _check(
             )
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise ValueError(
-                "optimizer: differentiable=True cannot be sharded, the update runs without "
+                "optimizer: differentiable=True cannot be sharded, because the update runs without "
                 "autograd; use differentiable=False"
             )
     if not optimizers:

@@ -145,7 +145,8 @@ AT_SHARD = {
         optimizer=lambda model: torch.optim.SparseAdam(list(model.parameters())),
     ),
     "differentiable": Refusal(
-        "differentiable=True cannot be", optimizer=lambda model: adamw(model, differentiable=True)
+        "differentiable=True cannot be sharded, because",
+        optimizer=lambda model: adamw(model, differentiable=True),
     ),
     "cut, not elementwise": Refusal(
         "Normalized .* use 'whole'", optimizer=normalized, fields={"partition": "even"}
