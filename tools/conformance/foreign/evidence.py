@@ -42,7 +42,7 @@ class Suite:
 
     @property
     def revision(self) -> str:
-        return self.commit[:12] or version(self.source)
+        return f"commit {self.commit[:12]}" if self.commit else version(self.source)
 
     def text(self, sources: Path | None) -> str:
         """Return the file as it is run; skip the test if it does not exist."""
@@ -152,15 +152,17 @@ def judge(
 
 PREAMBLE = """# Evidence
 
-`bash launch/test.sh --foreign` runs other libraries' own tests on shardcast. None of them is part
-of this repository. Each section lists what is replaced before a run, such as imports and devices;
-no assertion is replaced. The tests of DCP and FSDP2 are rewritten, with the original models and
-tolerances.
+Tests and scripts of other libraries run on shardcast. Of {cases:,} cases, {passed} pass and
+{refused} are refused: an error names cause and remedy, and the run checks its words. The other
+{rest} are not applicable, usually because they need something that shardcast does not offer. Every
+test of a file is counted.
 
-*Passed* means that the whole test passes. *Refused* means an error that names cause and remedy; the
-run checks its words. *Not applicable* means that the test checks something that shardcast does
-not offer. Every test of a file is counted.
-
+"""
+HOW = """\
+`bash launch/test.sh --foreign` runs them. None of them is part of this repository. Each section
+below names a file and its version, and lists what is replaced before a run, such as imports and
+devices; no assertion is replaced. The tests of DCP and FSDP2 are rewritten, with the original
+models and tolerances. *Left out* lists parts of the original that the rewritten test does not have.
 """
 NOT_YET = """## Not run
 
@@ -191,8 +193,11 @@ def page_of(verdicts: Sequence[Verdict], page: str, failed: Collection[str]) -> 
             rows[name], parts[name] = _row(mine), _part(mine)
     table = [f"| {' | '.join(HEAD)} |", "|---|---|" + "---:|" * (len(HEAD) - 2)]
     table += [rows[name] for name in sorted(rows)]
+    counts = [map(int, row.strip("| ").split(" | ")[2:]) for row in rows.values()]
+    cases, passed, refused, rest = map(sum, zip(*counts, strict=True)) if rows else (0,) * 4
+    lead = PREAMBLE.format(cases=cases, passed=passed, refused=refused, rest=rest)
     sections = [f"## {parts[name]}" for name in sorted(parts)]
-    return PREAMBLE + "\n\n".join(["\n".join(table), *sections, NOT_YET])
+    return lead + "\n\n".join(["\n".join(table), HOW.rstrip(), *sections, NOT_YET])
 
 
 def _name(line: str) -> str:
@@ -203,7 +208,7 @@ def _row(verdicts: Sequence[Verdict]) -> str:
     suite = verdicts[0].suite
     counts = Counter(verdict.outcome for verdict in verdicts)
     anchor = suite.name.lower().replace(" ", "-").replace(".", "").replace(",", "")
-    cells = [f"[{suite.name}](#{anchor})", f"{suite.source} {suite.revision}", str(suite.cases)]
+    cells = [f"[{suite.name}](#{anchor})", suite.source, str(suite.cases)]
     return f"| {' | '.join([*cells, *(str(counts[it]) for it in OUTCOMES)])} |"
 
 
