@@ -36,7 +36,7 @@ class Refusal(NamedTuple):
     error: type[Exception] = ValueError
     model: Callable[[], Any] = MLP
     optimizer: Callable[[Any], Any] = adamw
-    fields: dict[str, Any] = {}  # noqa: RUF012 - of a tuple, which nobody changes
+    fields: dict[str, Any] = {}  # noqa: RUF012, never modified
 
 
 def twice(model: nn.Module) -> torch.optim.Optimizer:
@@ -52,7 +52,7 @@ def emptied(model: nn.Module) -> torch.optim.Optimizer:
 
 def with_another_step(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = adamw(model)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which replaces it too, and is known
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # its replacement of step() is allowed
     step = optimizer.step
     optimizer.step = lambda: step()
     return optimizer

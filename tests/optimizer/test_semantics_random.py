@@ -116,10 +116,10 @@ class Interleavings(RuleBasedStateMachine):
     def a_synchronised_backward_of_some_ranks_and_a_step(
         self, seed: int, use: Any, how: Any
     ) -> None:
-        """The other ranks have no batch, or none that uses trained parameters; they count as zeros.
+        """The other ranks have no batch, or one without trained parameters; they count as zeros.
 
-        All ranks run one after a dropped backward, which the others' step would mistake for this
-        one, and before edits, since the others get gradients only in the step. DDP always hangs.
+        All ranks have a batch after a dropped backward, which the others' step would mistake for
+        this one, and before edits: the others get gradients only in the step. DDP always hangs.
         """
         if self.dropped or how[2]:
             use = tuple(numbers | {1} for numbers in use)

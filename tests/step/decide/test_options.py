@@ -215,7 +215,7 @@ def test_a_difference_is_noticed_whatever_ranks_have_it(ranks: list[Any]):
 
 
 class Event:
-    """Has not happened yet at the first query."""
+    """Event that has not happened yet at the first query."""
 
     asked = False
 
