@@ -287,6 +287,18 @@ class OwnList(Rule):
                 param.sub_(param.grad, alpha=0.1)
 
 
+class Named(Signs):
+    """Keeps a list with the name of each parameter, like icefall's ScaledAdam."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.names = [f"param {n}" for n in range(len(self.param_groups[0]["params"]))]
+
+    def step(self, closure: Any = None) -> None:
+        assert len(self.names) == len(self.param_groups[0]["params"])
+        super().step(closure)
+
+
 class CommonState(Rule):
     """Keeps a step count in the state without a parameter, like some MADGRADs."""
 

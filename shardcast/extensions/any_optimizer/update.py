@@ -177,8 +177,8 @@ class AnyOptimizerUpdate(Update):
         """Step a third-party class, and check what its probe could not see.
 
         Raises:
-            TypeError: on every rank: the step called a collective, or failed on a rank that owns no
-                parameter of some group.
+            TypeError: on every rank: the step called a collective, or failed, for example on a rank
+                that owns no parameter of some group.
             RuntimeError: on every rank: a number in the groups differs between ranks. So it was
                 computed from all of a rank's parameters, and no partition can be right.
         """
@@ -190,9 +190,7 @@ class AnyOptimizerUpdate(Update):
             except observer.CollectiveError as error:
                 raise probe.collective_refusal(self._optimizer) from error
             except Exception as error:
-                if any(not group["params"] for group in self._inner.param_groups):
-                    raise self._refused_group(error) from error
-                raise
+                raise self._failed(error) from error
             return {
                 f"{name!r} of group {number}": value
                 for number, group in enumerate(self._inner.param_groups)
@@ -211,13 +209,18 @@ class AnyOptimizerUpdate(Update):
                     "another optimizer"
                 )
 
-    def _refused_group(self, error: Exception) -> TypeError:
-        groups = [n for n, group in enumerate(self._inner.param_groups) if not group["params"]]
-        name, rank = type(self._optimizer).__name__, self._comm.rank
+    def _failed(self, error: Exception) -> TypeError:
+        name, groups = type(self._optimizer).__name__, self._inner.param_groups
+        own, every = (
+            sum(len(group["params"]) for group in of)
+            for of in (groups, self._optimizer.param_groups)
+        )
+        empty = [number for number, group in enumerate(groups) if not group["params"]]
         return TypeError(
-            f"optimizer: step() of {name} failed on rank {rank}, which owns no parameter of group "
-            f"{groups[0]} ({type(error).__name__}: {error}); let its step skip groups without "
-            "parameters, or merge small groups"
+            f"optimizer: step() of {name} failed on rank {self._comm.rank}, which owns {own} of "
+            f"{every} parameters" + (f", none of group {empty[0]}" if empty else "") + " "
+            f"({type(error).__name__}: {error}); if that is the reason, let its step use only the "
+            "parameters that it finds in its groups and skip empty groups, or use another optimizer"
         )
 
     def _take_masters(self, shard: Shard) -> None:

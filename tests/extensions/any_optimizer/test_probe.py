@@ -346,10 +346,24 @@ def test_a_class_that_fails_for_a_group_of_which_a_rank_owns_nothing_is_named_on
         groups = [{"params": list(layer.parameters())} for layer in model]
         optimizer = shardcast.shard(model, foreign.Stacks(groups), process_group=group)
         set_grads(model, 0)
-        told = r"step\(\) of Stacks failed on rank \d, which owns no parameter of group \d .*stack"
-        with pytest.raises(TypeError, match=told):
+        told = (
+            r"step\(\) of Stacks failed on rank \d, which owns 1 of 2 parameters, none of group \d "
+        )
+        with pytest.raises(TypeError, match=told + ".*stack"):
             optimizer.step()
         messages.append(group.rank())
 
     ThreadedWorld(2).run(run)
     assert len(messages) == 2
+
+
+def test_a_class_that_fails_with_some_parameters_is_named_with_the_reason():
+    def run(group: Any) -> None:
+        model = mlp()
+        optimizer = shardcast.shard(model, foreign.Named(model.parameters()), process_group=group)
+        set_grads(model, 0)
+        told = r"step\(\) of Named failed on rank \d, which owns [1-5] of 6 parameters \(Assertion"
+        with pytest.raises(TypeError, match=told):
+            optimizer.step()
+
+    ThreadedWorld(2).run(run)
