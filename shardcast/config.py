@@ -188,8 +188,9 @@ class ShardcastConfig(ValidatedOptions):
     overlap_sync: bool = extension(False, "overlap_sync")
     fuse: str = option(
         "auto",
-        "how updates are fused. eager: cache-sized chunks, bitwise identical to torch.optim; "
-        "compile: one kernel; auto: compile on a GPU with Triton, torch's fused kernel on a CPU",
+        "how updates are fused. eager: cache-sized chunks, bitwise identical to torch.optim "
+        "without fused=True; compile: one kernel; auto: compile on a GPU with Triton, torch's "
+        "fused kernel on a CPU",
         one_of("auto", "eager", "compile"),
     )
 
