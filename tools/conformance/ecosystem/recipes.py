@@ -80,10 +80,11 @@ trains, and a warning says what differs.
 SHIPPED = """## Loops that packages ship
 
 {count} loops of {packages} packages, run from the installed packages; nobody from this project
-wrote them. {equal} match DDP, {refused} end with an error{rest}. *Changed* is what was replaced
-in the package's source or objects, always as in the README's diff. *Optimizer*: an optimizer that
-the package creates is passed to `shard()`. *Clip*: `optimizer.clip_grad_norm_` replaces torch's
-function. Data are random and nets are small. DDP exposes only `forward`; if a loop calls other
+wrote them. {equal} match DDP; {refused} end with an error{rest}. *Changed* lists replacements in
+the package's source or objects. *Optimizer*: an optimizer that the package creates is passed to
+`shard()`. *Clip*: `optimizer.clip_grad_norm_` replaces torch's function. *Accelerator*:
+`ShardcastAccelerator` replaces Accelerate's. Other words name single lines that were replaced or
+removed. Data are random and nets are small. DDP exposes only `forward`; if a loop calls other
 methods, the reference run averages gradients as DDP would. Low-precision variants run under an
 autocast around the loop.
 """

@@ -207,7 +207,7 @@ def avalanche_naive(variant: Variant) -> Report:
 @recipe(
     "Naive.train as it stands: optimizer.state = defaultdict(dict)",
     "avalanche-lib",
-    shipped="none",
+    shipped="",
     error=TypeError,
     match="read-only",
 )

@@ -419,7 +419,7 @@ def rsl_ppo(variant: Variant) -> Report:
 @recipe(
     "PPO.update as it stands: its all-reduce of .grad left in",
     "rsl-rl-lib",
-    shipped="none",
+    shipped="",
     error=RuntimeError,
     match="gather_gradients",
 )
@@ -427,7 +427,7 @@ def rsl_unported(variant: Variant) -> Report:
     return legged(variant, ported=False)
 
 
-@recipe("A2C.train() as it stands: clip_grad_norm_ left in", "stable-baselines3", shipped="none")
+@recipe("A2C.train() as it stands: clip_grad_norm_ left in", "stable-baselines3", shipped="")
 def sb3_unported(variant: Variant) -> Report:
     from stable_baselines3 import A2C
 
