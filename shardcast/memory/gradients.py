@@ -7,9 +7,10 @@ makes. A reduction sends them to the owners of their elements and leaves a :clas
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from shardcast import _compat
 from shardcast.memory.local_param import LocalParam
 from shardcast.memory.pack import Pack, strides_of
-from shardcast.memory.stand_in import StandIn, stand_in
+from shardcast.memory.stand_in import StandIn, outdated, stand_in
 from shardcast.plan.layout import GroupId, with_values
 from shardcast.plan.precision import MASTER_DTYPE, SHORT_SUM
 
@@ -203,7 +204,7 @@ class Gradients:
 
     def own_mean(self) -> tuple[Tensor | None, Tensor]:
         """Return a mean to add to, in fp32, if there is one, and ``own``, which gets the sum."""
-        own, adds, is_gathered = self.own, self.adds, self._full is not None
+        own, adds, full = self.own, self.adds, self._full
         self._full = None
         if not adds:
             self._own = None  # allocates ``low`` again
@@ -216,12 +217,21 @@ class Gradients:
         else:
             # Frees the old memory first, because both would take half as much again. A script may
             # keep what it gathered.
-            total, self._mean = own.to(MASTER_DTYPE, copy=is_gathered), None
+            total, self._mean = own.to(MASTER_DTYPE, copy=full is not None), None
         for position in range(len(self.pack.params)):
             if position not in adds:
                 total[own_part(self.pack, position)].zero_()
         self._own = total
+        if full is not None:
+            self._spoil(full, adds, 1)  # ``own``
         return total, total
+
+    def _spoil(self, data: Tensor, positions: Iterable[int], known: int = 0) -> None:
+        """Write NaN where views of ``.grad`` that a script keeps no longer show it."""
+        if _compat.is_shared(data, known):
+            for position in positions:
+                slot = self.pack.layout.slots[position]
+                data[slot.offset : slot.end].fill_(math.nan)
 
     def landed(self, pieces: Sequence[Tensor], holders: Tensor | None) -> None:
         """Adopt the mean of ``pieces`` that was written to ``own`` (one piece: a finished sum)."""
@@ -314,6 +324,8 @@ class Gradients:
 
     def show(self, position: int) -> None:
         """Set ``.grad`` to a stand-in for the mean, or for the gradient that it is a part of."""
+        if self._full is not None:
+            self._outdate(position)
         self.shown.add(position)
         param, held = self.pack.params[position], self._stand_ins[position]
         if param.grad_dtype != self.low:
@@ -328,9 +340,21 @@ class Gradients:
             held = self._stand_ins[position] = stand_in(self, position)
         param.grad = held
 
-    def _view(self, position: int, data: Tensor) -> Tensor:
-        """Return a new view of one slot."""
-        if self.alone:
+    def _outdate(self, position: int) -> None:
+        """Let a gathered ``.grad`` that a script may keep raise, because it will be another one."""
+        last = self._last(position)
+        if last is not None:
+            self._views[position] = nothing
+            outdated(last, self.pack.layout.slots[position])
+
+    def _last(self, position: int) -> Tensor | None:
+        """Return the ``.grad`` that is a view of the mean, or of those of all owners."""
+        last = self._views[position]()
+        return last if last is not None and self.pack.params[position].grad is last else None
+
+    def _view(self, position: int, data: Tensor, last: Tensor | None = None) -> Tensor:
+        """Return a view of one slot: ``last``, which a script may keep, or a new one."""
+        if self.alone and last is None:
             self._part_with(position)
         slot = self.pack.layout.slots[position]
         # One call, because a slice and its view take twice as long, for each parameter in each
@@ -338,6 +362,8 @@ class Gradients:
         # detach_() on it.
         begin = data.storage_offset() + slot.offset
         view = data.as_strided(slot.shape, strides_of(slot.shape), begin).detach()
+        if last is not None:
+            last.data, view = view, last
         self._views[position] = weakref.ref(view)
         return view
 
@@ -438,6 +464,8 @@ class Gradients:
 
     def _lend(self, position: int) -> None:
         """Set ``.grad`` to this rank's own gradient, if any, in the place of a mean."""
+        if self._full is not None:
+            self._outdate(position)
         param, held = self.pack.params[position], self.held.pop(position, None)
         param.grad = None
         if held is not None:
@@ -595,8 +623,9 @@ class Gradients:
         """Keep the mean, and what ``.grad`` shows of it, in fp32 from now on."""
         if self.all_shown.dtype == MASTER_DTYPE:
             return
-        params, span, wide = self.pack.params, self.pack.own, self.all_shown.to(MASTER_DTYPE)
-        views = [n for n in self.kept() if type(params[n].grad) is not StandIn]
+        params, span, data = self.pack.params, self.pack.own, self.all_shown
+        wide = data.to(MASTER_DTYPE)
+        views = {n: self._last(n) for n in self.kept() if type(params[n].grad) is not StandIn}
         if self._full is not None:
             self._full, self._own = wide, wide[span.start : span.stop]
         else:
@@ -606,8 +635,9 @@ class Gradients:
         for position in range(len(params)) if self.alone else views:
             if type(params[position].grad) is not StandIn:
                 self._set_dtype(position, MASTER_DTYPE)
-        for position in views:
-            params[position].grad = self._view(position, wide)
+        for position, last in views.items():
+            params[position].grad = self._view(position, wide, last)
+        self._spoil(data, views)
 
     def narrow(self) -> None:
         """Accumulate in ``low`` again, without the wider gradients."""
@@ -789,17 +819,19 @@ class Gradients:
         Args:
             present: per slot, whether some rank has a gradient.
         """
-        pack, own, span = self.pack, self.own.to(dtype), self.pack.own
-        self._full = full = own.new_zeros(pack.layout.numel)
-        self._own = full[span.start : span.stop].copy_(own)
+        pack, own, span, full = self.pack, self.own, self.pack.own, self._full
+        if full is None or full.dtype != dtype:  # otherwise views that a script keeps stay valid
+            self._full = full = own.new_zeros(pack.layout.numel, dtype=dtype)
+            self._own = full[span.start : span.stop].copy_(own)
         self.share()
         for position, param in enumerate(pack.params):
+            last = self._last(position)
             param.grad = None  # for a DTensor, a partial gradient, which is whole now
             if not present[position]:
                 self._drop(position)
                 continue
             self._set_dtype(position, dtype)
-            param.grad = self._view(position, full)
+            param.grad = self._view(position, full, last)
             self.shown.add(position)
             self.has.add(position)
 

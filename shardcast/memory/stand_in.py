@@ -21,6 +21,7 @@ from shardcast.messages import GRAD_SCALER
 if TYPE_CHECKING:  # the second is circular: it imports this module
     from shardcast._compat.dtensor import Placement
     from shardcast.memory.gradients import Gradients
+    from shardcast.plan.layout import Slot
 
 DOORS = (
     "To read it, first call optimizer.gather_gradients() on every rank. To change it, edit it in "
@@ -216,13 +217,20 @@ _DISTRIBUTED: dict[type, type] = {}  # by the class of DTensors, which is import
 
 def stand_in(grads: Gradients, position: int) -> StandIn:
     """Return a new stand-in for the parameter at ``position``."""
-    slot = grads.pack.layout.slots[position]
-    value = torch.full((1,), math.nan, dtype=grads.low, device=grads.own.device)
+    grad = torch.empty(0, dtype=grads.low, device=grads.own.device)
+    hidden = outdated(grad, grads.pack.layout.slots[position])
+    hidden.position, hidden.grads = position, weakref.ref(grads)
+    return hidden
+
+
+def outdated(grad: Tensor, slot: Slot) -> StandIn:
+    """Make ``grad``, which a script may keep, a stand-in for no gradient."""
+    value = torch.full((1,), math.nan, dtype=grad.dtype, device=grad.device)
     # Detached, so that autograd does not treat it as a view and a script can call detach_() on it.
-    grad = value.expand(1).view([1] * len(slot.shape)).expand(slot.shape).detach()
+    grad.data = value.expand(1).view([1] * len(slot.shape)).expand(slot.shape).detach()
     grad.__class__ = StandIn
     assert isinstance(grad, StandIn)
-    grad.of, grad.position, grad.grads = slot.name, position, weakref.ref(grads)
+    grad.of, grad.position, grad.grads = slot.name, 0, _nothing
     grad.root, grad.path = None, ()
     return grad
 

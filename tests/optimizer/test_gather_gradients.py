@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import BATCH, check, equal, on_ranks, sgd
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import shardcast
 from shardcast import _compat
@@ -224,3 +224,58 @@ def test_a_gradient_of_one_rank_can_be_read_on_all_ranks_after_the_step_too(
 
     first, second = on_ranks(script, partition="whole")
     assert equal(first, second)
+
+
+def nan_or_raises(script: Any, dtype: str) -> None:
+    """A script of two ranks reads NaN, or raises an error by name."""
+    try:
+        weights = on_ranks(script, param_dtype=dtype)
+    except RuntimeError as error:
+        assert "reads .grad of" in str(error) or "edits an old .grad of" in str(error)
+    else:
+        assert all(weight.isnan().all() for rank in weights for weight in rank)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("use", ["edit", "read"])
+@pytest.mark.parametrize("kept", ["grad", "view"])
+@pytest.mark.parametrize("act", ["gather", "clip", "backward", "cleared backward", "zeros"])
+def test_gathered_gradients_that_a_script_keeps_are_right_or_raise(
+    act: str, kept: str, use: str, dtype: str
+):
+    """Under DDP they are ``.grad`` until it is cleared."""
+
+    def script(model: nn.Module, optimizer: Any, batch: Tensor, is_sharded: bool = True) -> Any:
+        def backward() -> None:
+            model(batch.to(next(model.parameters()).dtype)).float().square().mean().backward()
+
+        params = list(model.parameters())
+        backward()
+        if is_sharded:
+            optimizer.gather_gradients()
+        grads = [p.grad.view(p.shape) if kept == "view" else p.grad for p in params]
+        if act == "cleared backward":
+            optimizer.zero_grad()
+        if act == "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        if act == "gather" and is_sharded:
+            optimizer.gather_gradients()
+        if act == "clip":
+            optimizer.clip_grad_norm_(0.1) if is_sharded else clip_grad_norm_(params, 0.1)
+        if "backward" in act:
+            backward()
+        if use == "edit":
+            for grad in grads:
+                grad.mul_(3.0)
+            optimizer.step()
+        if use == "read":
+            with torch.no_grad():
+                for param, grad in zip(params, grads, strict=True):
+                    param.sub_(grad)
+        return [param.detach().float() for param in params]
+
+    is_dead = act in ("backward", "zeros") or (act, kept, dtype) == ("clip", "view", "bf16")
+    if not is_dead:
+        check(sgd, script, worlds=(2,), tol=1e-6 if dtype == "fp32" else 1e-2, param_dtype=dtype)
+    elif kept == "grad" or (use == "read" and act != "zeros"):
+        nan_or_raises(script, dtype)
