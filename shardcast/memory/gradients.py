@@ -202,6 +202,11 @@ class Gradients:
         self.edited(position).zero_()
         self.adds.discard(position)
 
+    def is_zeroed(self, position: int) -> bool:
+        """Whether a script wrote zeros to a gathered gradient. Waits for the device."""
+        slot, full = self.pack.layout.slots[position], self._full
+        return full is not None and not bool(full[slot.offset : slot.end].any())
+
     def own_mean(self) -> tuple[Tensor | None, Tensor]:
         """Return a mean to add to, in fp32, if there is one, and ``own``, which gets the sum."""
         own, adds, full = self.own, self.adds, self._full

@@ -327,9 +327,9 @@ def test_several_ranks_refuse_a_graph_of_a_backward_without_its_step(size: int, 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
-@pytest.mark.parametrize("is_quiet", [False, True])
+@pytest.mark.parametrize("first", ["reduced", "in no_sync", "zeroed"])
 def test_hooks_that_miss_the_earlier_gradients_of_a_step_are_named(
-    size: int, accumulate: str, is_quiet: bool
+    size: int, accumulate: str, first: str
 ):
     """With DDP, hooks of a second backward see the sum."""
 
@@ -343,20 +343,25 @@ def test_hooks_that_miss_the_earlier_gradients_of_a_step_are_named(
         )
         for _ in range(2):
             for number in range(2):
-                quiet = is_quiet and number == 0
+                quiet = first == "in no_sync" and number == 0
                 with optimizer.no_sync() if quiet else contextlib.nullcontext():
                     model.weight.sum().backward()
+                if first == "zeroed" and number == 0:
+                    optimizer.gather_gradients()
+                    model.weight.grad.zero_()  # type: ignore[union-attr]
             optimizer.step()
             optimizer.zero_grad()
         return seen
 
-    is_summed = size == 1 or (is_quiet and accumulate == "local")
+    is_summed = first != "zeroed" and (
+        size == 1 or (first == "in no_sync" and accumulate == "local")
+    )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = ThreadedWorld(size).run(run)
     assert found == [[4.0, 8.0 if is_summed else 4.0] * 2] * size
     names = [it for it in told if "register_post_accumulate_grad_hook" in str(it.message)]
-    assert len(names) == (0 if is_summed else 1)
+    assert len(names) == (0 if is_summed or first == "zeroed" else 1)
     assert all("no_sync(), with accumulate 'local'" in str(it.message) for it in names)
 
 

@@ -612,7 +612,7 @@ class Reducer:
             is_outer = running == backward.number
             is_complete = bucket.arrive(position, backward.sends, is_outer, is_sent)
             if position in bucket.grads.adds:
-                self._warn_of_hooks(bucket.grads.pack.in_model[position])
+                self._warn_of_hooks(bucket.grads, position)
             # A full pack is sent when the next gradient arrives, whichever pack that belongs to.
             self.counting = running if is_outer and not is_complete else None
         except BaseException:
@@ -704,8 +704,9 @@ class Reducer:
             "torch.autograd.grad(..., create_graph=True)"
         )
 
-    def _warn_of_hooks(self, param: Tensor) -> None:
-        if _compat.has_hooks_of_grad(param):
+    def _warn_of_hooks(self, grads: Gradients, position: int) -> None:
+        has_hooks = _compat.has_hooks_of_grad(grads.pack.in_model[position])
+        if has_hooks and not grads.is_zeroed(position):
             self._warn_once(
                 "backward: a hook of register_post_accumulate_grad_hook gets the gradient of this "
                 "backward alone, while .grad under DDP would include the earlier ones, which were "
