@@ -346,7 +346,7 @@ class Gradients:
         param.grad = held
 
     def _outdate(self, position: int) -> None:
-        """Let a gathered ``.grad`` that a script may keep raise, because it will be another one."""
+        """Let a ``.grad`` that a script may keep raise, because another one follows."""
         last = self._last(position)
         if last is not None:
             self._views[position] = nothing
@@ -626,23 +626,26 @@ class Gradients:
 
     def _widen_all(self) -> None:
         """Keep the mean, and what ``.grad`` shows of it, in fp32 from now on."""
-        if self.all_shown.dtype == MASTER_DTYPE:
-            return
-        params, span, data = self.pack.params, self.pack.own, self.all_shown
-        wide = data.to(MASTER_DTYPE)
+        if self.all_shown.dtype != MASTER_DTYPE:
+            self._move(self.all_shown.to(MASTER_DTYPE))
+
+    def _move(self, data: Tensor) -> None:
+        """Keep the mean, and what ``.grad`` shows of it, in ``data`` from now on."""
+        params, span, old = self.pack.params, self.pack.own, self.all_shown
         views = {n: self._last(n) for n in self.kept() if type(params[n].grad) is not StandIn}
+        self._views = [nothing] * len(params)
         if self._full is not None:
-            self._full, self._own = wide, wide[span.start : span.stop]
+            self._full, self._own = data, data[span.start : span.stop]
         else:
-            self._own, self._mean = wide, None
+            self._own, self._mean = data, data if data.dtype == self.low else None
         for position in views:
             params[position].grad = None  # so that they are not cast one by one
         for position in range(len(params)) if self.alone else views:
             if type(params[position].grad) is not StandIn:
-                self._set_dtype(position, MASTER_DTYPE)
+                self._set_dtype(position, data.dtype)
         for position, last in views.items():
-            params[position].grad = self._view(position, wide, last)
-        self._spoil(data, views)
+            params[position].grad = self._view(position, data, last)
+        self._spoil(old, views)
 
     def narrow(self) -> None:
         """Accumulate in ``low`` again, without the wider gradients."""
@@ -668,6 +671,7 @@ class Gradients:
     def hide_clip(self) -> None:
         """Show stand-ins, because a clip that the update applies is not in the mean."""
         for position in self.kept():
+            self._outdate(position)  # which shows no clip
             self.show(position)
         self.adds = set(self.shown)
 
@@ -723,18 +727,20 @@ class Gradients:
     def restart(self) -> None:
         """Start in ``low`` again, if all gradients were cleared one by one.
 
-        A script that keeps other views of them (PCGrad) keeps their memory. A ``.grad`` that it
-        keeps gets a copy later, so that a loop's last variable does not keep a whole pack.
+        A script that keeps other views of cleared ones (PCGrad) keeps their memory. A ``.grad``
+        that it keeps gets a copy later, so that a loop's last variable does not keep a whole pack.
         """
-        is_wide, mean = self.own.dtype != self.low, self._mean
-        is_shared = mean is not None and _compat.is_shared(mean)
-        if not (is_wide or is_shared) or self.kept():
+        own, is_wide = self.own, self.own.dtype != self.low
+        if not (is_wide or _compat.is_shared(own)) or len(kept := self.kept()) == len(self._views):
             return
-        if is_shared and mean is not None:
-            memory = mean.untyped_storage().data_ptr()
-            shown = [view for it in self._views if (view := it()) is not None]
-            known = sum(view.untyped_storage().data_ptr() == memory for view in shown)
-            is_shared = _compat.is_shared(mean, known)
+        memory = own.untyped_storage().data_ptr()
+        shown = [view for it in self._views if (view := it()) is not None]
+        known = sum(view.untyped_storage().data_ptr() == memory for view in shown)
+        is_shared = _compat.is_shared(own, known)
+        if kept:
+            if is_shared:
+                self._move(own.clone())
+            return
         if is_wide or is_shared:
             self._own, self._views = None, [nothing] * len(self._views)
         if is_shared:

@@ -215,6 +215,9 @@ def distributed(grad: Tensor) -> Tensor:
 _DISTRIBUTED: dict[type, type] = {}  # by the class of DTensors, which is imported late
 
 
+OLD = -1  # position of what is no .grad any more
+
+
 def stand_in(grads: Gradients, position: int) -> StandIn:
     """Return a new stand-in for the parameter at ``position``."""
     grad = torch.empty(0, dtype=grads.low, device=grads.own.device)
@@ -230,7 +233,7 @@ def outdated(grad: Tensor, slot: Slot) -> StandIn:
     grad.data = value.expand(1).view([1] * len(slot.shape)).expand(slot.shape).detach()
     grad.__class__ = StandIn
     assert isinstance(grad, StandIn)
-    grad.of, grad.position, grad.grads = slot.name, 0, _nothing
+    grad.of, grad.position, grad.grads = slot.name, OLD, _nothing
     grad.root, grad.path = None, ()
     return grad
 
@@ -371,7 +374,9 @@ def _refuse_read(name: str, hidden: StandIn) -> NoReturn:
     if grads is not None and hidden.position in grads.held:
         raise RuntimeError(f"{name} reads .grad of {hidden.of!r}, {grads.has_a_part}")
     why = "after the backward each rank holds only the elements of the mean gradient that it owns"
-    if grads is not None and grads.alone:
+    if hidden.position == OLD:
+        why = "it is an old one, which a script kept: read param.grad again"
+    elif grads is not None and grads.alone:
         why = "the update applies the last clip, so .grad does not show it yet"
     raise RuntimeError(f"{name} reads .grad of {hidden.of!r}, but {why}. {_second_phase()}{DOORS}")
 

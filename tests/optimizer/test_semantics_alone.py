@@ -73,6 +73,15 @@ def keeps_views_and_clears_one_by_one(model: Any, _optimizer: Any) -> None:
         param.grad = grad.clone() if param.grad is None else param.grad + 0.5 * grad
 
 
+def keeps_views_and_clears_some(model: Any, _optimizer: Any) -> None:
+    both(model)
+    view, kept = model[0].grad.detach(), model[1].grad
+    model[0].grad = None
+    both(model)
+    kept.mul_(0.5)  # is .grad still
+    model[0].grad = model[0].grad + 0.5 * view
+
+
 def zeroes_in_place_after_a_clear(model: Any, optimizer: Any) -> None:
     both(model)
     kept = [param.grad.detach() for param in model]
@@ -139,6 +148,7 @@ SCRIPTS = (
     keeps_one_that_it_clears,
     keeps_views_of_them,
     keeps_views_and_clears_one_by_one,
+    keeps_views_and_clears_some,
     zeroes_in_place_after_a_clear,
     edits_what_it_keeps_through_a_view,
     steps_without_gradients,
@@ -183,6 +193,17 @@ def test_a_gradient_that_a_loop_keeps_does_not_keep_the_memory_of_its_neighbours
     both(model)
     assert model[1].grad.data_ptr() == address  # type: ignore[union-attr]
     assert kept.untyped_storage().nbytes() == kept.nbytes  # type: ignore[union-attr]
+
+
+def test_views_of_gradients_that_make_room_for_kept_ones_are_nan():
+    model = two()
+    shardcast.shard(model, sgd(model), param_dtype="fp32")
+    both(model)
+    cleared, stale = (param.grad.detach() for param in model)  # type: ignore[union-attr]
+    model[0].grad = None
+    both(model)
+    assert cleared.eq(1).all() and stale.isnan().all()
+    assert model[1].grad.eq(4).all()  # type: ignore[union-attr]
 
 
 class Tiled(torch.autograd.Function):

@@ -369,10 +369,12 @@ def test_what_was_kept_before_a_clip_is_not_edited_as_if_it_were_clipped():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer: Any = shardcast.shard(model, sgd(model), param_dtype="bf16")
     backward_of(model)
-    kept = [param.grad for param in model.parameters()]
+    kept = [(param.grad, param.grad.detach()) for param in model.parameters()]
     optimizer.clip_grad_norm_(0.1)
-    for grad in kept:
-        grad.add_(0.01)  # the clip would shrink this edit
+    for grad, view in kept:
+        with pytest.raises(RuntimeError, match=r"reads \.grad of .*an old one"):
+            grad.sum()
+        view.add_(0.01)  # the clip would shrink this edit
     with pytest.raises(RuntimeError, match=r"kept from before clip_grad_norm_"):
         optimizer.step()
 
