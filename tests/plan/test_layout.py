@@ -89,6 +89,7 @@ def test_every_layout_has_its_promised_properties(
             covered = [slice(0, 0)]
             for part, group in pack.ranges(span.start, span.stop):
                 assert part.start == covered[-1].stop, "ranges tile the span"
+                assert part.start < part.stop or not span.numel, "no range is empty"
                 covered.append(part)
                 inside = [
                     f.slot.group
