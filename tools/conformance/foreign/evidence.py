@@ -159,9 +159,9 @@ test of a file is counted.
 
 """
 HOW = """\
-`bash launch/test.sh --foreign` runs them. None of them is part of this repository. Each section
-below names a file and its version, and lists what is replaced before a run, such as imports and
-devices; no assertion is replaced. The tests of DCP and FSDP2 are rewritten, with the original
+`bash launch/test.sh --foreign` runs them. The originals are not part of this repository. Each
+section below names a file and its version, and lists what is replaced before a run, such as imports
+and devices; no assertion is replaced. The tests of DCP and FSDP2 are rewritten, with the original
 models and tolerances. *Left out* lists parts of the original that the rewritten test does not have.
 """
 NOT_YET = """## Not run

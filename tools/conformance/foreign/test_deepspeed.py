@@ -17,7 +17,7 @@ COMMIT = "edaa7221267243c7be7fb49c5d5f5c4fb97b4641"
 BACKWARD = Suite(
     name="DeepSpeed, user backward",
     claim=f"it compares DDP with ZeRO on 2 processes; {STANDS}. Unless a test names another "
-    "dtype, models are in fp32 and use its tolerances",
+    "dtype, models are in fp32, with the test's tolerances for fp32",
     source="deepspeedai/DeepSpeed",
     commit=COMMIT,
     blob="1b75675491d7584de47b1d665e82f5a34e6ef9c3",

@@ -29,7 +29,7 @@ WORLD_SIZES = (1, 2, 3)
 SUITE = Suite(
     name="optim_db",
     claim=(
-        "every optimizer, option and implementation that torch tests trains for five steps, plain "
+        "each optimizer, option and implementation of torch's tests trains for five steps, plain "
         "and sharded over 1, 2 and 3 ranks, with equal gradients. Weights must be bitwise equal, "
         "or within `assert_close` where noted"
     ),

@@ -14,8 +14,8 @@ SUITE = Suite(
     name="modded-nanogpt",
     claim=(
         f"{STEPS} steps of a tiny model on two CPU processes, with its own sharding of Muon and "
-        "with shardcast (`tools/speedrun.py`). Each case lists the largest difference of their "
-        "validation losses in any step"
+        "with shardcast (`tools/speedrun.py`). Each case lists the largest difference between "
+        "the two validation losses in any step"
     ),
     source="KellerJordan/modded-nanogpt",
     commit=speedrun.COMMIT,
