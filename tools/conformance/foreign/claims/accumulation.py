@@ -64,7 +64,7 @@ def test_gradient_accumulation(side: Any) -> None:
                     one.zero_grad(set_to_none=bool(index % 2))
 
 
-@claim(4, without="the order of gathers")
+@claim(4, without="the timing of gathers")
 def test_1f1b_microbatching(side: Any) -> None:
     model = transformer()
     ref = copy.deepcopy(model)

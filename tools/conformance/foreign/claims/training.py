@@ -116,7 +116,7 @@ def test_multi_forward_module(side: Any) -> None:
     train_beside(ref, model, Adam(ref.parameters(), lr=1e-2), optimizer, lambda: batch)
 
 
-GATHERED = "tests the order of gathers; here parameters are whole"
+GATHERED = "tests the timing of gathers; here parameters are whole"
 CUDA = "tests CUDA streams, events and graphs"
 TESTS = claims_in(vars(composition), vars(accumulation), globals()) | {
     "test_root_move_forward_input_to_device": (
