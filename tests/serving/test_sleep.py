@@ -502,6 +502,8 @@ def test_it_does_not_sleep_beside_an_average_in_the_model_or_twice(group: Any):
         optimizer.sleep()
     with optimizer.as_plain(), pytest.raises(RuntimeError, match="as_plain"):
         optimizer.sleep()
+    with optimizer.asleep(), pytest.raises(RuntimeError, match="already asleep"):
+        optimizer.sleep()
     assert_same_bits(everything(model, optimizer), before)
 
 
