@@ -26,6 +26,7 @@ class Trained(NamedTuple):
     held: dict[str, int]
     layout: str
     calls: list[Collective]  # of the last step
+    beside: int  # number of these before the last gradient
 
 
 def train(mesh: DeviceMesh, options: dict[str, Any], on_mesh: bool = False) -> Trained:
@@ -35,13 +36,15 @@ def train(mesh: DeviceMesh, options: dict[str, Any], on_mesh: bool = False) -> T
     if on_mesh:
         options = {**options, "mesh": mesh, "dp": ("runs", "within")}
     optimizer = shardcast.shard(model, adamw(model), pack_params=4, max_grad_norm=1.0, **options)
-    first = 0
+    first, begun = 0, list[int]()
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: begun.append(len(log)))
     for step in range(2):
         first = len(log)
         case.loss(model, case.batch(4 * step + mesh.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return Trained(values(model), optimizer.memory_report(), str(optimizer.layout), log[first:])
+    report, calls = optimizer.memory_report(), log[first:]
+    return Trained(values(model), report, str(optimizer.layout), calls, begun[-1] - first)
 
 
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
@@ -72,7 +75,7 @@ def test_each_rank_holds_one_part_of_so_many(ranks: int | str):
 
 
 def test_sums_travel_between_copies_beside_the_backward():
-    """Each asynchronous sum is launched after the next pack's exchange."""
+    """Each asynchronous sum is launched after the next pack's exchange, in the backward."""
     for trained in threaded_world(WORLD, train, {"shard_ranks": 2}):
         kinds = [
             "sum" if call.group == COPIES else "exchange"
@@ -82,6 +85,8 @@ def test_sums_travel_between_copies_beside_the_backward():
         packs = kinds.count("exchange")
         assert packs > 3 and kinds.count("sum") == packs
         assert kinds[:5] == ["exchange", "exchange", "sum", "exchange", "sum"]
+        beside = trained.calls[: trained.beside]
+        assert sum(call.async_op and call.group == COPIES for call in beside) == packs - 2
 
 
 def saved(mesh: DeviceMesh, folder: Path) -> dict[str, torch.Tensor]:
