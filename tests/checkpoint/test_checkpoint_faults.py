@@ -13,6 +13,7 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,7 @@ def test_a_save_that_is_killed_at_any_point_leaves_the_old_or_the_new_state(tmp_
         point.split()[0] for point in counting.seen
     }
     for number in chosen(counting):
-        child = os.fork()
-        if child == 0:
-            with contextlib.suppress(BaseException):
-                kill = Counting(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
-                second_save(str(number), kill)
-            os._exit(1)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), counting.seen[number]
+        kill_at(number, partial(second_save, str(number)))
         folder = tmp_path / str(number)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a folder with a checkpoint's name is never damaged
@@ -67,6 +62,34 @@ def test_a_save_that_is_killed_at_any_point_leaves_the_old_or_the_new_state(tmp_
         checkpoint.save(folder, *pair, step=3)  # the run can continue
         assert hidden(folder) == []
     assert steps == {1, 2}
+
+
+def test_an_export_that_is_killed_at_any_point_leaves_all_files_or_none(tmp_path: Path):
+    checkpoint.save(tmp_path / "run", *job(case="tiny"), step=1)
+
+    def export(name: str, reached: Counting) -> dict[str, bytes]:
+        with at_each_point(reached):
+            files = checkpoint.export(tmp_path / "run", tmp_path / name)
+        return {path.name: path.read_bytes() for path in files}
+
+    counting, complete = Counting(), set()
+    whole = export("whole", counting)
+    for number in chosen(counting):
+        kill_at(number, partial(export, str(number)))
+        out = tmp_path / str(number)
+        complete.add(out.exists())
+        assert not out.exists() or {it.name: it.read_bytes() for it in out.iterdir()} == whole
+    assert complete == {False, True}
+
+
+def kill_at(number: int, act: Callable[[Counting], object]) -> None:
+    """Run ``act`` in a child process, which is killed at this point."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            act(Counting(number, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        os._exit(1)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), number
 
 
 def chosen(counting: Counting) -> list[int]:
