@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -177,7 +178,7 @@ class Figures:
         return self.bf16 / max(self.autocast, 1e-2)
 
 
-def _run(_group: Any, recipe: Recipe, names: Sequence[str], folder: str) -> list[Report]:
+def _run(_group: Any, folder: str, recipe: Recipe, names: Sequence[str]) -> list[Report]:
     os.environ.update(ACCELERATE_USE_CPU="true", TOKENIZERS_PARALLELISM="false")
     reports = []
     for name in names:
@@ -204,11 +205,37 @@ def _fresh() -> Iterator[None]:
 
 def run(recipe: Recipe, names: Sequence[str] = VARIANTS) -> list[list[Report]]:
     """Return each rank's reports of the variants."""
+    return _on_two_ranks(_run, recipe, tuple(names))
+
+
+def raised(recipe: Recipe, name: str, error: type[Exception], match: str) -> list[bool]:
+    """Return for each rank whether it raised this error; any other one is raised here."""
+    return _on_two_ranks(_raises, recipe, (name,), error, match)
+
+
+def _raises(
+    group: Any,
+    folder: str,
+    recipe: Recipe,
+    names: Sequence[str],
+    expected: type[Exception],
+    match: str,
+) -> bool:
+    try:
+        _run(group, folder, recipe, names)
+    except expected as error:
+        if re.search(match, str(error)) is None:
+            raise
+        return True
+    return False
+
+
+def _on_two_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
         spawn_world(2, timeout=120.0, start_method="forkserver") as world,
     ):
-        return world.run(_run, recipe, tuple(names), folder)
+        return world.run(fn, folder, *args)
 
 
 def compare(recipe: Recipe) -> Figures:
