@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import Comm
+from shardcast.comm import Comm, warn_first
 from shardcast.memory.local_param import LocalParam
 from shardcast.plan.layout import GroupId, PackLayout, Span
 from shardcast.plan.publishing import Encoding
@@ -45,6 +45,7 @@ class Pack:
     """
 
     encoding: Encoding | None = None
+    _has_told = False
 
     def __init__(self, layout: PackLayout, params: list[nn.Parameter], comm: Comm) -> None:
         self.layout, self.comm = layout, comm
@@ -169,6 +170,7 @@ class Pack:
 
         Nothing may be in flight.
         """
+        kept = ""
         for number, values in moved.items():
             slot = self.layout.slots[number]
             begin = self.data[slot.offset : slot.end].view(slot.shape)
@@ -176,6 +178,15 @@ class Pack:
             self.params[number].data = _compat.own_storage(begin)
             if self._storages[number]() is not None:  # as in ``backup = param.data``
                 self._overwritten.setdefault(number, []).append(self._storages[number])
+                kept = kept or slot.name
+        if kept and not self._has_told:
+            self._has_told = True
+            warn_first(
+                f"parameter {kept!r} got other values by `param.data = values` while the script "
+                "keeps its old memory, as in `backup = param.data`; that shows the new values "
+                "now. If you need the old ones, keep backup = param.data.clone()",
+                "param.data with a backup",
+            )
         if moved:
             self.note_memory()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -187,6 +188,22 @@ def test_memory_that_was_kept_may_come_back_unless_its_values_were_overwritten(
     install(model, 1)
     with pytest.raises(RuntimeError, match=r"'a.weight' was given back its old memory"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_backup_that_shows_the_new_values_is_warned_of(dtype: str, keeps: bool):
+    """``param.data.copy_(backup)`` would bring nothing back, where torch has the old values."""
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, param_dtype=dtype)
+    backup = [param.data for param in model.parameters()][: 2 * keeps]
+    for param in model.parameters():
+        param.data = param.data * 2
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert len(backup) == 2 * keeps
+    assert ["'a.weight' got other values" in str(it.message) for it in told] == [True] * keeps
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
