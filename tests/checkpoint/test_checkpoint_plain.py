@@ -48,6 +48,10 @@ def masters(ranks: list[Any]) -> dict[str, Tensor]:
     return {k.removesuffix("/master"): v for k, v in found.items() if k.endswith("/master")}
 
 
+def flat(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().reshape(-1) for name, param in model.named_parameters()}
+
+
 @pytest.mark.parametrize(
     ("kind", "partition"), [("adamw", "even"), ("sgd", "whole"), ("adafactor", "whole")]
 )
@@ -59,10 +63,7 @@ def test_a_plain_checkpoint_goes_on_as_if_it_had_been_sharded_before(
     torch.save(model.state_dict(), weights)
     torch.save(optimizer.state_dict(), state)
     ranks, _ = run_world(3, taking, kind, weights, state, {"partition": partition})
-    named = dict(model.named_parameters())
-    assert_same_bits(
-        masters(ranks), {name: named[name].detach().reshape(-1) for name in masters(ranks)}
-    )
+    assert_same_bits(masters(ranks), flat(model))
     advance(model, optimizer, 3, 5)
     for _, after in ranks:
         assert_same_bits(after, values(model))
@@ -72,9 +73,8 @@ def test_low_precision_weights_and_other_forms_are_taken(tmp_path: Path):
     model, _ = trained("adamw")
     low = {f"module._orig_mod.{n}": v.bfloat16() for n, v in model.state_dict().items()}
     (loaded, _), *_ = run_world(1, taking, "adamw", low, None, {"param_dtype": BF16})[0]
-    found = masters([(loaded,)])
-    named = dict(model.named_parameters())
-    assert_same_bits(found, {n: named[n].detach().bfloat16().float().reshape(-1) for n in found})
+    low = {name: value.bfloat16().float() for name, value in flat(model).items()}
+    assert_same_bits(masters([(loaded,)]), low)
     assert not any("exp_avg" in key[-1] for key in loaded), "the state is fresh"
 
 
