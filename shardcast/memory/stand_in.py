@@ -500,6 +500,8 @@ def _out(call: TorchCall, out: object) -> object:
 
 def _edit(call: TorchCall, name: str, target: StandIn) -> object:
     """Edit this rank's part of the mean as the function edits the whole."""
+    if name == "__setitem__" and _is_own_item(call, target):
+        return None  # the end of ``grad[rows] *= 2``, which has edited the view
     rest = call.args[1:], call.kwargs
     for other in tensors(rest):
         if isinstance(other, StandIn) and not _same(other, target):
@@ -569,6 +571,20 @@ def _same(one: StandIn, other: StandIn) -> bool:
         return True
     is_whole = not one.path and not other.path
     return is_whole and _grads_of(one) is _grads_of(other) and one.position == other.position
+
+
+def _is_own_item(call: TorchCall, target: StandIn) -> bool:
+    """Return whether the call assigns ``target[index]`` to itself."""
+    index, value = call.args[1:]
+    root = target if target.root is None else target.root
+    if not isinstance(value, StandIn) or value.root is not root or not value.path:
+        return False
+    *before, (made, _) = value.path
+    return (
+        [*map(id, before)] == [*map(id, target.path)]
+        and made.name == "__getitem__"
+        and made.first is index
+    )
 
 
 def _in(values: object, tensor: Tensor) -> object:

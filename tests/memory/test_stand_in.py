@@ -58,6 +58,8 @@ g.unbind()[1].mul_(2) | g.chunk(2)[1].zero_() | g.reshape(-1)[::3].fill_(5)
 g[0, 1:].data.copy_(a[0, 1:])
 g.scatter_(0, torch.zeros(1, g.shape[1], dtype=torch.int64), 7.) | g.sub_(a)
 torch.maximum(g, a, out=g) | torch.clamp(g, -1e-4, 1e-4, out=g) | g.data.zero_() | g.ge_(0)
+exec('g[1:, ::2] *= 4', dict(g=g)) | exec('g.data.view(-1)[3:70] -= 1', dict(g=g))
+exec('g[0] += a[1]; g.t()[2][1:] /= 3; g[...] *= 2', dict(g=g, a=a))
 """
 RANDOM = """
 g.normal_() | g.uniform_() | g.bernoulli_(.5) | g.exponential_() | torch.nn.init.normal_(g)
@@ -88,6 +90,7 @@ float(g[0, 0]) | int(g[0, 0]) | f'{g[0, 0]:.3f}' | '%.3f' % g[0, 0] | sum(g[0]) 
 torch.cat([g]) | torch.stack([a, g])
 torch.nn.utils.parameters_to_vector([g])
 a.copy_(g) | operator.iadd(a, g) | a.add_(g) | a.lerp_(g, .1) | p.sub_(g) | p.data.add_(g, alpha=.1)
+operator.setitem(g, 0, g[1]) | operator.setitem(g[1:], 0, g[0]) | operator.setitem(g, 0, -g[0])
 operator.setitem(a, 0, g[0]) | torch.add(a, g, out=a) | torch._foreach_add_([a], [g])
 torch._foreach_copy_([a], [g]) | g.cumsum_(0) | g.cumprod_(0) | g.renorm_(2, 0, 1) | g @ g.T
 torch.cumsum(g, 0, out=g) | g.add_(g.view_as(g)) | g.copy_(g.flip(0)) | g.__dlpack__()
