@@ -562,10 +562,13 @@ class Reducer:
     def _start(self, sends: bool) -> None:
         """Start to accumulate and send: the first gradient is about to come, or there is none."""
         if self._used is not None:
-            if self.alone:  # zeros that a script wrote have another version
-                stays = self.versions() == self._used and any(grads.kept() for grads in self.grads)
-            else:
-                stays = any(grads.adds.intersection(grads.kept()) for grads in self.grads)
+            edited = self.versions() != self._used
+            stays = any(
+                # Zeros that a script wrote changed the version; through a stand-in, ``adds``.
+                not (edited and (self.alone or grads.shows))
+                and any(n in grads.adds or self.alone for n in grads.kept())
+                for grads in self.grads
+            )
             self.adds_used, self._used = stays, None
         if self.clip is not None:
             if any(grads.kept() for grads in self.grads):

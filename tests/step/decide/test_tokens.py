@@ -250,9 +250,9 @@ def test_counts_that_belong_to_no_step_are_refused_on_all_ranks(how: str):
     ranks_of(2, run)
 
 
-@pytest.mark.parametrize("zeroes", [True, False])
+@pytest.mark.parametrize("zeroes", ["in place", "gathered", ""])
 @pytest.mark.parametrize("size", [1, 2])
-def test_counted_gradients_are_not_added_to_those_of_the_last_step(size: int, zeroes: bool):
+def test_counted_gradients_are_not_added_to_those_of_the_last_step(size: int, zeroes: str):
     """Each would need the tokens of its own step; zeros by hand need none."""
 
     def run(group: Any) -> None:
@@ -262,6 +262,8 @@ def test_counted_gradients_are_not_added_to_those_of_the_last_step(size: int, ze
         for step in range(2):
             step_of(model, optimizer, 3)
             with refused if step and not zeroes else contextlib.nullcontext():
+                if zeroes == "gathered":
+                    optimizer.gather_gradients()
                 optimizer.step()
             for param in model.parameters() if zeroes else ():
                 param.grad.zero_()  # type: ignore[union-attr]
