@@ -160,7 +160,8 @@ class AnyOptimizerUpdate(Update):
         for param, fragment, is_present in zip(
             self._params[shard], shard.fragments, present, strict=True
         ):
-            if is_present:  # otherwise grad is None, and the class skips the parameter
+            # Otherwise grad is None and the class skips it. Some would divide by its elements.
+            if is_present and (fragment.numel or self.elementwise):
                 grad = grads[shard.local(fragment.start, fragment.stop)]
                 param.grad = grad.view(param.shape)
 
