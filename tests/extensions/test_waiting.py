@@ -27,6 +27,7 @@ from shardcast.comm.watch import Watch, _of_thread
 from shardcast.extensions import waiting
 from shardcast.extensions.waiting import look_after
 from shardcast.messages import LOG
+from shardcast.optimizer.sharded import packed_of
 from shardcast.plan.layout import PackLayout, Slot, Span
 from shardcast.testing import FakeGroup, SpawnedWorld, ThreadedWorld
 from shardcast.testing.strict import StrictGroup
@@ -367,6 +368,9 @@ def test_a_run_in_which_no_rank_is_late_writes_to_no_store(monkeypatch: pytest.M
         optimizer = sharded(model, group)
         train(model, optimizer, range(3))
         optimizer.full_state_dict()
+        silence = waiting.Silence(packed_of(optimizer).comm.watch)
+        for _ in range(2):  # as the thread does
+            silence.look()
         optimizer.close()
 
     ThreadedWorld(2).run(steps)
