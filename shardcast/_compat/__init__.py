@@ -94,6 +94,20 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     return function
 
 
+_LONE = [object()]
+
+
+def is_kept(values: list[Any], position: int) -> bool:
+    """Return whether a script refers to an object of the list ``values``; no variable may.
+
+    A call's own references differ between releases of CPython: 3.14 borrows those of variables.
+    Therefore this compares with an object that only a list has.
+    """
+    if values[position] is None:
+        return False
+    return sys.getrefcount(values[position]) > sys.getrefcount(_LONE[0])
+
+
 def is_shared(tensor: Tensor, known: int = 0) -> bool:
     """Return whether another tensor, besides ``known`` ones, shares this tensor's memory."""
     storage = tensor.untyped_storage()  # this reference counts, besides ``tensor``

@@ -8,7 +8,6 @@ makes. A reduction sends them to the owners of their elements and leaves a :clas
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
@@ -332,18 +331,24 @@ class Gradients:
         if self._full is not None:
             self._outdate(position)
         self.shown.add(position)
-        param, held = self.pack.params[position], self._stand_ins[position]
+        param = self.pack.params[position]
         if param.grad_dtype != self.low:
             param.grad = None
             self._set_dtype(position, self.low)
-        if held is not None and param.grad is held:
+        if type(param.grad) is StandIn and param.grad is self._stand_ins[position]:
             return
-        # References: from the list, ``held``, and the call.
-        if held is None or sys.getrefcount(held) > 3:
-            if held is not None:
-                held.grads = nothing  # a script keeps an earlier step's stand-in
+        self._part_with_stand_in(position)
+        held = self._stand_ins[position]
+        if held is None:
             held = self._stand_ins[position] = stand_in(self, position)
         param.grad = held
+
+    def _part_with_stand_in(self, position: int) -> None:
+        """Leave a stand-in to the script that keeps it; it no longer shows the mean."""
+        if _compat.is_kept(self._stand_ins, position):
+            held, self._stand_ins[position] = self._stand_ins[position], None
+            assert held is not None
+            held.grads = nothing
 
     def _outdate(self, position: int) -> None:
         """Let a ``.grad`` that a script may keep raise, because another one follows."""
@@ -794,11 +799,10 @@ class Gradients:
 
     def _retire(self, position: int) -> None:
         """Clear a stand-in; one that a script keeps no longer shows the mean if it is put back."""
-        param, held = self.pack.params[position], self._stand_ins[position]
+        param = self.pack.params[position]
         if param.grad is not None and self.holds(position, param.grad):
             param.grad = None
-        if held is not None and sys.getrefcount(held) > 3:  # the list, ``held``, and the call
-            held.grads, self._stand_ins[position] = nothing, None
+        self._part_with_stand_in(position)
 
     def hide(self, present: Sequence[bool]) -> None:
         """Show no gradient if no rank had one, as far as is known."""
