@@ -31,10 +31,11 @@ DOORS = (
     "optimizer.clip_grad_norm_(max_norm)"
 )
 
-# Functions that need only shape, dtype, device or identity, and read no element.
+# Functions that need only shape, dtype, device or identity, and read no element. Not ``data_ptr``:
+# a kernel that gets the address would read past one element.
 METADATA = frozenset(
     "__hash__ __len__ __dlpack_device__ _is_view _nnz size dim ndimension stride numel nelement "
-    "element_size nbytes storage_offset data_ptr get_device is_contiguous is_complex is_conj "
+    "element_size nbytes storage_offset get_device is_contiguous is_complex is_conj "
     "is_neg is_floating_point is_inference is_signed is_same_size is_set_to is_pinned is_shared "
     "is_distributed untyped_storage requires_grad_ detach_ register_hook "
     "retain_grad record_stream share_memory_ dim_order _has_compatible_shallow_copy_type "
