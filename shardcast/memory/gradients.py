@@ -67,6 +67,7 @@ class Gradients:
             after a backward that failed or sent nothing; for a DTensor, DTensors. ``None``: other
             ranks may have one.
         acts: what a script did to means since the first backward of a step.
+        reductions: number of means that have arrived.
         in_flight: whether the pack is being sent, so that the mean must not be edited.
         holders: for copies whose gradients are summed, the number of ranks at one data-parallel
             coordinate that had a gradient of each slot, fp32.
@@ -109,7 +110,7 @@ class Gradients:
         self.adds: set[int] = set()
         self.held: dict[int, Any] = {}
         self.acts: dict[int, Act] = {}
-        self.in_flight = False
+        self.reductions, self.in_flight = 0, False
         self.holders: Tensor | None = None
         self.culprits: Collection[int] = ()
         self._before_edit, self.norm_of = before_edit, norm_of
@@ -178,6 +179,22 @@ class Gradients:
         params = enumerate(self.pack.params)
         return {n for n, param in params if n not in self.shown and param.requires_grad}
 
+    def moment(self, position: int) -> Callable[[], bool]:
+        """Return a function that returns whether one slot's gradient is as it is now."""
+        self._before_edit()
+        me, own = weakref.ref(self), weakref.ref(self.own)
+        version, reductions = self.own._version, self.reductions
+
+        def stays() -> bool:
+            it = me()
+            grad = None if it is None else it.pack.params[position].grad
+            if it is None or grad is None or position in it.held or not it.holds(position, grad):
+                return False
+            it._before_edit()
+            return it.own is own() and (it.own._version, it.reductions) == (version, reductions)
+
+        return stays
+
     def edited(self, position: int) -> Tensor:
         """Return one slot's part, for a script that is about to edit it.
 
@@ -240,6 +257,7 @@ class Gradients:
     def landed(self, pieces: Sequence[Tensor], holders: Tensor | None) -> None:
         """Adopt the mean of ``pieces`` that was written to ``own`` (one piece: a finished sum)."""
         self.in_flight, self.culprits, self.holders = False, (), holders
+        self.reductions += 1
         self.adds = set(self.shown)
         own = self.own
         self.has_come(self)

@@ -27,7 +27,8 @@ DOORS = (
     "To read it, first call optimizer.gather_gradients() on every rank. To change it, edit it in "
     "place and elementwise (param.grad.mul_(mask), param.grad[rows] = 0), or edit this rank's "
     "elements inside `with optimizer.owned()`. To see this rank's own gradient before it is "
-    "averaged, use a hook: param.register_post_accumulate_grad_hook(hook). To clip, call "
+    "averaged, use a hook: param.register_post_accumulate_grad_hook(hook). For its norm, call "
+    "param.grad.norm() on every rank, or set the option metrics. To clip, call "
     "optimizer.clip_grad_norm_(max_norm)"
 )
 
@@ -129,6 +130,18 @@ class ViewStep(NamedTuple):
     number: int | None
 
 
+class Copied(NamedTuple):
+    """What a converted copy was made from.
+
+    Attributes:
+        root: the whole gradient.
+        stays: returns whether its mean is still the one that was converted.
+    """
+
+    root: StandIn
+    stays: Callable[[], bool]
+
+
 class StandIn(Tensor):
     """The ``.grad`` of a parameter after the reduction: one NaN element, expanded.
 
@@ -147,6 +160,8 @@ class StandIn(Tensor):
         grads: returns the gradients of the pack, or ``None`` after it is no longer a ``.grad``.
         root: the whole gradient that it is a view of, or ``None`` if it is the whole.
         path: the views that lead from the whole gradient to this tensor.
+        copied: for a copy in another dtype, which can only be asked for its norm; otherwise
+            ``None``.
     """
 
     of: str
@@ -154,6 +169,7 @@ class StandIn(Tensor):
     grads: Callable[[], Gradients | None]
     root: StandIn | None
     path: tuple[ViewStep, ...]
+    copied: Copied | None
 
     @classmethod
     @_compat.untraced
@@ -235,7 +251,7 @@ def outdated(grad: Tensor, slot: Slot) -> StandIn:
     grad.__class__ = StandIn
     assert isinstance(grad, StandIn)
     grad.of, grad.position, grad.grads = slot.name, OLD, _nothing
-    grad.root, grad.path = None, ()
+    grad.root, grad.path, grad.copied = None, (), None
     return grad
 
 
@@ -246,12 +262,16 @@ def _hidden(
     tensor.__class__ = StandIn
     assert isinstance(tensor, StandIn)
     tensor.of, tensor.position, tensor.path = base.of, base.position, path
-    tensor.root = (base if base.root is None else base.root) if is_kept else None
-    tensor.grads = _nothing  # the root's is used
+    tensor.root = _root_of(base) if is_kept else None
+    tensor.grads, tensor.copied = _nothing, None  # the root's are used
+
+
+def _root_of(hidden: StandIn) -> StandIn:
+    return hidden if hidden.root is None else hidden.root
 
 
 def _grads_of(hidden: StandIn) -> Gradients | None:
-    return (hidden if hidden.root is None else hidden.root).grads()
+    return _root_of(hidden).grads()
 
 
 def tensors(values: object) -> Iterator[Tensor]:
@@ -444,10 +464,19 @@ def _views(call: TorchCall, base: StandIn) -> object:
 
 
 def _converted(call: TorchCall, first: StandIn) -> object:
-    """Return it in another dtype or on another device, as NaN, for conversions of a module."""
+    """Return it in another dtype or on another device, as NaN, for conversions of a module.
+
+    All ranks can compute the norm of a copy on the same device until the gradient changes.
+    """
     result = call.run()
     if isinstance(result, Tensor) and result is not first:
         _hidden(result, first, first.path, is_kept=False)
+        root = _root_of(first)
+        grads, copied = root.grads(), root.copied
+        if grads is not None:
+            copied = Copied(root, grads.moment(root.position))
+        if result.device == first.device:
+            _local_of(result).copied = copied
     return result
 
 
@@ -532,7 +561,8 @@ def _edit(call: TorchCall, name: str, target: StandIn) -> object:
 def _norm(call: TorchCall, of: Tensor) -> Tensor:
     """Return the norm of a whole gradient, which all ranks compute together.
 
-    It is a plain 0-dim tensor in fp32, or in the given dtype; for a DTensor the norm of all of it.
+    It is a plain 0-dim tensor in fp32, or in the given dtype or that of a converted copy; for a
+    DTensor the norm of all of it.
     """
     if not isinstance(of, (StandIn, DistributedStandIn)):
         norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
@@ -545,7 +575,9 @@ def _norm(call: TorchCall, of: Tensor) -> Tensor:
     is_flat = call.name != "linalg_norm" or p is None or here.dim() < 2
     p = 2.0 if p is None or p == "fro" else p
     is_default = all(value is None or value is False for value in options.values())
-    grads, norm = _grads_of(here), None
+    grads, norm, copied = _grads_of(here), None, _root_of(here).copied
+    if copied is not None and copied.stays():
+        grads, dtype = copied.root.grads(), dtype or here.dtype
     if isinstance(p, (int, float)) and p > 0 and grads is not None:
         if is_flat and is_default and _is_all(here, grads):
             norm = grads.norm_of(grads, here.position, float(p))

@@ -142,8 +142,10 @@ def test_a_norm_of_a_dtensor_is_that_of_all_of_it(mesh: DeviceMesh, p: float) ->
     for name in PLACES:
         grad: Any = model.get_parameter(name).grad
         torch.testing.assert_close(grad.norm(p), mean().norm(p))
+        assert torch.equal(grad.double().norm(p), grad.norm(p).double())
         here = distribute_tensor(mean(), mesh["tp"], grad.placements, src_data_rank=None)
         torch.testing.assert_close(grad.to_local().norm(p), here.to_local().norm(p))
+        assert torch.equal(grad.detach().to_local().half().norm(p), grad.to_local().norm(p).half())
     total = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=p)
     every = torch.cat([*[mean().flatten()] * len(PLACES), torch.ones(3)])
     torch.testing.assert_close(total, every.norm(p))

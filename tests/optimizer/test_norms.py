@@ -127,6 +127,89 @@ def test_a_norm_is_that_of_the_mean_as_it_is_now():
     assert not torch.allclose(more, clipped) and not zero.any() and torch.allclose(again, once)
 
 
+CONVERSIONS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda grad: grad.float(),
+    lambda grad: grad.detach().float().view(-1),
+    lambda grad: grad.to(torch.float32, copy=True),
+    lambda grad: grad.double(),
+    lambda grad: grad.float().data.half(),
+)
+
+
+def test_a_converted_gradient_has_its_norm_in_the_dtype_of_the_copy():
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        params = [*model.parameters()]
+
+        def check_all() -> None:
+            for convert in CONVERSIONS:
+                for param in params:
+                    norm, copy = param.grad.norm(), convert(param.grad)
+                    assert copy.dtype != param.grad.dtype == torch.bfloat16
+                    assert copy.norm().dtype == copy.dtype and copy.norm() == norm.to(copy.dtype)
+            total = get_total_norm([param.grad for param in params])
+            assert get_total_norm([param.grad.float() for param in params]) == total
+
+        model(batch).float().square().mean().backward()
+        check_all()
+        copy, norm = params[0].grad.float(), params[0].grad.norm()
+        for edit in (lambda: copy.mul_(2), lambda: copy[0].zero_(), lambda: copy.view(-1).zero_()):
+            with pytest.raises(RuntimeError, match=r"edits an old \.grad"):
+                edit()
+        with pytest.raises(RuntimeError, match=r"sum reads \.grad.*param.grad.norm\(\).*metrics"):
+            copy.sum()
+        with pytest.raises(RuntimeError, match=r"norm reads \.grad"):
+            params[0].grad[0].float().norm()
+        assert params[0].grad.norm() == norm
+        optimizer.clip_grad_norm_(0.01)
+        check_all()
+        optimizer.step()
+        check_all()
+
+    on_ranks(script, 3, param_dtype="bf16")
+
+
+CHANGES: dict[str, Callable[[nn.Module, Any, Tensor], object]] = {
+    "an edit": lambda model, _, batch: model[0].weight.grad.mul_(2.0),  # type: ignore[index]
+    "a clip": lambda model, optimizer, batch: optimizer.clip_grad_norm_(0.01),
+    "a backward": lambda model, _, batch: model(batch).float().square().mean().backward(),
+    "zeros": lambda model, optimizer, batch: optimizer.zero_grad(set_to_none=False),
+    "no gradient": lambda model, optimizer, batch: optimizer.zero_grad(),
+    "an assignment": lambda model, _, batch: setattr(
+        model[0].weight,  # type: ignore[index]
+        "grad",
+        torch.ones_like(model[0].weight),  # type: ignore[index]
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_converted_gradient_has_no_norm_after_the_gradient_changed(how: str):
+    """In torch the copy has the old values, which no rank has."""
+
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        model(batch).float().square().mean().backward()
+        kept = model[0].weight.grad.float()
+        kept.norm()
+        CHANGES[how](model, optimizer, batch)
+        with pytest.raises(RuntimeError, match=r"norm reads \.grad"):
+            kept.norm()
+        assert how == "no gradient" or model[0].weight.grad.float().norm() > -1
+
+    on_ranks(script, param_dtype="bf16")
+
+
+def test_a_converted_gradient_is_no_gradient():
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        model(batch).float().square().mean().backward()
+        param = model[0].weight
+        param.grad_dtype = None
+        param.grad = param.grad.float()
+        with pytest.raises(RuntimeError, match=r"gradient of '0\.weight': expected its own"):
+            optimizer.step()
+
+    on_ranks(script, param_dtype="bf16")
+
+
 def test_a_norm_is_new_if_the_mean_moves_and_its_old_memory_stays():
     def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
         model(batch).square().mean().backward()
