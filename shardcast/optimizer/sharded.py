@@ -456,7 +456,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: on every rank: the optimizer is asleep, or inside :meth:`averaged`,
-                :meth:`as_plain` or another such block. :meth:`step` raises inside it.
+                :meth:`as_plain` or another such block, or inside :meth:`no_sync` after a backward.
+                :meth:`step` raises inside it.
         """
         return doors.owned(self._packed, self._land)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,6 +66,47 @@ def test_gradients_that_were_gathered_are_shown_anew_after_an_edit():
                 part.grad.mul_(2)
         for param, grad in zip(model.parameters(), before, strict=True):
             assert torch.equal(param.grad, 2 * grad)
+
+    on_ranks(script)
+
+
+def edits_after_the_first_backward(
+    model: Any, optimizer: Any, batch: Tensor, sharded: bool, in_no_sync: bool
+) -> None:
+    """Make two steps of three backwards; between the first two, edit masters and gradients."""
+    for _ in range(2):
+        for number in range(3):
+            is_local = sharded and in_no_sync and number < 2
+            with optimizer.no_sync() if is_local else nullcontext():
+                model(batch.roll(number, 1)).square().mean().backward()
+            if number == 0 and sharded:
+                with optimizer.owned() as owned:
+                    for part in owned:
+                        part.master.mul_(0.9)
+                        part.grad.mul_(0.5)
+            elif number == 0:
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(0.9)
+                        param.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "accumulate, in_no_sync", [("local", False), ("sharded", False), ("sharded", True)]
+)
+def test_a_block_between_two_backwards_edits_as_a_plain_loop_does(accumulate: Any, in_no_sync: Any):
+    script = partial(edits_after_the_first_backward, in_no_sync=in_no_sync)
+    check(lambda model: sgd(model, lr=0.1), script, tol=1e-6, accumulate=accumulate)
+
+
+def test_all_ranks_raise_if_a_block_lies_between_two_backwards_in_no_sync():
+    """The block has reduced the gradients, so a rank can no longer add to its own."""
+
+    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="after an earlier backward of the same step"):
+            edits_after_the_first_backward(model, optimizer, batch, True, in_no_sync=True)
 
     on_ranks(script)
 
