@@ -314,7 +314,7 @@ def _fits(plan: Plan, _parallel_dims: ParallelDims) -> None:
         if not (plan.config.elementwise or probe.is_elementwise(optimizer)):
             raise ValueError(
                 f"offload: expected an elementwise optimizer, got {type(optimizer).__name__}: "
-                "the CPU makes the update and would need seconds per matrix; use AdamW or "
+                "updating a whole matrix can take seconds on a CPU; use AdamW or "
                 "another elementwise class, pass elementwise=True if this one is elementwise, "
                 "or leave offload off"
             )
