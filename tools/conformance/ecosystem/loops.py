@@ -298,7 +298,7 @@ def normalized(variant: Variant) -> Report:
     return trained(variant, model, torch.optim.Adam(model.parameters(), lr=1e-2), after=normalize)
 
 
-@recipe("model.apply(init) after wrapping", "torch")
+@recipe("model.apply(init) after shard()", "torch")
 def initialized(variant: Variant) -> Report:
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -552,7 +552,7 @@ class Nothing:
         return {}
 
 
-@recipe("EMA by deepcopy before wrapping", "torch", remark="compares the averages", ratio=3.0)
+@recipe("EMA by deepcopy before shard()", "torch", remark="compares the averages", ratio=3.0)
 def ema_before(variant: Variant) -> Report:
     plain = mlp()
     ema = copy.deepcopy(plain).requires_grad_(False)
@@ -560,7 +560,7 @@ def ema_before(variant: Variant) -> Report:
 
 
 # The copy starts from rounded weights, and in so few steps the average hardly moves.
-@recipe("EMA by deepcopy after wrapping", "torch", remark="starts from rounded weights", ratio=20.0)
+@recipe("EMA by deepcopy after shard()", "torch", remark="starts from rounded weights", ratio=20.0)
 def ema_after(variant: Variant) -> Report:
     return averaged_by_hand(variant, mlp(), None)
 
@@ -768,7 +768,7 @@ def two_models(variant: Variant) -> Report:
     return variant.report(both, losses)
 
 
-@recipe("weights tied after wrapping", "torch")
+@recipe("weights tied after shard()", "torch")
 def tied_late(variant: Variant) -> Report:
     plain = Rope()
     variant.starts(plain)
@@ -787,7 +787,7 @@ def tied_late(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("weights tied before wrapping", "torch")
+@recipe("weights tied before shard()", "torch")
 def tied(variant: Variant) -> Report:
     plain = Rope()
     plain.head.weight = plain.embed.weight

@@ -199,7 +199,7 @@ def rank_zero(variant: Variant) -> Report:
 
 
 @recipe(
-    "AveragedModel after wrapping", "torch", error=RuntimeError, match="expected dtype float for"
+    "AveragedModel after shard()", "torch", error=RuntimeError, match="expected dtype float for"
 )
 def averaged_after(variant: Variant) -> Report:
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -226,7 +226,7 @@ def double(variant: Variant) -> Report:
     return trained(variant, model, adamw(model))
 
 
-@recipe("model.half() after wrapping", "torch", error=Exception, match="half|convert|moved")
+@recipe("model.half() after shard()", "torch", error=Exception, match="half|convert|moved")
 def half_after(variant: Variant) -> Report:
     def convert(model: Any, optimizer: Any, step: int) -> None:
         if step == 2:

@@ -312,7 +312,7 @@ def transformer(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("torch.compile(model) before wrapping", "torch")
+@recipe("torch.compile(model) before shard()", "torch")
 def compiled(variant: Variant) -> Report:
     model = mlp()
     model.compile(backend="aot_eager")
@@ -508,7 +508,7 @@ def cleared_state(variant: Variant) -> Report:
     return trained(variant, model, adamw(model), before=reset)
 
 
-@recipe("pruned by torch.nn.utils.prune after wrapping", "torch", ratio=3.0)
+@recipe("pruned by torch.nn.utils.prune after shard()", "torch", ratio=3.0)
 def pruned(variant: Variant) -> Report:
     from torch.nn.utils import prune
 
@@ -533,7 +533,7 @@ def renamed(report: Report) -> Report:
     return Report(report.losses, plain(report.weights), report.start, plain(report.seen))
 
 
-@recipe("weight_norm and legacy spectral_norm before wrapping", "torch", ratio=3.0)
+@recipe("weight_norm and legacy spectral_norm before shard()", "torch", ratio=3.0)
 def legacy_norms(variant: Variant) -> Report:
     model = nn.Sequential(
         nn.utils.weight_norm(nn.Linear(6, 16)),
@@ -776,7 +776,7 @@ def patched_step(variant: Variant) -> Report:
     return trained(variant, model, optimizer)
 
 
-@recipe("step hooks registered before and after wrapping", "torch")
+@recipe("step hooks registered before and after shard()", "torch")
 def step_hooks(variant: Variant) -> Report:
     model = mlp()
     optimizer = adamw(model)
@@ -822,7 +822,7 @@ def in_turns(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("mean teacher outside of the model, made before wrapping", "torch", ratio=3.0)
+@recipe("mean teacher outside of the model, made before shard()", "torch", ratio=3.0)
 def mean_teacher(variant: Variant) -> Report:
     plain = mlp()
     teacher = copy.deepcopy(plain).requires_grad_(False)

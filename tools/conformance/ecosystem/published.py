@@ -448,7 +448,7 @@ def growing(variant: Variant) -> Report:
     return variant.report(plain, losses)
 
 
-@recipe("forward and loss in one torch.compile, after wrapping", "torch")
+@recipe("forward and loss in one torch.compile, after shard()", "torch")
 def compiled_loss(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -711,7 +711,7 @@ def fourier_real(variant: Variant) -> Report:
 
 
 @recipe(
-    "EMA made before wrapping, coerce_dtype=True", "ema-pytorch", remark="compares the averages"
+    "EMA made before shard(), coerce_dtype=True", "ema-pytorch", remark="compares the averages"
 )
 def ema_pytorch(variant: Variant) -> Report:
     from ema_pytorch import EMA

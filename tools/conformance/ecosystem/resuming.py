@@ -52,7 +52,7 @@ def from_plain(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("weights of plain torch loaded after wrapping", "torch", ratio=3.0)
+@recipe("weights of plain torch loaded after shard()", "torch", ratio=3.0)
 def weights_after(variant: Variant) -> Report:
     torch.manual_seed(5)
     saved = through_file(mlp().state_dict())
