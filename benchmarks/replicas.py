@@ -13,7 +13,7 @@ from benchmarks.systems import Shardcast
 
 EVERY = 100  # steps between two checks
 NEVER = 1 << 40
-COLUMNS = ("system", "step ms", "more, ms", "share of a step", f"every {EVERY} steps")
+COLUMNS = ("system", "step ms", "added ms", "share of a step", f"every {EVERY} steps")
 SYSTEMS = {"without replica_check": 0, "a step between two checks": NEVER, "a step with a check": 1}
 
 
