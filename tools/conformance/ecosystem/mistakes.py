@@ -58,7 +58,12 @@ def all_reduced_replaced(variant: Variant) -> Report:
     return trained(variant, model, torch.optim.SGD(model.parameters(), lr=0.1), graded=graded)
 
 
-@recipe("DDP left around the model that is sharded", "torch", error=Exception, match="Distributed")
+@recipe(
+    "DDP left around the model that is sharded",
+    "torch",
+    error=ValueError,
+    match="in DistributedDataParallel",
+)
 def ddp_left(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -68,7 +73,12 @@ def ddp_left(variant: Variant) -> Report:
     return loop(variant, model, optimizer, plain)
 
 
-@recipe("DDP built after shard()", "torch", error=Exception, match="Distributed")
+@recipe(
+    "DDP built after shard()",
+    "torch",
+    error=RuntimeError,
+    match="wrapped in DistributedDataParallel",
+)
 def ddp_after(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -90,7 +100,7 @@ def loop(variant: Variant, model: Any, optimizer: Any, plain: nn.Module) -> Repo
     return variant.report(plain, losses)
 
 
-@recipe("nn.DataParallel", "torch", error=Exception, match="DataParallel")
+@recipe("nn.DataParallel", "torch", error=TypeError, match="nn.DataParallel")
 def data_parallel(variant: Variant) -> Report:
     plain = mlp()
     variant.starts(plain)
@@ -220,26 +230,50 @@ def averaged_after(variant: Variant) -> Report:
     return variant.report(ema.module, losses, optimizer=Nothing())
 
 
-@recipe("an fp64 model", "torch", error=Exception, match="float")
+class Cast(nn.Module):
+    """Its inputs get the dtype of its weights, so it trains in any dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.to(next(self.parameters()).dtype))  # type: ignore[no-any-return]
+
+
+@recipe("an fp64 model", "torch", error=TypeError, match="float64")
 def double(variant: Variant) -> Report:
-    model = mlp().double()
+    model = Cast().double()
     return trained(variant, model, adamw(model))
 
 
-@recipe("model.half() after shard()", "torch", error=Exception, match="half|convert|moved")
+@recipe("model.half() after shard()", "torch", error=RuntimeError, match="moved out of its pack")
 def half_after(variant: Variant) -> Report:
     def convert(model: Any, optimizer: Any, step: int) -> None:
         if step == 2:
             model.half()
 
-    model = mlp()
-    return trained(variant, model, adamw(model), before=convert)
+    model = Cast()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW's fp32 moments would not fit
+    return trained(variant, model, sgd, before=convert)
 
 
 @recipe("LBFGS", "torch", error=TypeError, match="LBFGS")
 def lbfgs(variant: Variant) -> Report:
-    model = mlp()
-    return trained(variant, model, torch.optim.LBFGS(model.parameters()))
+    plain = mlp()
+    variant.starts(plain)
+    model, optimizer = variant.shard(plain, torch.optim.LBFGS(plain.parameters()))
+    losses = []
+    for x, y in vectors(variant):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x).float(), y)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).item())
+    return variant.report(plain, losses)
 
 
 @recipe("amsgrad, maximize, tensor learning rate", "torch")
@@ -262,7 +296,7 @@ def options(variant: Variant) -> Report:
     return variant.report(model, losses)
 
 
-@recipe("LocalSGD of Accelerate", "accelerate", error=Exception, match="LocalSGD|no_sync|average")
+@recipe("LocalSGD of Accelerate", "accelerate", error=AttributeError, match="no_sync")
 def local_sgd(variant: Variant) -> Report:
     from accelerate.local_sgd import LocalSGD
 

@@ -710,9 +710,7 @@ def fourier_real(variant: Variant) -> Report:
     return trained(variant, model, torch.optim.SGD(model.parameters(), lr=0.05))
 
 
-@recipe(
-    "EMA made before shard(), coerce_dtype=True", "ema-pytorch", remark="compares the averages"
-)
+@recipe("EMA made before shard(), coerce_dtype=True", "ema-pytorch", remark="compares the averages")
 def ema_pytorch(variant: Variant) -> Report:
     from ema_pytorch import EMA
 
