@@ -322,7 +322,8 @@ def _rounded(packed: PackedOptimizer) -> str:
             if given != MASTER_DTYPE and shard.pack.layout.requires_grad:
                 numels[given] += slot.numel
     came = " and ".join(f"{n:,} in {str(d).removeprefix('torch.')}" for d, n in numels.items())
-    text = f"; {came} were given, so their masters start rounded: pass a model in fp32"
+    text = f"; {came} were given, and their masters start from these values: if the checkpoint "
+    text += "has fp32 values, load those before shard()"
     return text * bool(numels)
 
 

@@ -217,13 +217,15 @@ def test_shard_says_in_one_line_what_it_did_and_the_report_has_a_total(
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_the_line_of_shard_says_which_masters_begin_rounded(
+def test_the_line_of_shard_says_which_masters_begin_in_a_lower_precision(
     low: bool, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("INFO", "shardcast")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if low:
         model[0].bfloat16()
-    sharded(model)
-    assert ("20 in bfloat16 were given, so their masters start rounded" in caplog.text) == low
-    assert ("start rounded" in caplog.text) == low
+    before = model[0].weight.detach().float()
+    optimizer = sharded(model)
+    assert torch.equal(optimizer.full_parameters()["0.weight"], before)
+    assert ("20 in bfloat16 were given" in caplog.text) == low
+    assert ("load those before shard()" in caplog.text) == low
