@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardcast import _compat
+from shardcast.comm import warn_first
 from shardcast.hook import Hook
 from shardcast.memory.pack import Pack
 from shardcast.optimizer.packed import PackedOptimizer
@@ -46,6 +47,7 @@ class Overlap(StepHook):
         # torch calls functions marked as constant while it traces, so before the graph runs.
         self._while_tracing = torch.compiler.assume_constant_result(lambda: self._trace())
         self._handles: list[RemovableHandle] = []
+        self._warned = False  # that the model is compiled
         self._forget()
 
     def _forget(self) -> None:
@@ -93,6 +95,12 @@ class Overlap(StepHook):
         eager, self._backward = self._backward, False
         # A compiled graph would not wait, and a captured one must finish what it starts.
         captures = any(_compat.is_capturing(pack.data.device) for pack in self._sync.packs)
+        if self._traced and not self._warned:
+            self._warned = True
+            warn_first(
+                "overlap_sync: has no effect, because a part of the model was compiled after "
+                "shard(), and compiled code cannot wait for parameters; leave the option off"
+            )
         if not eager or self._traced or captures:
             self._sync.start()
             self._sync.wait()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -391,6 +392,25 @@ def test_real_processes_have_the_bits_of_those_without_overlap(
     name: str, gloo: SpawnedWorld, tmp_path: Path
 ):
     assert_as_without(name, tmp_path, gloo)
+
+
+def compiled_part(group: Any) -> list[str]:
+    """Return what steps of a compiled part warn of."""
+    torch._dynamo.reset()
+    model, optimizer = started(group, steps=2)
+    model.layers.compile(backend="eager", fullgraph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [text for it in caught if (text := str(it.message)).startswith("overlap_sync")]
+
+
+def test_a_compiled_part_is_told_of_once(gloo: SpawnedWorld):
+    (told,) = [text for texts in gloo.run(compiled_part) for text in texts]
+    assert "has no effect, because a part of the model was compiled" in told
 
 
 # -- overlap and waits ----------------------------------------------------------------------------
