@@ -195,9 +195,13 @@ def _check_free(params: Mapping[str, nn.Parameter]) -> None:
     """Raise ValueError for a parameter that another sharded optimizer holds."""
     held = [name for name, param in params.items() if _is_held(param)]
     if held:
-        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+        which = (
+            f"{held[0]!r} belongs"
+            if len(held) == 1
+            else f"{held[0]!r} and {len(held) - 1} more belong"
+        )
         raise ValueError(
-            f"optimizer: parameter {held[0]!r}{more} belongs to another sharded optimizer, which "
+            f"optimizer: parameter {which} to another sharded optimizer, which "
             "has its masters; expected each parameter in one sharded optimizer. Build one "
             "optimizer over all parameters and shard the models together, "
             "shardcast.shard(nn.ModuleDict({'one': one, 'other': other}), optimizer); leave the "
