@@ -10,9 +10,12 @@ torch's layers have their inputs cast. 0-dim tensors are never cast.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import Enum
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -75,19 +78,33 @@ class LowForward:
         weight: nn.Parameter | None,
         turns_off: ComputeMode | None = None,
     ) -> None:
-        self.__wrapped__ = module.forward  # inspect.signature reads it
+        self._own = module.forward
         self._module, self._low, self._device_type = module, low, device_type
         self._inputs, self._outputs, self._weight = inputs, outputs, weight
         self._turns_off = turns_off
         self._is_installed, self._replaced = True, "forward" in vars(module)
         self._looks = LOOKS
-        module.forward = self
+        module.forward = self.forward
 
     @property
-    def __code__(self) -> object:
-        return self.__wrapped__.__code__  # torch.export names places by a forward's code
+    def forward(self) -> MethodType:
+        """The replacement, with the signature of the module's own forward.
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+        It is a bound method of this object. Dynamo guards on the code of a method, which equal
+        blocks share, but on the identity of any other callable: it would compile each block.
+        """
+        own, call = self._own, LowForward._call
+        function: Any = FunctionType(call.__code__, call.__globals__, "forward")
+        # Not the bound one, which would keep the original alive for its copies.
+        function.__wrapped__ = getattr(own, "__func__", own)
+        with suppress(ValueError, TypeError):  # a callable in C
+            me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            signature = inspect.signature(own)
+            parameters = [me, *signature.parameters.values()]
+            function.__signature__ = signature.replace(parameters=parameters)
+        return MethodType(function, self)
+
+    def _call(self, *args: object, **kwargs: object) -> object:
         # in this order, so that Dynamo makes no guard
         if not torch.compiler.is_compiling() and self._looks:
             self._looks -= 1
@@ -98,10 +115,8 @@ class LowForward:
             args = tuple([_cast(value, dtype) for value in args])
             if kwargs:
                 kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
-        if self._is_installed:
-            output = self._run(*args, **kwargs)
-        else:
-            output = self.__wrapped__(*args, **kwargs)
+        run = self._run if self._is_installed else self._own
+        output = run(*args, **kwargs)
         return output if self._outputs is None else _cast(output, self._outputs)
 
     def _run(self, *args: object, **kwargs: object) -> object:
@@ -112,8 +127,8 @@ class LowForward:
             with torch.autocast(
                 self._device_type, self._dtype(), enabled=False, cache_enabled=False
             ):
-                return self.__wrapped__(*args, **kwargs)
-        return self.__wrapped__(*args, **kwargs)
+                return self._own(*args, **kwargs)
+        return self._own(*args, **kwargs)
 
     def _refuse_copies(self, caller: nn.Module | None) -> None:
         """Raise for a copy that has this forward and other weights, which this forward ignores."""
@@ -140,10 +155,10 @@ class LowForward:
         """Restore the module's own forward, unless somebody wrapped this one."""
         self._inputs = self._outputs = self._weight = None
         self._is_installed = False
-        if vars(self._module).get("forward") is self:
+        if getattr(vars(self._module).get("forward"), "__self__", None) is self:
             del self._module.forward
             if self._replaced:
-                self._module.forward = self.__wrapped__
+                self._module.forward = self._own
 
 
 class AutocastForward(LowForward):
@@ -187,10 +202,10 @@ class AutocastForward(LowForward):
                 enabled=not self._is_converted(),
                 cache_enabled=False,
             ):
-                return self.__wrapped__(*args, **kwargs)
+                return self._own(*args, **kwargs)
         if self._is_product and self._is_turned_off(args):
             return self._in_fp32(args)
-        return self.__wrapped__(*args, **kwargs)
+        return self._own(*args, **kwargs)
 
     def _enters(self) -> bool:
         has_cache = torch.is_autocast_cache_enabled()
@@ -218,7 +233,7 @@ class AutocastForward(LowForward):
         exact: Any = {n: None if p is None else p.to(MASTER_DTYPE) for n, p in params.items()}
         self._module._parameters = exact
         try:
-            return self.__wrapped__(*args)
+            return self._own(*args)
         finally:
             self._module._parameters = params
 

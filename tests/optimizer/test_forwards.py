@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import math
 from collections.abc import Callable, Mapping
@@ -466,6 +467,8 @@ def test_copies_keep_the_casts_and_a_closed_model_loses_them(autocast: bool):
     torch.save(model, file)
     file.seek(0)
     copies = [copy.deepcopy(model), torch.load(file, weights_only=False)]
+    for each in (model, *copies):  # Trainer keeps the columns of data that a forward names
+        assert inspect.signature(each.last.forward) == inspect.signature(nn.Linear(1, 1).forward)
     with torch.no_grad():
         model.weight.zero_()
         model.last.weight.zero_()
@@ -507,6 +510,38 @@ def test_a_compiled_model_has_the_loss_of_an_eager_one(name: str, autocast: bool
     torch._dynamo.utils.counters.clear()
     assert loss_and_norm(compiled, batches(0)[kind], False) == pytest.approx(expected, rel=1e-2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.weight = nn.LayerNorm(WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x)) + x @ self.weight
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_equal_blocks_that_are_compiled_by_themselves_share_a_graph(autocast: bool, in_place: bool):
+    """Dynamo compiles eight versions of a function, then runs it eagerly."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(10)))
+    sharded(model, param_dtype=BF16, autocast=autocast)
+    ran: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Callable[..., Any]:
+        name = f"graph {len({*ran})}"
+        return lambda *args: (ran.append(name), graph(*args))[1]
+
+    torch._dynamo.reset()
+    for number in range(1, 11):
+        if in_place:
+            model[number].compile(backend=backend)
+        else:
+            model[number] = torch.compile(model[number], backend=backend)
+    model(torch.randn(BATCH, WIDTH)).square().sum().backward()
+    assert ran == ["graph 0"] * 10
 
 
 @pytest.mark.parametrize("autocast", [False, True])
