@@ -480,6 +480,15 @@ def test_copies_keep_the_casts_and_a_closed_model_loses_them(autocast: bool):
     assert model.forward == forward and "forward" not in vars(model.last)
 
 
+def test_a_forward_that_a_script_replaced_keeps_its_arguments():
+    model = nn.Sequential(nn.Linear(4, 4))
+    layer, calls = model[0], []
+    layer.forward = lambda value, scale=1: calls.append(scale) or value @ layer.weight
+    sharded(model, param_dtype=BF16)
+    assert [*inspect.signature(layer.forward).parameters] == ["value", "scale"]
+    assert layer(torch.ones(2, 4), scale=3).dtype == BF16 and calls == [3]
+
+
 def cloned(module: nn.Module) -> nn.Module:
     """Copy all attributes and make new parameters, like learn2learn and higher."""
     clone = module.__new__(type(module))
