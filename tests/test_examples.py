@@ -68,7 +68,7 @@ def test_an_example_trains(gloo: SpawnedWorld, name: str):
     text, silent = gloo.run(run, name, [])
     assert not silent, "only rank 0 prints"
     if name == "gan":
-        assert figure("generated:", text) == pytest.approx(1.0, abs=0.3)
+        assert figure("generated values:", text) == pytest.approx(1.0, abs=0.3)
     elif name == "ema":
         assert figure("of the average", text) < 0.7 * figure("last weights", text)
     elif name == "fp16":
