@@ -2,18 +2,71 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import platform
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from commands import python
+from commands import ROOT, python
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardcast import _compat
 from shardcast._compat import inductor
+
+
+def private_names() -> set[str]:
+    """Return the private names below ``torch`` that the package uses, up to the private part."""
+    aliases = {
+        "dist": "torch.distributed",
+        "nn": "torch.nn",
+        "Tensor": "torch.Tensor",
+        "Variable": "torch.autograd.Variable",
+        "DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel",
+    }
+    found = set()
+    for path in (ROOT / "shardcast").rglob("*.py"):
+        if path.parts[-2:] == ("testing", "_compat.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            first, _, rest = (
+                ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("",) * 3
+            )
+            name = f"{aliases.get(first, first)}.{rest}"
+            if re.fullmatch(r"torch(\.\w+)*\._\w+(\.\w+)*", name) and "__" not in name:
+                found.add(name.removeprefix("torch."))
+    return found
+
+
+def test_every_private_name_of_torch_is_asked_for_at_import():
+    needed = _compat.NEEDED + _compat.NEEDED_BY_GROUPS
+    late = ("_dynamo", "_inductor")
+    asked = [name for name in private_names() if not name.startswith(late)]
+    assert len(asked) > 20
+    # either is a part of the other: torch._C, and members of _world
+    assert [
+        a
+        for a in asked
+        if not any(f"{n}.".startswith(f"{a}.") or f"{a}.".startswith(f"{n}.") for n in needed)
+    ] == []
+
+
+def test_a_torch_that_lacks_a_private_name_is_refused_at_import():
+    code = "import torch; del torch._C._storage_Use_Count; import shardcast; shardcast.shard"
+    told = python("-c", code).stderr.splitlines()[-1]
+    assert told.startswith(
+        f"ImportError: shardcast: expected torch {_compat.SUPPORTED}, got torch "
+    )
+    assert f"{torch.__version__}, which lacks torch._C._storage_Use_Count; install" in told
+
+
+def test_the_supported_versions_are_those_of_the_readme():
+    rows = (ROOT / "README.md").read_text().splitlines()
+    oldest, newest = _compat.SUPPORTED.split(" to ")
+    assert any(re.match(rf"\| {oldest}, .*{newest} \|", row) for row in rows)
 
 
 def test_compiled_models_are_unwrapped_and_an_attribute_called_module_is_no_wrapper():

@@ -1,6 +1,8 @@
-"""The only folder that uses interfaces of torch that are private or differ between releases.
+"""Interfaces of torch that are private or differ between releases.
 
-This module has what every training uses; the other modules have one purpose each.
+Other folders use only the private names that ``tests/test_architecture.py`` lists, such as
+``torch._foreach_copy_``. This module has what every training uses; the other modules have one
+purpose each. If torch lacks a name of :data:`NEEDED`, the import raises.
 
 If a new release of torch breaks something, the tests of its users notice. ``tests/test_compat.py``
 has the few cases that no other test would notice.
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import sys
 import types
 import weakref
@@ -20,7 +23,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
@@ -29,6 +31,43 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
+
+SUPPORTED = "2.11 to 2.15"
+# Private names of torch, below ``torch.``. Names of modules that are imported late are not among
+# them.
+NEEDED = (
+    "_C.DisableTorchFunctionSubclass _C._current_autograd_node _C._current_graph_task_id "
+    "_C._dynamo.eval_frame._FrameAction _C._dynamo.eval_frame._FrameExecStrategy "
+    "_C._dynamo.eval_frame.set_code_exec_strategy _C._is_alias_of _C._storage_Use_Count "
+    "_C._will_engine_execute_node _amp_update_scale_ _compile._disable_dynamo _foreach_add_ "
+    "_foreach_copy_ _foreach_lerp _foreach_lerp_ _foreach_mul_ _foreach_norm _fused_adam_ "
+    "_fused_adamw_ _fused_sgd_ Tensor._backward_hooks Tensor._base "
+    "Tensor._post_accumulate_grad_hooks Tensor._version UntypedStorage._cdata "
+    "UntypedStorage._free_weak_ref UntypedStorage._new_with_weak_ptr UntypedStorage._weak_ref "
+    "autograd.Variable._execution_engine.queue_callback nn.Module._call_impl "
+    "nn.parallel.DistributedDataParallel._get_active_ddp_module"
+).split()
+NEEDED_BY_GROUPS = (
+    "_C._distributed_c10d.AllgatherOptions distributed.ProcessGroup._get_backend "
+    "distributed.distributed_c10d._coalescing_manager "
+    "distributed.distributed_c10d._get_default_store distributed.distributed_c10d._world"
+).split()
+
+
+def _lacks(name: str) -> bool:
+    try:
+        operator.attrgetter(name)(torch)
+    except AttributeError:
+        return True
+    return False
+
+
+# Otherwise the first use would raise an AttributeError, perhaps in a backward.
+if missing := [*filter(_lacks, NEEDED + (NEEDED_BY_GROUPS if dist.is_available() else []))]:
+    raise ImportError(
+        f"shardcast: expected torch {SUPPORTED}, got torch {torch.__version__}, which lacks "
+        f"torch.{', torch.'.join(missing)}; install one of these versions, or a newer shardcast"
+    )
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,7 +116,7 @@ def without_torch_function() -> AbstractContextManager[object]:
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """Make ``torch.compile`` break its graph around ``function``, as around torch's own steps."""
-    return _disable_dynamo(function)
+    return torch._compile._disable_dynamo(function)
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
