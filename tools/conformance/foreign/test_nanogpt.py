@@ -41,7 +41,7 @@ SUITE = Suite(
         "`train_shakespeare_char.py` with its README's settings for a CPU, on char-rnn's "
         "tinyshakespeare: 2,000 steps of 12 sequences, for which nanoGPT reports a validation "
         f"loss of 1.88. The loss must be within {APART} ({OF_FORMS} with published forms) of the "
-        "same script's under DDP, with equal processes and batches. On one process, the "
+        "loss of the same script under DDP, with equal processes and batches. On one process, the "
         f"unmodified script runs without DDP, and its loss must be within {APART} of 1.88"
     ),
     source="karpathy/nanoGPT",
