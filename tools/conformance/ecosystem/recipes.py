@@ -73,8 +73,8 @@ DDP with bf16 autocast, and with the README's change in fp32 and in bf16. `bash 
 *fp32* is the largest difference of a weight or buffer from DDP's after a few steps. *bf16* is the
 distance of the weights from DDP's in fp32, relative to the distance that training moved them.
 *autocast* is the same for DDP under autocast, so it is the noise of bf16 itself. *Refused* means
-that every rank raises an error that names cause and remedy. *Warned* means that the script
-trains, and a warning says what differs.
+that every rank raises an error, which names cause and remedy unless it is torch's own. *Warned*
+means that the script trains, and a warning says what differs.
 """
 
 SHIPPED = """## Loops that packages ship
