@@ -369,11 +369,12 @@ class Gradients:
             held.grads = nothing
 
     def _outdate(self, position: int) -> None:
-        """Let a ``.grad`` that a script may keep raise, because another one follows."""
-        last = self._last(position)
-        if last is not None:
-            self._views[position] = nothing
-            outdated(last, self.pack.layout.slots[position])
+        """Clear a ``.grad``, because another one follows; one that a script keeps raises then."""
+        last = [self._last(position)]
+        if last[0] is not None:
+            self._views[position], self.pack.params[position].grad = nothing, None
+            if _compat.is_kept(last, 0):
+                outdated(last[0], self.pack.layout.slots[position])
 
     def _last(self, position: int) -> Tensor | None:
         """Return the ``.grad`` that is a view of the mean, or of those of all owners."""
@@ -754,8 +755,11 @@ class Gradients:
         that it keeps gets a copy later, so that a loop's last variable does not keep a whole pack.
         """
         own, is_wide = self.own, self.own.dtype != self.low
-        if not (is_wide or _compat.is_shared(own)) or len(kept := self.kept()) == len(self._views):
+        if not (is_wide or _compat.is_shared(own)):
             return
+        kept, views = self.kept(), enumerate(self._views)
+        if kept and {n for n, view in views if view is not nothing} <= {*kept}:
+            return  # none was cleared
         memory = own.untyped_storage().data_ptr()
         shown = [view for it in self._views if (view := it()) is not None]
         known = sum(view.untyped_storage().data_ptr() == memory for view in shown)

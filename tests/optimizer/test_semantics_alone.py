@@ -11,6 +11,7 @@ from oracle import sgd
 from torch import Tensor, nn
 
 import shardcast
+from shardcast.memory import gradients
 from shardcast.optimizer.sharded import packed_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -204,6 +205,35 @@ def test_views_of_gradients_that_make_room_for_kept_ones_are_nan():
     both(model)
     assert cleared.eq(1).all() and stale.isnan().all()
     assert model[1].grad.eq(4).all()  # type: ignore[union-attr]
+
+
+def test_views_stay_right_if_another_parameter_never_had_a_gradient():
+    model = two()
+    shardcast.shard(model, sgd(model), param_dtype="fp32")
+    for count in (1, 2, 3):
+        model[0].sum().backward()
+        if count == 1:
+            kept = model[0].grad.data  # type: ignore[union-attr]
+        assert kept.eq(count).all()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_clip_makes_no_new_stand_ins_for_gradients_that_nobody_keeps(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A call for each takes longer than the clip."""
+    made = []
+    plain = gradients.outdated
+    monkeypatch.setattr(gradients, "outdated", lambda *of: made.append(of) or plain(*of))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).bfloat16()
+    optimizer, batch = shardcast.shard(model, sgd(model)), torch.ones(2, 3, dtype=torch.bfloat16)
+    for _ in range(2):
+        model(batch).sum().backward()
+        kept = [param.grad for param in model.parameters()] if keeps else []
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(made) == 2 * len(kept)
 
 
 class Tiled(torch.autograd.Function):
