@@ -39,6 +39,7 @@ MATMULS = (  # autocast casts their inputs
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 
+KEPT = "_shardcast_forward"  # attribute of a module with a replaced forward
 LOOKS = 8  # calls of a forward whose module is checked
 
 
@@ -84,7 +85,8 @@ class LowForward:
         self._turns_off = turns_off
         self._is_installed, self._replaced = True, "forward" in vars(module)
         self._looks = LOOKS
-        module.forward = self.forward
+        self._earlier = vars(module).get(KEPT)
+        module.forward, vars(module)[KEPT] = self.forward, self
 
     @property
     def forward(self) -> MethodType:
@@ -104,7 +106,10 @@ class LowForward:
             function.__signature__ = signature.replace(parameters=parameters)
         return MethodType(function, self)
 
-    def _call(self, *args: object, **kwargs: object) -> object:
+    def _call(self: LowForward | nn.Module, *args: object, **kwargs: object) -> object:
+        if isinstance(self, nn.Module):  # Accelerate binds the function of a forward to its module
+            self = vars(self)[KEPT]
+        assert isinstance(self, LowForward)
         # in this order, so that Dynamo makes no guard
         if not torch.compiler.is_compiling() and self._looks:
             self._looks -= 1
@@ -156,9 +161,11 @@ class LowForward:
         self._inputs = self._outputs = self._weight = None
         self._is_installed = False
         if getattr(vars(self._module).get("forward"), "__self__", None) is self:
-            del self._module.forward
+            del self._module.forward, vars(self._module)[KEPT]
             if self._replaced:
                 self._module.forward = self._own
+            if self._earlier is not None:
+                vars(self._module)[KEPT] = self._earlier
 
 
 class AutocastForward(LowForward):

@@ -8,6 +8,7 @@ import inspect
 import io
 import math
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -487,6 +488,32 @@ def test_a_forward_that_a_script_replaced_keeps_its_arguments():
     sharded(model, param_dtype=BF16)
     assert [*inspect.signature(layer.forward).parameters] == ["value", "scale"]
     assert layer(torch.ones(2, 4), scale=3).dtype == BF16 and calls == [3]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_function_of_a_forward_can_be_bound_to_its_module(autocast: bool):
+    """Accelerate's prepare() wraps ``model.forward.__func__`` and binds it to the model."""
+    torch.manual_seed(0)
+    model, x = Keeper(), torch.randn(2, 4)
+    optimizer = sharded(model, param_dtype=BF16, autocast=autocast)
+    expected = model(x)
+    for module in (model, model.last):
+        module.forward = MethodType(module.forward.__func__, module)
+    twin = copy.deepcopy(model)
+    assert torch.equal(model(x), expected)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert torch.equal(twin(x), expected), "a copy computes with its own weights"
+    optimizer.close()
+    assert model(x).dtype == FP32
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_closed_model_has_no_attributes_of_its_forwards(autocast: bool):
+    model = Keeper()
+    before = {module: {*vars(module)} for module in model.modules()}
+    sharded(model, param_dtype=BF16, autocast=autocast).close()
+    assert {module: {*vars(module)} for module in model.modules()} == before
 
 
 def cloned(module: nn.Module) -> nn.Module:
