@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcast import _compat
-from shardcast.comm import Comm, warn_first
+from shardcast.comm import Comm
 from shardcast.memory.local_param import LocalParam
 from shardcast.plan.layout import GroupId, PackLayout, Span
 from shardcast.plan.publishing import Encoding
@@ -42,10 +42,11 @@ class Pack:
         data: the storage, 1-d; padding is zero.
         own_data: its own span.
         encoding: encoding in which values are sent, if not as they are.
+        has_told: whether the script was warned of a backup that shows new values.
     """
 
     encoding: Encoding | None = None
-    _has_told = False
+    has_told = False
 
     def __init__(self, layout: PackLayout, params: list[nn.Parameter], comm: Comm) -> None:
         self.layout, self.comm = layout, comm
@@ -165,12 +166,15 @@ class Pack:
             self.note_memory()
         return moved
 
-    def take(self, moved: dict[int, Tensor]) -> None:
+    def take(self, moved: dict[int, Tensor]) -> list[str]:
         """Copy what :meth:`moved` returned into the pack, and make the parameters views again.
 
         Nothing may be in flight.
+
+        Returns:
+            Names of parameters whose old memory the script keeps.
         """
-        kept = ""
+        kept = []
         for number, values in moved.items():
             slot = self.layout.slots[number]
             begin = self.data[slot.offset : slot.end].view(slot.shape)
@@ -178,17 +182,10 @@ class Pack:
             self.params[number].data = _compat.own_storage(begin)
             if self._storages[number]() is not None:  # as in ``backup = param.data``
                 self._overwritten.setdefault(number, []).append(self._storages[number])
-                kept = kept or slot.name
-        if kept and not self._has_told:
-            self._has_told = True
-            warn_first(
-                f"parameter {kept!r} got other values by `param.data = values` while the script "
-                "keeps its old memory, as in `backup = param.data`; that shows the new values "
-                "now. If you need the old ones, keep backup = param.data.clone()",
-                "param.data with a backup",
-            )
+                kept.append(slot.name)
         if moved:
             self.note_memory()
+        return kept
 
     def _refuse_overwritten(self) -> None:
         for number, storages in [*self._overwritten.items()]:

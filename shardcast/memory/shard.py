@@ -342,8 +342,17 @@ def take_moved(shards: Sequence[Shard]) -> None:
             first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
             if any(first < stop and start < end for start, stop in memory):
                 values[number] = value.clone()
-    for pack, values in moved.items():
-        pack.take(values)
+    kept = [name for pack, values in moved.items() for name in pack.take(values)]
+    # One of several is the last value of a loop's variable: `old = param.data`.
+    is_backup = len(kept) >= min(2, sum(map(len, moved.values())))
+    if is_backup and not any(pack.has_told for pack in packs):
+        packs[0].has_told = True
+        warn_first(
+            f"parameter {kept[0]!r} got other values by `param.data = values` while the script "
+            "keeps its old memory, as in `backup = param.data`; that shows the new values now. "
+            "If you need the old ones, keep backup = param.data.clone()",
+            "param.data with a backup",
+        )
 
 
 def shard_of(pack: Pack, config: ShardcastConfig) -> Shard:

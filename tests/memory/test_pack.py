@@ -206,6 +206,22 @@ def test_a_backup_that_shows_the_new_values_is_warned_of(dtype: str, keeps: bool
     assert ["'a.weight' got other values" in str(it.message) for it in told] == [True] * keeps
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_backup_of_several_packs_is_warned_of_once_and_a_variable_of_a_loop_never(keeps: bool):
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, param_dtype="fp32", pack_params=1)
+    assert len(optimizer.layout.packs) > 1
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            backup = [param.data for param in model.parameters() if keeps]
+            for param in model.parameters():
+                old = param.data
+                param.data = old * 2
+            optimizer.step()
+    assert old.numel() and len(told) == keeps == bool(backup)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_parameter_has_a_storage_of_its_own_and_is_saved_in_all_ways(dtype: str):
     safetensors = pytest.importorskip("safetensors.torch")
