@@ -695,7 +695,12 @@ class Gradients:
     def hide_clip(self) -> None:
         """Show stand-ins, because a clip that the update applies is not in the mean."""
         for position in self.kept():
-            self._outdate(position)  # which shows no clip
+            param, last = self.pack.params[position], [self._last(position)]
+            self._views[position] = nothing
+            param.grad = None
+            if _compat.is_kept(last, 0):  # it remains ``.grad``
+                self._part_with_stand_in(position)
+                param.grad = self._stand_ins[position] = stand_in(self, position, last[0])
             self.show(position)
         self.adds = set(self.shown)
 

@@ -235,9 +235,10 @@ _DISTRIBUTED: dict[type, type] = {}  # by the class of DTensors, which is import
 OLD = -1  # position of what is no .grad any more
 
 
-def stand_in(grads: Gradients, position: int) -> StandIn:
-    """Return a new stand-in for the parameter at ``position``."""
-    grad = torch.empty(0, dtype=grads.low, device=grads.own.device)
+def stand_in(grads: Gradients, position: int, grad: Tensor | None = None) -> StandIn:
+    """Return a stand-in for the parameter at ``position``: ``grad``, or a new tensor."""
+    if grad is None:
+        grad = torch.empty(0, dtype=grads.low, device=grads.own.device)
     hidden = outdated(grad, grads.pack.layout.slots[position])
     hidden.position, hidden.grads = position, weakref.ref(grads)
     return hidden

@@ -221,19 +221,24 @@ def test_views_stay_right_if_another_parameter_never_had_a_gradient():
 def test_a_clip_makes_no_new_stand_ins_for_gradients_that_nobody_keeps(
     keeps: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """A call for each takes longer than the clip."""
+    """A call for each takes longer than the clip. What a script keeps stays ``.grad``."""
     made = []
-    plain = gradients.outdated
-    monkeypatch.setattr(gradients, "outdated", lambda *of: made.append(of) or plain(*of))
+    for name in ("stand_in", "outdated"):
+        plain = getattr(gradients, name)
+        monkeypatch.setattr(gradients, name, lambda *of, plain=plain: made.append(of) or plain(*of))
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).bfloat16()
     optimizer, batch = shardcast.shard(model, sgd(model)), torch.ones(2, 3, dtype=torch.bfloat16)
     for _ in range(2):
         model(batch).sum().backward()
         kept = [param.grad for param in model.parameters()] if keeps else []
         optimizer.clip_grad_norm_(0.1)
+        for param, grad in zip(model.parameters(), kept, strict=False):
+            assert param.grad is grad
+        if keeps:
+            assert nn.utils.get_total_norm(kept).item() == pytest.approx(0.1, rel=1e-2)
         optimizer.step()
         optimizer.zero_grad()
-    assert len(made) == 2 * len(kept)
+    assert len(made) == 4 * (1 + keeps)
 
 
 class Tiled(torch.autograd.Function):
