@@ -241,7 +241,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with packed.decider.refusal.held():
             packed.originals.check()
             take_moved(packed.shards)
-            if packed.reduce.adds_used and packed.decider.tokens.counted:
+            if packed.decider.tokens.counted and packed.reduce.adds_used():
                 raise RuntimeError(
                     "count: gradients were added to those of the last step, which this step would "
                     "divide by its own tokens; call optimizer.zero_grad() after each step"

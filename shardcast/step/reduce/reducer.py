@@ -61,7 +61,6 @@ class Reducer:
         at_step: whether :meth:`finish` sends instead of backwards, because a pipeline has many in a
             step.
         synchronises: whether DDP would synchronize a backward now: it is not in :meth:`no_sync`.
-        adds_used: whether gradients were added to a mean that an earlier step used.
         last_backward: the engine's number of the last backward with gradients; ``None``: there was
             none since the last step or ``zero_grad``.
         due: whether there are gradients that were not reduced; a step needs a pass before it.
@@ -83,7 +82,9 @@ class Reducer:
         self.divisor = Divisor(process_groups.dp.size)
         self.alone = process_groups.everyone.size == 1
         self.grads: list[Gradients] = []
-        self.adds_used = False
+        self._added: list[
+            Tensor
+        ] = []  # whether used means to which gradients are added have values
         self.last_backward: int | None = None
         self.due = True
         self.clip: Decision | None = None
@@ -411,7 +412,7 @@ class Reducer:
         self.due, self.last_backward, self._clipped = True, None, USED
         self._passes_before, self._is_captured = self._passes[0], False
         self.history.update({**NOTHING, EDITED: is_edited})
-        self.adds_used, self._used = False, self.versions()
+        self._added, self._used = [], self.versions()
         for grads in self.grads:
             grads.use()
 
@@ -423,7 +424,7 @@ class Reducer:
                 bucket.grads.clear(range(len(bucket.grads.owned)))
             self._complete()
         self.clip, self._used = None, None
-        self.adds_used = self._is_captured = False
+        self._added, self._is_captured = [], False
         if self.history[BACKWARDS]:
             # Of means that the script cleared already, only some ranks have noted it by now.
             self.history[CLEARS] += any(grads.adds or grads.acts for grads in self.grads)
@@ -506,6 +507,10 @@ class Reducer:
         yield
         self._seen = None if is_edited else self.versions()
 
+    def adds_used(self) -> bool:
+        """Return whether gradients were added to a mean that an earlier step used; not to zeros."""
+        return any(map(bool, self._added))
+
     def versions(self) -> list[int]:
         """Return numbers that change when a mean is edited in place."""
         return [grads.version for grads in self.grads]
@@ -563,13 +568,16 @@ class Reducer:
         """Start to accumulate and send: the first gradient is about to come, or there is none."""
         if self._used is not None:
             edited = self.versions() != self._used
-            stays = any(
-                # Zeros that a script wrote changed the version; through a stand-in, ``adds``.
-                not (edited and (self.alone or grads.shows))
-                and any(n in grads.adds or self.alone for n in grads.kept())
+            # Zeros that a script wrote changed the version, except by ``.grad.data``; through a
+            # stand-in, ``adds``, except by a factor. Read later: a step waits for the device then.
+            self._added = [
+                grads.part(n).any()
                 for grads in self.grads
-            )
-            self.adds_used, self._used = stays, None
+                if not (edited and (self.alone or grads.shows))
+                for n in grads.kept()
+                if n in grads.adds or self.alone
+            ]
+            self._used = None
         if self.clip is not None:
             if any(grads.kept() for grads in self.grads):
                 self.multiply_in()  # now, while no mean is on its way

@@ -250,7 +250,7 @@ def test_counts_that_belong_to_no_step_are_refused_on_all_ranks(how: str):
     ranks_of(2, run)
 
 
-@pytest.mark.parametrize("zeroes", ["in place", "gathered", ""])
+@pytest.mark.parametrize("zeroes", ["in place", "gathered", "gathered, by data", "by a factor", ""])
 @pytest.mark.parametrize("size", [1, 2])
 def test_counted_gradients_are_not_added_to_those_of_the_last_step(size: int, zeroes: str):
     """Each would need the tokens of its own step; zeros by hand need none."""
@@ -262,11 +262,15 @@ def test_counted_gradients_are_not_added_to_those_of_the_last_step(size: int, ze
         for step in range(2):
             step_of(model, optimizer, 3)
             with refused if step and not zeroes else contextlib.nullcontext():
-                if zeroes == "gathered":
+                if zeroes.startswith("gathered"):
                     optimizer.gather_gradients()
                 optimizer.step()
             for param in model.parameters() if zeroes else ():
-                param.grad.zero_()  # type: ignore[union-attr]
+                grad: Any = param.grad
+                if zeroes == "by a factor":
+                    grad.mul_(0)
+                else:
+                    (grad.data if "data" in zeroes else grad).zero_()
 
     ranks_of(size, run)
 
