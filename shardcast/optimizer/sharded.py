@@ -390,6 +390,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "count() divides them again, by tokens; build the schedule with scale_grads=False"
             )
         self._packed.decider.tokens.add(tokens, reduce.last_backward is not None)
+        reduce.counts = True
 
     def _drop_tokens(self) -> None:
         """Forget tokens whose gradients were dropped, but not those of a coming batch."""

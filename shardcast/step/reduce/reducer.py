@@ -61,6 +61,7 @@ class Reducer:
         at_step: whether :meth:`finish` sends instead of backwards, because a pipeline has many in a
             step.
         synchronises: whether DDP would synchronize a backward now: it is not in :meth:`no_sync`.
+        counts: whether tokens were counted since the last step, before its backwards.
         last_backward: the engine's number of the last backward with gradients; ``None``: there was
             none since the last step or ``zero_grad``.
         due: whether there are gradients that were not reduced; a step needs a pass before it.
@@ -82,9 +83,9 @@ class Reducer:
         self.divisor = Divisor(process_groups.dp.size)
         self.alone = process_groups.everyone.size == 1
         self.grads: list[Gradients] = []
-        self._added: list[
-            Tensor
-        ] = []  # whether used means to which gradients are added have values
+        self.counts = False
+        # whether used means to which gradients are added have values
+        self._added: list[Tensor] = []
         self.last_backward: int | None = None
         self.due = True
         self.clip: Decision | None = None
@@ -412,7 +413,7 @@ class Reducer:
         self.due, self.last_backward, self._clipped = True, None, USED
         self._passes_before, self._is_captured = self._passes[0], False
         self.history.update({**NOTHING, EDITED: is_edited})
-        self._added, self._used = [], self.versions()
+        self._added, self._used, self.counts = [], self.versions(), False
         for grads in self.grads:
             grads.use()
 
@@ -566,7 +567,7 @@ class Reducer:
 
     def _start(self, sends: bool) -> None:
         """Start to accumulate and send: the first gradient is about to come, or there is none."""
-        if self._used is not None:
+        if self._used is not None and self.counts:
             edited = self.versions() != self._used
             # Zeros that a script wrote changed the version, except by ``.grad.data``; through a
             # stand-in, ``adds``, except by a factor. Read later: a step waits for the device then.
@@ -577,7 +578,7 @@ class Reducer:
                 for n in grads.kept()
                 if n in grads.adds or self.alone
             ]
-            self._used = None
+        self._used = None
         if self.clip is not None:
             if any(grads.kept() for grads in self.grads):
                 self.multiply_in()  # now, while no mean is on its way

@@ -275,6 +275,24 @@ def test_counted_gradients_are_not_added_to_those_of_the_last_step(size: int, ze
     ranks_of(size, run)
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_only_a_script_that_counts_pays_for_a_look_at_the_last_steps_gradients(
+    counts: bool, monkeypatch: pytest.MonkeyPatch
+):
+    looks, plain = [], Tensor.any
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, None, sgd)
+    for _ in range(3):
+        optimizer.count(3) if counts else None
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "any", lambda it: looks.append(it) or plain(it))
+            loss_of(model, CASES["mlp"].batch(0)).backward()
+        optimizer.step()
+        for param in model.parameters():
+            param.grad.data.zero_()  # type: ignore[union-attr]
+    assert len(looks) == 2 * counts * len(list(model.parameters()))
+
+
 def test_a_count_on_some_ranks_is_refused_on_all_of_them_also_by_a_clip_of_values():
     def run(group: Any) -> None:
         model = CASES["mlp"].build()
