@@ -70,8 +70,8 @@ def save_async(
     earlier: Saving | None = packed.saving
     if earlier is not None:
         end(earlier, "save_async")
-    # Of any optimizer: an older state must not be committed after this one. Every rank has begun
-    # its part of those by now.
+    # Of any optimizer, because this save removes folders that seem to be left over. Every rank has
+    # begun its part of those by now.
     saving.finish(base)
     arguments = (str(base), step, keep, digest, overwrite)
     job = saving.begin(snapshot, "save_async", arguments, extra, per_rank, timeout)

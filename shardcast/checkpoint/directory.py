@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -445,10 +445,10 @@ def _exists(target: Path) -> ValueError:
     )
 
 
-def sweep(directory: Path, *prefixes: str, kept: Container[str] = ()) -> None:
+def sweep(directory: Path, *prefixes: str) -> None:
     """Delete the remains of interrupted saves and deletions; failures only warn."""
     for path in directory.iterdir():
-        if path.name.startswith(prefixes) and path.name not in kept:
+        if path.name.startswith(prefixes):
             delete(path)
 
 

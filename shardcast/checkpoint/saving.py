@@ -44,8 +44,6 @@ SAID = 4096  # bytes, for the message of a rank that failed
 POLL = 0.02  # seconds between two looks
 # Targets of background saves, also of those whose optimizer is gone.
 threads: weakref.WeakKeyDictionary[threading.Thread, Path] = weakref.WeakKeyDictionary()
-# Folders of background saves that this process takes part in, or did.
-begun: set[Path] = set()
 
 
 def finish(path: Path) -> None:
@@ -311,12 +309,11 @@ def begin(
         return head, _copied("extra", extra)[0], _copied("per_rank", tuple(own.values()))[1]
 
     head, extra, own = snapshot.together(checked, call)
-    begun.difference_update([path for path in begun.copy() if not path.exists()])
-    known = snapshot.collect(lambda: (arguments, [path.name for path in begun.copy()]), call)
-    if any(passed != arguments for passed, _ in known):
+    arguments_by_rank = snapshot.collect(lambda: arguments, call)
+    if any(passed != arguments for passed in arguments_by_rank):
         raise ValueError(
             "save: the ranks gave different arguments (directory, step, keep, digest, overwrite): "
-            + by_rank((rank, passed) for rank, (passed, _) in enumerate(known))
+            + by_rank(enumerate(arguments_by_rank))
         )
 
     target = folders.folder_of(base, step)
@@ -337,15 +334,12 @@ def begin(
         with _naming(target):
             if not overwrite:
                 folders.clear_the_way(target, facts)
-            kept = {name for _, names in known for name in names}
-            return _prepare(base, target, snapshot.inventory, call == "save_async", kept)
+            return _prepare(base, target, snapshot.inventory, call == "save_async")
 
     name = snapshot.collect(prepare, call)[0]
     if name is None and snapshot.comm.rank == 0:
         LOG.info("%s: %r was just loaded and is unchanged; nothing is written", call, str(target))
     writing = base / (name or "")
-    if name and call == "save_async":
-        begun.add(writing)
     once = {
         ("optimizer", "param_groups"): head.pop("groups"),
         ("extra",): extra,
@@ -376,17 +370,12 @@ def _copied(what: str, value: object) -> tuple[Any, io.BytesIO]:
         ) from error
 
 
-def _prepare(
-    base: Path, target: Path, inventory: Inventory, background: bool, kept: set[str]
-) -> str:
-    """Make a new directory with enough space on rank 0, and remove remains of killed runs.
-
-    Args:
-        kept: folders of this job's background saves, which may be running.
-    """
+def _prepare(base: Path, target: Path, inventory: Inventory, background: bool) -> str:
+    """Make a new directory with enough space on rank 0, and remove remains of killed runs."""
     if not base.exists():
         storage.make_directory(base)
-    folders.sweep(base, WRITING, LEAVING, BACKGROUND, kept=kept)
+    # A save leaves the files of a running background save alone.
+    folders.sweep(base, WRITING, LEAVING, *([BACKGROUND] if background else []))
     masters = sum(math.prod(inventory.shapes[name]) for name in inventory.trained)
     free, needed = shutil.disk_usage(base).free, masters * MASTER_DTYPE.itemsize + RESERVE
     if free < needed:
