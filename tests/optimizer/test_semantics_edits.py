@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import shardcast
 from shardcast import _compat
+from shardcast.memory.gradients import Gradients
 from shardcast.testing import ThreadedWorld
 
 pytestmark = pytest.mark.timeout(60)
@@ -363,6 +364,28 @@ def test_hooks_that_miss_the_earlier_gradients_of_a_step_are_named(
     names = [it for it in told if "register_post_accumulate_grad_hook" in str(it.message)]
     assert len(names) == (0 if is_summed or first == "zeroed" else 1)
     assert all("no_sync(), with accumulate 'local'" in str(it.message) for it in names)
+
+
+def test_a_backward_does_not_wait_in_each_step_for_what_a_script_zeroed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """With hooks, the first one looks at the values, for a warning."""
+    looks, plain = [], Gradients.is_zeroed
+    monkeypatch.setattr(Gradients, "is_zeroed", lambda *of: looks.append(of) or plain(*of))
+
+    def run(group: Any) -> None:
+        model = nn.Linear(8, 3)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda _: None)
+        optimizer = shardcast.shard(model, sgd(model), process_group=group)
+        for _ in range(4):
+            backward_of(model)
+            optimizer.gather_gradients()
+            optimizer.step()
+            model.zero_grad(set_to_none=False)
+
+    ThreadedWorld(2).run(run)
+    assert len(looks) == 2 * 2
 
 
 def test_what_was_kept_before_a_clip_is_not_edited_as_if_it_were_clipped():

@@ -102,7 +102,7 @@ class Reducer:
         self._gathered = False  # since the last backward; then all edits are allowed
         # Versions of the means at the last clip; ``None`` if a script edited them since.
         self._seen: list[int] | None = None
-        self._told: set[str] = set()
+        self._told: set[str] = set()  # warnings, and parameters whose hooks were looked at
         self._backward: Backward | None = None  # the running backward
         self._pass: ReducePass | None = None  # pass of the running backward, or of one that failed
         # A backward went through another model, too, so packs are sent at its end. ``None``: no
@@ -717,8 +717,11 @@ class Reducer:
         )
 
     def _warn_of_hooks(self, grads: Gradients, position: int) -> None:
-        has_hooks = _compat.has_hooks_of_grad(grads.pack.in_model[position])
-        if has_hooks and not grads.is_zeroed(position):
+        name = grads.pack.layout.slots[position].name
+        if name in self._told or not _compat.has_hooks_of_grad(grads.pack.in_model[position]):
+            return
+        self._told.add(name)  # asked once, because it waits for the device
+        if not grads.is_zeroed(position):
             self._warn_once(
                 "backward: a hook of register_post_accumulate_grad_hook gets the gradient of this "
                 "backward alone, while .grad under DDP would include the earlier ones, which were "
