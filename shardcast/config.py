@@ -57,7 +57,9 @@ class ShardcastConfig(ValidatedOptions):
         "or none",
     )
     cast_forward_inputs: bool = option(
-        True, "cast activations to param_dtype at the inputs of modules with low-precision weights"
+        True,
+        "cast activations to param_dtype at the inputs of modules with low-precision weights; with "
+        "autocast: false, also run modules with a matrix of their own under autocast",
     )
     autocast: bool = option(
         True,
@@ -174,15 +176,16 @@ class ShardcastConfig(ValidatedOptions):
     reduce: str = option(
         "auto",
         "how gradients reach their owners; two_level: sum within each node first; auto: "
-        "reduce_scatter for fp32 on NCCL, two_level on several nodes of more than two ranks each, "
-        "else all_to_all",
+        "for equal spans, reduce_scatter on NCCL if gradients are sent in fp32, or two_level on "
+        "several nodes with the same number of ranks, at least three; else all_to_all",
         one_of("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
     sync: str = option(
         "auto",
         "how updated parameters reach all ranks; all_gather needs the even partition; auto: "
-        "all_gather if all spans are equal, else broadcast; on gloo within a node, point-to-point "
-        "messages",
+        "all_gather if all spans are equal, else broadcast; for CPU tensors on gloo, "
+        "point-to-point messages instead, except for equal spans on several nodes with the same "
+        "number of ranks, at least two",
         one_of("auto", "broadcast", "all_gather"),
     )
     overlap_sync: bool = extension(False, "overlap_sync")
