@@ -190,6 +190,8 @@ class AnyOptimizerUpdate(Update):
                     self._step()
             except observer.CollectiveError as error:
                 raise probe.collective_refusal(self._optimizer) from error
+            except (MemoryError, torch.OutOfMemoryError):
+                raise  # scripts catch these
             except Exception as error:
                 raise self._failed(error) from error
             return {

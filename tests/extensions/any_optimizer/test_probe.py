@@ -367,3 +367,27 @@ def test_a_class_that_fails_with_some_parameters_is_named_with_the_reason():
             optimizer.step()
 
     ThreadedWorld(2).run(run)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
+def test_a_class_that_runs_out_of_memory_is_no_wrong_class(kind: type[Exception]):
+    """Scripts catch the error by its type."""
+    full: list[bool] = []
+
+    class Full(foreign.Signs):
+        def direction(self, *of: Any) -> Tensor:
+            if full:
+                raise kind("out of memory")
+            return super().direction(*of)
+
+    def run(group: Any) -> None:
+        model = mlp()
+        optimizer = shardcast.shard(model, Full(model.parameters()), process_group=group)
+        set_grads(model, 0)
+        optimizer.step()
+        full.append(True)
+        set_grads(model, 0)
+        with pytest.raises(kind, match="out of memory"):
+            optimizer.step()
+
+    ThreadedWorld(2).run(run)
