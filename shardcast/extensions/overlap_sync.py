@@ -95,15 +95,15 @@ class Overlap(StepHook):
         eager, self._backward = self._backward, False
         # A compiled graph would not wait, and a captured one must finish what it starts.
         captures = any(_compat.is_capturing(pack.data.device) for pack in self._sync.packs)
-        if self._traced and not self._warned:
-            self._warned = True
-            warn_first(
-                "overlap_sync: has no effect, because a part of the model was compiled after "
-                "shard(), and compiled code cannot wait for parameters; leave the option off"
-            )
         if not eager or self._traced or captures:
             self._sync.start()
             self._sync.wait()
+            if self._traced and not self._warned:  # as an error only now: other ranks sync, too
+                self._warned = True
+                warn_first(
+                    "overlap_sync: has no effect, because a part of the model was compiled after "
+                    "shard(), and compiled code cannot wait for parameters; leave the option off"
+                )
             return
         if len(self._sync.packs) != self._mapped:
             self._map()

@@ -413,6 +413,28 @@ def test_a_compiled_part_is_told_of_once(gloo: SpawnedWorld):
     assert "has no effect, because a part of the model was compiled" in told
 
 
+def compiled_part_with_errors(group: Any) -> tuple[bool, list[Tensor]]:
+    """Return whether the warning is an error on this rank, and its weights then."""
+    torch._dynamo.reset()
+    model, optimizer = started(group, steps=2)
+    model.layers.compile(backend="eager", fullgraph=True)
+    model(X).square().mean().backward()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "overlap_sync")
+        try:
+            optimizer.step()
+        except UserWarning:
+            return True, [param.detach().clone() for param in model.parameters()]
+    return False, [param.detach().clone() for param in model.parameters()]
+
+
+def test_a_rank_that_makes_the_warning_an_error_has_the_new_weights(gloo: SpawnedWorld):
+    found = gloo.run(compiled_part_with_errors)
+    assert sum(raised for raised, _ in found) == 1
+    for _, weights in found:
+        assert all(map(torch.equal, weights, found[0][1]))
+
+
 # -- overlap and waits ----------------------------------------------------------------------------
 
 
