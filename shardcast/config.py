@@ -59,12 +59,12 @@ class ShardcastConfig(ValidatedOptions):
     cast_forward_inputs: bool = option(
         True,
         "cast activations to param_dtype at the inputs of modules with low-precision weights; with "
-        "autocast: false, also run modules with a matrix of their own under autocast",
+        "autocast: false, also run modules that hold a weight matrix themselves under autocast",
     )
     autocast: bool = option(
         True,
-        "compute as under torch.autocast, with normalization layers, vectors and outputs of "
-        "embeddings in fp32; false: compute in param_dtype throughout, which is faster",
+        "compute as under torch.autocast: normalization layers, learned scales and outputs of "
+        "embeddings stay fp32; false: compute in param_dtype throughout, which is faster",
     )
     convert_rest: bool = option(
         False,
@@ -177,15 +177,15 @@ class ShardcastConfig(ValidatedOptions):
         "auto",
         "how gradients reach their owners; two_level: sum within each node first; auto: "
         "for equal spans, reduce_scatter on NCCL if gradients are sent in fp32, or two_level on "
-        "several nodes with the same number of ranks, at least three; else all_to_all",
+        "several nodes with equally many ranks, at least three each; else all_to_all",
         one_of("auto", "all_to_all", "reduce_scatter", "two_level"),
     )
     sync: str = option(
         "auto",
         "how updated parameters reach all ranks; all_gather needs the even partition; auto: "
         "all_gather if all spans are equal, else broadcast; for CPU tensors on gloo, "
-        "point-to-point messages instead, except for equal spans on several nodes with the same "
-        "number of ranks, at least two",
+        "point-to-point messages instead, except for equal spans on several nodes with "
+        "equally many ranks, at least two each",
         one_of("auto", "broadcast", "all_gather"),
     )
     overlap_sync: bool = extension(False, "overlap_sync")
