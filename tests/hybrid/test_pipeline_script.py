@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 FLAGS = (
     *"--device cpu --tie-head --width 32 --depth 4 --heads 2 --context 16 --batch-size 2".split(),
-    *"--warmup-steps 2 --steps 4 --config".split(),
+    *"--warmup-steps 2 --steps 3 --config".split(),
     *(f"{ROOT}/configs/fp32.yaml", "--data", f"{ROOT}/launch"),
 )
 
