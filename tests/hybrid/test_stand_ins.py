@@ -155,19 +155,15 @@ def test_a_norm_of_a_dtensor_is_that_of_all_of_it(mesh: DeviceMesh, p: float) ->
         torch.testing.assert_close(clipped.full_tensor(), mean() * (0.5 / total))
 
 
-@pytest.mark.parametrize("how", READS)
 @on_each_rank(GRID)
-def test_what_reads_a_dtensor_is_refused_on_every_rank(mesh: DeviceMesh, how: str) -> None:
-    model, _ = backward(mesh)
-    for name in PLACES:
-        with pytest.raises(RuntimeError, match=rf"\.grad of '{name}'"):
-            READS[how](model.get_parameter(name))
-
-
-@on_each_rank(GRID)
-def test_its_metadata_are_those_of_the_dtensor(mesh: DeviceMesh) -> None:
+def test_reads_are_refused_on_every_rank_and_metadata_are_those_of_the_dtensor(
+    mesh: DeviceMesh,
+) -> None:
     model, _ = backward(mesh)
     for name, place in PLACES.items():
+        for how, read in READS.items():
+            with pytest.raises(RuntimeError, match=rf"\.grad of '{name}'"):
+                pytest.fail(f"{how}: {read(model.get_parameter(name))}")
         param = model.get_parameter(name)
         grad: Any = param.grad
         assert isinstance(grad, DTensor)
