@@ -102,7 +102,7 @@ def test_a_broken_part_is_reported_with_what_it_had_found(
 
 BUSY = "import os\nos.getloadavg = lambda: (1e3, 0, 0)\npytest_plugins = ['shared_fixtures']\n"
 TESTS = """import pytest, time
-@pytest.mark.timeout(0.2)
+@pytest.mark.timeout(0.001)
 def test_marked():
     time.sleep(0.5)
 def test_unmarked():
@@ -110,12 +110,14 @@ def test_unmarked():
 """
 
 
-@pytest.mark.parametrize("conftest", ["", BUSY], ids=["", "busy"])
 def test_a_test_of_the_kit_has_the_limit_of_the_kit(
-    conftest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Time limits in marks are ignored: the plugin may be missing on the machine with the GPU."""
-    (tmp_path / "conftest.py").write_text(conftest)
+    """Time limits in marks are ignored: the plugin may be missing on the machine with the GPU.
+
+    Under load they are not extended either; an extended one would still be too short here.
+    """
+    (tmp_path / "conftest.py").write_text(BUSY)
     (tmp_path / "test_marked.py").write_text(TESTS)
     monkeypatch.setattr(cuda_tests, "TESTS", str(tmp_path))
     folders = (cuda_tests.ROOT / name for name in (".", "launch", "tests/helpers"))
