@@ -18,7 +18,7 @@ STEPS=(--steps 12 --warmup-steps 2 --corpus-mb 2 --validation-sequences 32 --sam
 TESTS=(
     tests/checkpoint/test_checkpoint_refusals.py tests/hybrid/test_pipeline_script.py
     tests/optimizer/test_forwards.py tests/step/test_compiling.py tests/test_compat.py
-    tests/launch/test_launch.py::test_two_processes_under_torchrun_follow_the_ddp_baseline
+    tests/launch/test_launch.py::test_two_processes_follow_the_ddp_baseline
 )
 form="in brief"
 if [[ ${1:-} == --whole ]]; then

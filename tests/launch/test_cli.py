@@ -65,25 +65,17 @@ def test_usage_lists_every_command_with_its_help(command: Command) -> None:
         call = getattr(importlib.import_module(f"shardcast.cli.{module}"), name)
         assert call.__doc__.splitlines()[0] == help_text
         assert name in out and help_text in out
+        assert command(name, "--help").startswith(f"usage: shardcast {name} ")
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_the_help_of_a_command_begins_with_its_usage(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([name, "--help"])
-    assert capsys.readouterr().out.startswith(f"usage: shardcast {name} ")
-
-
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], ["lunch"]])
-def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
+def test_what_needs_no_torch_does_not_wait_for_it() -> None:
     program = (
-        "import sys; sys.modules['torch'] = None; from shardcast.cli import main; "
-        f"main({arguments!r}); print('torch' in str(sys.modules['torch']))"
+        "import sys; sys.modules['torch'] = None; from shardcast.cli import main\n"
+        "for words in ([], ['--help'], ['--version'], ['lunch']):\n"
+        "    main(words); assert sys.modules['torch'] is None, words"
     )
     done = python("-c", program)
-    assert done.returncode == 0 and done.stdout.endswith("False\n"), done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_public_names_are_those_that_all_lists() -> None:

@@ -52,13 +52,6 @@ def test_the_example_configurations_name_every_option_with_its_default() -> None
 # -- whole runs ----------------------------------------------------------------------------------
 
 
-def run(*command: str) -> str:
-    """Run Python in a new process, assert that it succeeds and return its output."""
-    finished = python(*command)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
-
-
 @pytest.mark.timeout(300)
 def test_the_quickstart_ends_with_a_table_and_a_picture_and_warns_of_nothing(
     tmp_path: Path,
@@ -213,12 +206,12 @@ def train_in(group: dist.ProcessGroup, flags: list[str]) -> None:
     train(parse_arguments(flags), Processes(group.rank(), group.size(), torch.device("cpu")))
 
 
-def test_two_processes_under_torchrun_follow_the_ddp_baseline(
+def test_two_processes_follow_the_ddp_baseline(
     tmp_path: Path, gloo: SpawnedWorld, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two, ours = (tmp_path / name for name in ("one", "two", "ours"))
     flags = [*TINY_RUN, "--accumulation", "2"]
-    run(*TORCHRUN, "launch/train.py", *flags, "--output", str(ours))
+    gloo.run(train_in, [*flags, "--output", str(ours)])
     baseline = [*TINY_RUN, "--baseline", "ddp", "--accumulation"]
     gloo.run(train_in, [*baseline, "2", "--output", str(two)])
     main([*baseline, "4", "--output", str(one)])
