@@ -160,9 +160,3 @@ def test_the_fragments_of_a_page_are_those_of_its_examples(page: str):
         fragments = re.findall(r"```python\n(.*?)```", text.split("\n## ")[0], re.DOTALL)
         source = code(Path(path_of(name)).read_text())
         assert fragments and all(code(fragment) in source for fragment in fragments), name
-
-
-def test_the_page_of_options_is_what_the_configuration_says():
-    import options  # tools/options.py
-
-    assert options.main(["--check"]) == 0, "run python tools/options.py"
