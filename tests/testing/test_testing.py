@@ -217,6 +217,8 @@ def test_what_one_rank_sends_must_be_what_the_other_expects() -> None:
     assert first.tolist() == [0, 1, 2, 10, 11] and second.tolist() == [3, 12, 13]
     with pytest.raises(CollectiveMismatchError, match=r"rank 0 sends \[1\] to rank 1, .*\[2\]"):
         threaded_world(2, exchange, 2)
+    with pytest.raises(ValueError, match="every peer sends"), fake_world(2, rank=0) as group:
+        dist.all_to_all_single(torch.empty(5), torch.ones(5), [2, 3], [2, 3], group=group)
 
 
 @pytest.mark.parametrize(
@@ -239,11 +241,6 @@ def test_a_call_that_is_wrong_by_itself_is_refused(why: str, call: Call) -> None
         threaded_world(2, call)
     with pytest.raises(ValueError, match=why), fake_world(2, rank=0) as group:
         call(group)
-
-
-def test_a_fake_world_refuses_what_its_replicas_would_not_serve() -> None:
-    with pytest.raises(ValueError, match="every peer sends"), fake_world(2, rank=0) as group:
-        dist.all_to_all_single(torch.empty(5), torch.ones(5), [2, 3], [2, 3], group=group)
 
 
 # --- ranks that leave --------------------------------------------------------------------------
@@ -431,7 +428,7 @@ def test_the_ranks_take_turns_in_the_same_order_in_every_run() -> None:
         return trace
 
     first = order()
-    assert all(order() == first for _ in range(10))
+    assert all(order() == first for _ in range(3))
 
 
 def test_groups_stay_from_run_to_run_and_logs_start_afresh() -> None:
