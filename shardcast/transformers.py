@@ -159,6 +159,19 @@ class ShardcastTrainerMixin(_Trainer):
             logs = {**logs, **flat(_pair(self)[1].metrics(self._log_metrics))}
         super().log(logs, *args, **kwargs)
 
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run Trainer's step of one micro-batch. Collective if the optimizer's step follows.
+
+        When a dataset without a length ends within an accumulation, Trainer reduces gradients
+        that its next epoch continues locally. Here they stay local, too.
+        """
+        accelerator, stack = self.accelerator, ExitStack()
+        each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if not (accelerator.sync_gradients or each):
+            stack.enter_context(accelerator.no_sync(model))
+        with stack:
+            return super().training_step(model, *args, **kwargs)
+
     def compute_loss_context_manager(self) -> ExitStack:
         """Return Trainer's context. If the loss counts tokens, it is divided by them only."""
 

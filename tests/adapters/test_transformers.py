@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from shared_fixtures import started
 from test_accelerate_processes import fresh
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from shardcast import frameworks
 from shardcast.optimizer.sharded import packed_of
@@ -507,6 +508,29 @@ def test_callbacks_that_read_gradients_see_those_of_ddp(tmp_path: Path, gloo: Sp
         assert norms == pytest.approx(stock[0][0], rel=1e-4) and len(norms) == STEPS
         for name, value in stock[0][1].items():
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-5)
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """The rows of Text as a stream; each epoch ends within an accumulation, which the next ends."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        text = Text()
+        yield from (text[number] for number in range(len(text)))
+
+
+def streamed(_group: Any, folder: str, kind: str) -> Any:
+    trainer = trainer_of(folder, kind, save_strategy="no", gradient_accumulation_steps=5)
+    trainer.train_dataset = Stream()
+    trainer.train()
+    return logged(trainer), weights(trainer.model)
+
+
+def test_an_accumulation_goes_on_in_the_next_epoch_of_a_stream(tmp_path: Path, gloo: SpawnedWorld):
+    log, trained = gloo.run(streamed, str(tmp_path / "stock"), "stock")[0]
+    for ours, values in gloo.run(streamed, str(tmp_path / "ours"), "sharded"):
+        assert len(ours) == STEPS
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(log), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(values, trained, rtol=1e-4, atol=1e-5)
 
 
 class MakesItsOwn(transformers.Trainer):
