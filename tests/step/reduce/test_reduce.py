@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, assert_same_bits, on_each_rank, packed_of, run_world, sgd, sharded, values
-from pairwise import SEED, pairwise
+from pairwise import SEED, pairwise, thinned
 from sequences import (
     ALL,
     COUNT,
@@ -32,7 +32,6 @@ from sequences import (
     plain,
     random_sequence,
 )
-from shared_fixtures import started
 from torch import Tensor, nn
 
 from shardcast import _compat
@@ -239,18 +238,46 @@ SEQUENCES: dict[str, list[Action]] = {
         ]
         for fails in (False, True)
     },
+    **{  # gradients of 1 and of 4 exist on one rank; each rank owns a part of a pack
+        f"{cleared} cleared, in no norm, quiet: {quiet}": [
+            (Side.backward, (825, ALL[:2])),
+            (Side.step, ()),
+            (Side.clear, ("none",)),
+            (Side.backward, (439, (use(0, 1, 2, 3), use(0, 2, 3, 4)), quiet)),
+            (Side.clear_some, cleared),
+            (Side.clip, ()),
+            (Side.step, ()),
+        ]
+        for cleared in ((0, 1, 2, 3, 4), (1,), (4,), (0, 1), (1, 3, 4))
+        for quiet in (False, True)
+    },
 }
 
 
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_means_that_are_begun_upon_or_cleared_count_as_in_plain_torch(name: str):
+@pytest.mark.parametrize(
+    ("name", "cell", "accumulate"),
+    [
+        (name, *how)
+        for name, how in thinned(
+            3,
+            SEQUENCES,
+            [
+                (Cell(), "local"),
+                (Cell(), "sharded"),
+                (Cell("bf16", size=1), "local"),
+                (Cell("bf16", "shard_ranks", "AdamW"), "local"),
+                (Cell("bf16", "copy along tp", "AdamW"), "local"),
+            ],
+        )
+        if how[0].size > 1 or all(method is not Side.failed_apart for method, _ in SEQUENCES[name])
+    ],
+    ids=str,
+)
+def test_means_that_are_begun_upon_or_cleared_count_as_in_plain_torch(
+    name: str, cell: Cell, accumulate: str
+):
     """Includes copies of shards, where a rank has all of a mean, and sums over a mesh."""
-    compare(SEQUENCES[name])
-    compare(SEQUENCES[name], accumulate="sharded")
-    if all(method is not Side.failed_apart for method, _ in SEQUENCES[name]):
-        compare(SEQUENCES[name], Cell("bf16", size=1))
-    for layout in ("shard_ranks", "copy along tp"):
-        compare(SEQUENCES[name], Cell("bf16", layout, "AdamW"))
+    compare(SEQUENCES[name], cell, accumulate=accumulate)
 
 
 def test_a_complete_pack_is_sent_by_the_next_gradient_of_whichever_pack():
@@ -317,16 +344,17 @@ def drawn(cell: Cell, number: int) -> list[Action]:
     return random_sequence(draw, assigns=cell.copies == 1)
 
 
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+ACCUMULATE = "local", "sharded"
+
+
+@pytest.mark.parametrize(("cell", "accumulate"), thinned(2, CELLS, ACCUMULATE), ids=str)
 def test_random_sequences_equal_plain_torch(cell: Cell, accumulate: str):
     compare(USUAL, cell, accumulate=accumulate)
     for number in range(2):
         compare(drawn(cell, number), cell, accumulate=accumulate)
 
 
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
-@pytest.mark.parametrize("cell", CELLS[::4], ids=str)
+@pytest.mark.parametrize(("cell", "accumulate"), thinned(2, CELLS[::4], ACCUMULATE), ids=str)
 def test_random_sequences_with_clips_equal_plain_torch(cell: Cell, accumulate: str):
     """Gradients stay clipped until they are cleared, for a second step, a read or a backward."""
     draw = random.Random(1_000_003 * SEED + 7 + CELLS.index(cell))
@@ -338,8 +366,7 @@ def test_random_sequences_with_clips_equal_plain_torch(cell: Cell, accumulate: s
         compare([(Side.backward, (1, ALL)), *clips, (Side.step, ())], fp32, accumulate=accumulate)
 
 
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
-@pytest.mark.parametrize("cell", CELLS[::3], ids=str)
+@pytest.mark.parametrize(("cell", "accumulate"), thinned(2, CELLS[::3], ACCUMULATE), ids=str)
 def test_random_sequences_in_which_ranks_fail_at_places_of_their_own_equal_plain_torch(
     cell: Cell, accumulate: str
 ):
@@ -364,13 +391,13 @@ def test_random_sequences_in_which_ranks_fail_at_places_of_their_own_equal_plain
     compare([*actions, (Side.step, ())], cell, accumulate=accumulate)
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.size == 2], ids=str)
+@pytest.mark.parametrize("cell", thinned(3, [cell for cell in CELLS if cell.size == 2]), ids=str)
 def test_two_processes_equal_plain_torch(cell: Cell, gloo: SpawnedWorld):
     compare(USUAL, cell, gloo, "sharded")
     compare(drawn(cell, 0), cell, gloo)
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.size == 4], ids=str)
+@pytest.mark.parametrize("cell", thinned(3, [cell for cell in CELLS if cell.size == 4]), ids=str)
 def test_four_processes_equal_plain_torch(cell: Cell, four: SpawnedWorld):
     compare(drawn(cell, 0), cell, four)
 
@@ -473,22 +500,37 @@ def test_a_norm_after_a_backward_that_failed_is_refused_on_all_ranks(
         assert told.value.__notes__[-1].endswith("raised RuntimeError"), "on the other rank, too"
 
 
-@pytest.mark.parametrize("places", [(0, COUNT), (1, 3), (2, 2), (-1, 2), (COUNT,) * 3], ids=str)
-@pytest.mark.parametrize("which", [EVERY, use(1, 3)], ids=["all", "some"])
+@pytest.mark.parametrize(
+    ("places", "which", "packs", "act"),
+    pairwise(
+        ((0, COUNT), (1, 3), (2, 2), (-1, 2), (COUNT,) * 3),
+        ((0, 1, 2, 3, 4), (1, 3)),
+        (("even", 1), ("even", 2), ("shard_ranks: one", 1)),
+        ("step", "backward", "gather", "clear"),
+    ),
+    ids=str,
+)
 def test_what_is_assigned_while_a_failed_backward_waits_is_refused(
-    places: Sequence[int], which: Any
+    places: Sequence[int], which: Sequence[int], packs: tuple[str, int], act: str
 ):
     """Some ranks may have averaged the replaced gradients. After a clear, assigning is allowed."""
-    assigned: list[Action] = [(Side.clear, ("model",)), (Side.assign, (5, which))]
     another: Action = (Side.backward, (6, ALL))
-    failed = failed_apart(places, "step")[:-2]
+    acts: dict[str, list[Action]] = {
+        "step": [],
+        "backward": [another],
+        "gather": [(Side.gather, ())],
+        "clear": [(Side.clear, ("none",)), another],
+    }
+    actions = [
+        *failed_apart(places, "step")[:-2],
+        (Side.clear, ("model",)),
+        (Side.assign, (5, use(*which))),
+        *acts[act],
+        (Side.step, ()),
+    ]
     told = r"gradients were assigned after a backward that failed.*layers.\d.weight.*zero_grad"
-    for layout, pack_params in (("even", 1), ("even", 2), ("shard_ranks: one", 1)):
-        cell = Cell(layout=layout, size=len(places), pack_params=pack_params)
-        for act in ([], [another], [(Side.gather, ())]):
-            with pytest.raises(RuntimeError, match=told):
-                compare([*failed, *assigned, *act, (Side.step, ())], cell)
-        compare([*failed, *assigned, (Side.clear, ("none",)), another, (Side.step, ())], cell)
+    with contextlib.nullcontext() if act == "clear" else pytest.raises(RuntimeError, match=told):
+        compare(actions, Cell(layout=packs[0], size=len(places), pack_params=packs[1]))
 
 
 @pytest.mark.parametrize(("is_used", "value"), [(True, -1.0), (False, 0.5)])
@@ -536,23 +578,6 @@ def test_gradients_that_one_rank_alone_clears_are_an_error_on_all(
         side.step()
 
 
-@on_each_rank(2)
-def test_a_backward_that_fails_on_one_rank_alone_is_an_error_on_all(group: Any):
-    """The step sends the packs that the backward did not send, so no rank hangs."""
-    side = Side(Cell(), group)
-    for fails_at in (0, 2, 4):
-        for _ in range(2):  # the first backward sends at its end
-            side.backward(0, ALL)
-            side.step()
-            side.clear("none")
-        side.backward(1, ALL, fails_at=fails_at if group.rank() == 1 else -1)
-        with pytest.raises(RuntimeError, match=r"of a step that failed .*rank 1: 1"):
-            side.step()
-        side.clear("none")
-    side.backward(2, ALL)
-    side.step()
-
-
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_a_backward_that_fails_in_the_loss_on_one_rank_counts_as_none_there(backwards: int):
     """The step sends zeros for it. If the rank also ran another backward, the ranks hang."""
@@ -595,41 +620,48 @@ def failed_apart(places: Sequence[int], after: str) -> list[Action]:
     return [*usual, (Side.failed_apart, (3, places)), *AFTER[after], (Side.step, ())]
 
 
-@pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize(
-    "places", [(0, COUNT), (COUNT, 0), (3, COUNT, 0), (COUNT, COUNT, 2)], ids=str
+    ("places", "after", "how"),
+    thinned(
+        3,
+        [(0, COUNT), (COUNT, 0), (3, COUNT, 0), (COUNT, COUNT, 2)],
+        AFTER,
+        [("even", "local"), ("whole", "sharded")],
+    ),
+    ids=str,
 )
 def test_a_backward_that_fails_on_each_rank_at_another_place_is_one_pass_on_all(
-    places: Sequence[int], after: str
+    places: Sequence[int], after: str, how: tuple[str, str]
 ):
     """Gradients that arrived count, and no rank hangs, even if it fails before its first one."""
-    for layout, accumulate in (("even", "local"), ("whole", "sharded")):
-        cell = Cell(layout=layout, size=len(places), pack_params=1)
-        compare(failed_apart(places, after), cell, accumulate=accumulate)
+    cell = Cell(layout=how[0], size=len(places), pack_params=1)
+    compare(failed_apart(places, after), cell, accumulate=how[1])
 
 
 def test_processes_whose_backward_fails_at_another_place_on_each_do_not_wait(gloo: SpawnedWorld):
-    with started(3) as three:
-        for places, world in (((0, COUNT), gloo), ((COUNT, 3, 0), three)):
-            for after in ("step", "cleared, again", "again and again"):
-                cell = Cell(size=len(places), pack_params=1)
-                compare(failed_apart(places, after), cell, world)
+    for after in ("step", "cleared, again", "again and again"):
+        compare(failed_apart((0, COUNT), after), Cell(pack_params=1), gloo)
 
 
-def test_where_it_fails_on_some_ranks_alone_they_begin_anew_together_or_all_raise():
-    """It fails before its first gradient, or before its last one."""
+@pytest.mark.parametrize(
+    "places", [(-1, 0), (-1, 2), (-1, 4), (-1, COUNT), (-1, COUNT, 0)], ids=str
+)
+def test_a_backward_that_fails_on_some_ranks_alone_is_an_error_on_all(places: Sequence[int]):
+    """The step sends the packs that the backward did not send, so no rank hangs."""
+    cell = Cell(size=len(places), pack_params=1)
 
-    def run(group: Any, places: Sequence[int]) -> None:
-        side = Side(Cell(size=len(places), pack_params=1), group)
+    def run(group: Any) -> None:
+        side = Side(cell, group)
         for method, arguments in failed_apart(places, "step")[:-2]:
             method(side, *arguments)
         with pytest.raises(RuntimeError, match=r"of a step that failed .*ranks? 1[, 2]*: 1"):
             side.step()
         side.clear("none")
+        side.backward(2, ALL)
+        side.step()
 
-    for places in ((-1, COUNT), (-1, 0), (-1, COUNT, 0)):
-        ThreadedWorld(len(places)).run(run, places)
-        compare(failed_apart(places, "cleared, again"), Cell(size=len(places), pack_params=1))
+    ThreadedWorld(cell.size).run(run)
+    compare(failed_apart(places, "cleared, again"), cell)
 
 
 @pytest.mark.parametrize("call", ["full_state_dict", "check_copies", "digest", "close"])
@@ -640,26 +672,6 @@ def test_a_call_of_all_ranks_ends_the_pass_of_a_backward_that_failed(group: Any,
         method(side, *arguments)
     for optimizer in side.optimizers:
         getattr(optimizer, call)()
-
-
-@pytest.mark.parametrize("cleared", [range(COUNT), (1,), (4,), (0, 1), (1, 3, 4)])
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
-def test_a_cleared_mean_is_in_no_norm_whether_or_not_its_owner_had_a_gradient(
-    accumulate: str, cleared: Sequence[int]
-):
-    """Only one rank had gradients of 1 and of 4; each of two ranks owns a part of a pack."""
-    uses = (use(0, 1, 2, 3), use(0, 2, 3, 4))
-    for quiet in (False, True):
-        actions: list[Action] = [
-            (Side.backward, (825, ALL[:2])),
-            (Side.step, ()),
-            (Side.clear, ("none",)),
-            (Side.backward, (439, uses, quiet)),
-            (Side.clear_some, tuple(cleared)),
-            (Side.clip, ()),
-            (Side.step, ()),
-        ]
-        compare(actions, accumulate=accumulate)
 
 
 # -- real models ----------------------------------------------------------------------------------
@@ -696,7 +708,8 @@ def assert_as_plain(ranks: list[dict[str, Tensor]], case: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "how"),
-    pairwise(
+    thinned(
+        2,
         ("mlp", "gpt", "gpt_reentrant", "gpt_nonreentrant", "tied_reentrant"),
         ((1, 3), (2, 1), (4, 3), (2, 3)),
     ),
@@ -706,10 +719,6 @@ def test_ranks_with_parts_of_a_batch_equal_plain_training_on_the_whole(
 ):
     size, micros = how
     assert_as_plain(run_world(size, train_on_part, case, micros)[0], case)
-
-
-def test_two_gloo_processes_with_halves_of_a_batch_equal_plain_training(gloo: SpawnedWorld):
-    assert_as_plain(gloo.run(train_on_part, "gpt_reentrant", 3), "gpt_reentrant")
 
 
 @pytest.mark.parametrize("size", [1, 2])
