@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, assert_same_bits, on_each_rank, run_world, sharded, values
+from pairwise import thinned
 from torch import nn
 
 from shardcast import _compat, checkpoint
@@ -117,8 +118,7 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(("name", "ranks"), thinned(2, MISTAKES, (2, 3)))
 def test_a_mistake_of_one_rank_is_an_error_on_all_of_them(name: str, ranks: int):
     kind, told, act = MISTAKES[name]
 
@@ -190,7 +190,7 @@ CALLS: dict[str, Call] = {
 }
 
 
-def one_calls(group: Any, name: str, folder: str, frozen: bool = False) -> str:
+def one_calls(group: Any, name: str, folder: str, frozen: bool) -> str:
     """Return a rank's error if the first rank makes another call while the others step."""
     model = CASES["mlp"].build()
     model.a.requires_grad_(not frozen)
@@ -206,21 +206,20 @@ def one_calls(group: Any, name: str, folder: str, frozen: bool = False) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        *((name, False) for name in CALLS),
+        *((name, True) for name in ("gather_gradients", "full_parameters", "clip_grad_norm_")),
+    ],
+)
 def test_a_call_of_one_rank_beside_a_step_is_named_on_all(
-    gloo: SpawnedWorld, name: str, tmp_path: Path
+    gloo: SpawnedWorld, name: str, frozen: bool, tmp_path: Path
 ):
+    """Also if the step looks whether frozen parameters have gradients."""
     told = f"the ranks are in different calls: rank 0: {name}; rank 1: step; make the same calls"
-    for error in gloo.run(one_calls, name, str(tmp_path)):
+    for error in gloo.run(one_calls, name, str(tmp_path), frozen):
         assert error.startswith(told)
-
-
-@pytest.mark.parametrize("name", ["gather_gradients", "full_parameters", "clip_grad_norm_"])
-def test_so_it_is_where_a_step_looks_whether_frozen_parameters_have_gradients(
-    gloo: SpawnedWorld, name: str, tmp_path: Path
-):
-    for error in gloo.run(one_calls, name, str(tmp_path), True):
-        assert error.startswith(f"the ranks are in different calls: rank 0: {name}; rank 1: step")
 
 
 @pytest.mark.parametrize("call", ["step", "gather_gradients"])
@@ -343,9 +342,11 @@ def after_loading(
     return ""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("use", ["step", "clip", "gather", "clip, load"])
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize(
+    ("name", "use", "dtype"),
+    thinned(2, DIFFERENT, ("step", "clip", "gather", "clip, load"), (torch.float32, BF16)),
+    ids=str,
+)
 def test_loads_that_differ_are_an_error_on_all_ranks(name: str, use: str, dtype: torch.dtype):
     for error in run_world(2, after_loading, DIFFERENT[name], use, dtype)[0]:
         assert "the ranks loaded different weights by model.load_state_dict" in error
