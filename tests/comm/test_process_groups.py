@@ -22,19 +22,16 @@ COPIES = "dp_replicate"
 
 
 class Trained(NamedTuple):
-    values: dict[str, torch.Tensor]
     held: dict[str, int]
     layout: str
     calls: list[Collective]  # of the last step
     beside: int  # number of these before the last gradient
 
 
-def train(mesh: DeviceMesh, options: dict[str, Any], on_mesh: bool = False) -> Trained:
+def train(mesh: DeviceMesh, options: dict[str, Any]) -> Trained:
     """Run two steps on the rank's own batches."""
     case = CASES["gpt"]
     model, log = case.build(), mesh.get_group("runs").rank_log
-    if on_mesh:
-        options = {**options, "mesh": mesh, "dp": ("runs", "within")}
     optimizer = shardcast.shard(model, adamw(model), pack_params=4, max_grad_norm=1.0, **options)
     first, begun = 0, list[int]()
     next(model.parameters()).register_post_accumulate_grad_hook(lambda _: begun.append(len(log)))
@@ -44,17 +41,7 @@ def train(mesh: DeviceMesh, options: dict[str, Any], on_mesh: bool = False) -> T
         optimizer.step()
         optimizer.zero_grad()
     report, calls = optimizer.memory_report(), log[first:]
-    return Trained(values(model), report, str(optimizer.layout), calls, begun[-1] - first)
-
-
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
-def test_runs_of_ranks_train_as_the_same_mesh_of_copies_does(accumulate: str):
-    runs = threaded_world(WORLD, train, {"shard_ranks": 2, "accumulate": accumulate})
-    copies = threaded_world(WORLD, train, {"accumulate": accumulate}, True)
-    for run, copy in zip(runs, copies, strict=True):
-        assert_same_bits(run.values, copy.values)
-        assert run.held == copy.held
-        assert "world size 2" in run.layout
+    return Trained(report, str(optimizer.layout), calls, begun[-1] - first)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, "all"])
@@ -145,30 +132,20 @@ def test_a_mock_group_that_torch_does_not_know_is_refused_by_name(group: StrictG
     assert "ThreadedWorld({'dp': 4}) without process_group=" in message
 
 
-def on_processes(group: Any) -> tuple[dict[str, torch.Tensor], int]:
-    model = CASES["gpt"].build()
-    optimizer = shardcast.shard(model, adamw(model), process_group=group, shard_ranks=1)
-    models.train(model, optimizer, [group.rank()], "gpt")
-    return values(model), optimizer.layout.world_size
-
-
-def test_processes_over_gloo_make_the_groups_too(gloo: SpawnedWorld):
-    (first, size), (second, _) = gloo.run(on_processes)
-    assert size == 1
-    assert_same_bits(first, second)
-
-
-def shards_and_closes(_group: Any) -> list[int]:
+def shards_and_closes(_group: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
     counts = []
     for _ in range(3):
         model = CASES["mlp"].build()
         optimizer = shardcast.shard(model, adamw(model), shard_ranks=1)
         models.advance(model, optimizer, 0, 1)
+        assert optimizer.layout.world_size == 1
         optimizer.close()
         counts.append(len(dist.distributed_c10d._world.pg_map))
-    return counts
+    return counts, values(model)
 
 
 def test_phases_of_one_training_share_their_groups(gloo: SpawnedWorld):
-    for first, *others in gloo.run(shards_and_closes):
+    found = gloo.run(shards_and_closes)
+    assert_same_bits(*(weights for _, weights in found))
+    for (first, *others), _ in found:
         assert others == [first, first]
