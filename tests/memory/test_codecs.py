@@ -84,7 +84,7 @@ def split(numel: int, row: int = 64) -> tuple[Encoded, Tensor]:
     return encoded(Split16(), numel, row, published), published
 
 
-@pytest.mark.parametrize("row", [4, 8, 16, 32, 64])
+@pytest.mark.parametrize("row", [4, 64])
 def test_split_masters_are_exact_for_every_pattern_that_matters(row: int):
     """Subnormals, zeros of both signs, ties, infinities, and values that round to infinity."""
     exact = awkward()
@@ -331,7 +331,7 @@ def test_a_skipped_step_and_absent_gradients_change_nothing(
 @pytest.mark.parametrize(
     ("kind", "case", "make"),
     thinned(
-        2,
+        3,
         [
             ("split16", "gpt", adamw),
             ("split16", "tiny", adamw),

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, assert_same_bits, install, on_each_rank, sgd, sharded, values
+from pairwise import pairwise
 from torch import nn
 
 from shardcast import _compat
 from shardcast.step.decide.norm import PNorm
+from shardcast.testing import ThreadedWorld
 
 CPU = torch.device("cpu")
 
@@ -52,12 +54,21 @@ def test_sums_in_fp32_give_the_norm_of_doubles(p: float, monkeypatch: pytest.Mon
         assert is_finite == [number != 7 for number in range(len(spans))]
 
 
-@pytest.mark.parametrize("limit", [1e-30, 1e-3, 1.0, 1e300, math.inf])
-@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e-6, 1.0, 1e15])
-@pytest.mark.parametrize(("on_device", "size"), [(False, 1), (True, 1), (False, 2)])
-@on_each_rank("size")
-def test_a_clip_is_torchs(group: Any, limit: float, factor: float, on_device: bool, size: int):
+@pytest.mark.parametrize(
+    ("limit", "factor", "how"),
+    pairwise(
+        (1e-30, 1e-3, 1.0, 1e300, math.inf),
+        (0.0, 1e-30, 1e-6, 1.0, 1e15),
+        ((False, 1), (True, 1), (False, 2)),
+    ),
+    ids=str,
+)
+def test_a_clip_is_torchs(limit: float, factor: float, how: tuple[bool, int]):
     """This includes an infinite bound, with which scripts only compute the norm."""
+    ThreadedWorld(how[1]).run(clipped, limit, factor, how[0])
+
+
+def clipped(group: Any, limit: float, factor: float, on_device: bool) -> None:
     model, other = CASES["mlp"].build(), CASES["mlp"].build()
     for m in (model, other):
         nn.utils.vector_to_parameters(torch.zeros(500), m.parameters())  # so all bits are visible

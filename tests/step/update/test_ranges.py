@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import assert_same_bits, on_each_rank, run_world
 from oracle import BATCH, check, mlp, set_grads, steps
+from pairwise import thinned
 from torch import Tensor, nn
 
 import shardcast
@@ -192,9 +193,7 @@ def packs_of(model: nn.Module, optimizer: torch.optim.Optimizer, **fields: Any) 
         return len(sharded.layout.packs)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("pack_params", [3, 4])
+@pytest.mark.parametrize(("name", "groups", "pack_params"), thinned(2, OPTIMIZERS, GROUPS, (3, 4)))
 def test_each_group_has_its_own_numbers(name: str, groups: str, pack_params: int):
     """Also if they change and gradients are absent."""
 
