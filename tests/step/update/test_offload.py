@@ -355,12 +355,6 @@ def test_a_host_with_too_little_memory_is_named_with_both_figures(monkeypatch: p
     assert all("got 0.01 GB" in m for m in messages)
 
 
-def test_the_free_memory_is_that_of_host_and_container():
-    free = offload.available_bytes()
-    total = Path("/proc/meminfo").read_text().split()[1]
-    assert free is not None and 0 < free <= 1024 * int(total)
-
-
 def test_files_that_a_container_has_read_count_as_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -371,19 +365,17 @@ def test_files_that_a_container_has_read_count_as_free(
     (tmp_path / "memory.stat").write_text(stat)
     assert offload.available_bytes() == 78_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert offload.available_bytes() != 78_000
+    free = offload.available_bytes()  # of the host
+    total = Path("/proc/meminfo").read_text().split()[1]
+    assert free is not None and 78_000 < free <= 1024 * int(total)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
-def test_capturable_is_refused_by_name(kind: Any):
+def test_capturable_and_a_capture_are_refused_by_name(kind: Any, monkeypatch: pytest.MonkeyPatch):
     model = Model()
     with pytest.raises(ValueError, match=r"capturable: expected False with offload, got True"):
         shardcast.shard(model, kind(model.parameters(), capturable=True), offload=True)
-    shardcast.shard(model, kind(model.parameters()), offload=True)
-
-
-def test_a_step_cannot_be_captured(monkeypatch: pytest.MonkeyPatch):
-    model, optimizer = built(None, KINDS["AdamW"], offload=True)
+    model, optimizer = built(None, kind, offload=True)
     backward(model, optimizer, 0, 0)
     monkeypatch.setattr(_compat, "is_capturing", lambda _device: True)
     with pytest.raises(RuntimeError, match="offload: a step cannot be captured"):
