@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -223,43 +224,41 @@ def test_handles_of_one_class_are_told_apart_by_their_places():
         third.zero_grad()
 
 
-@pytest.mark.parametrize("between", ["a backward", "zero_grad", "an edit"])
-def test_gradients_that_change_between_the_steps_of_handles_are_named(between: str):
-    """With separate optimizers, the first one would not have seen the change."""
+@torch.no_grad()
+def clamp(model: Any) -> None:
+    model[0].weight.clamp_(-0.1, 0.1)
+
+
+CHANGED = "step() of the handle of AdamW came after a backward, a clip or zero"
+BETWEEN: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "a backward": (lambda model, _: model(BATCH).sum().backward(), CHANGED),
+    "an edit": (lambda model, _: model[0].weight.grad.mul_(0.5), CHANGED),
+    "zero_grad": (
+        lambda _, adamw: adamw.zero_grad(),
+        "zero_grad() of the handle of AdamW was called before its own step",
+    ),
+    "a clamp": (lambda model, _: clamp(model), "AdamW: weights of Muon were written after its"),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_changes_between_the_steps_of_handles_is_named(between: str):
+    """With separate optimizers, the first one would not have seen it, or only the first one."""
+    act, told = BETWEEN[between]
     model = mlp()
     muon, adamw = shard(model, pair(model)).optimizers
-    model(BATCH).sum().backward()
-    muon.step()
-    if between == "a backward":
+    for is_between in (False, True):
         model(BATCH).sum().backward()
-    elif between == "zero_grad":
-        with pytest.raises(
-            RuntimeError, match=r"zero_grad.. of the handle of AdamW was called before its own step"
-        ):
-            adamw.zero_grad()
-        return
-    else:
-        model[0].weight.grad.mul_(0.5)
-    with pytest.raises(RuntimeError, match="handle of AdamW came after a backward, a clip or zero"):
-        adamw.step()
-
-
-def test_weights_that_are_written_between_the_steps_of_handles_are_named():
-    """With separate optimizers, the clamp would see the first one's update."""
-    model = mlp()
-    muon, adamw = shard(model, pair(model)).optimizers
-    for step, writes in enumerate((False, True)):
-        set_grads(model, step)
         muon.step()
-        if writes:
-            with torch.no_grad():
-                model[0].weight.clamp_(-0.1, 0.1)
-            with pytest.raises(RuntimeError, match="AdamW: weights of Muon were written after its"):
+        if is_between:
+            with pytest.raises(RuntimeError, match=re.escape(told)):
+                act(model, adamw)
                 adamw.step()
         else:
             adamw.step()
-            with torch.no_grad():
-                model[0].weight.clamp_(-0.1, 0.1)
+            clamp(model)
+            muon.zero_grad()
+            adamw.zero_grad()
 
 
 @pytest.mark.parametrize("remove", [True, False], ids=["removed", "overwritten"])
