@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import adamw, install, sharded
+from pairwise import thinned
 from quantizers import batch, gpt, loss_of
 from storages import live, peak_of, settle
 from torch import nn
@@ -72,8 +73,7 @@ HELD: dict[str, tuple[dict[str, Any], float, float]] = {  # bytes per element, p
 }
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize(("name", "size"), thinned(2, HELD, (1, 3)))
 def test_persistent_bytes_are_those_of_the_formula(name: str, size: int):
     fields, every, owned = HELD[name]
     for rank in {0, size - 1}:

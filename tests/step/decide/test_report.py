@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, assert_same_bits, everything, install, ranks_of, run_world, sharded
+from pairwise import thinned
 from torch import nn
 
 import shardcast
@@ -95,14 +96,21 @@ def test_one_ranks_bad_gradient_skips_the_step_everywhere_and_changes_nothing(
     assert all("parameter 'b.weight', element 17" in message for message in skips(caught))
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize(
-    ("name", "element"), [("wte.weight", 0), ("blocks.1.fc.weight", 647), ("ln.bias", 17)]
+    ("place", "bad_rank", "partition"),
+    thinned(
+        2,
+        [("wte.weight", 0), ("blocks.1.fc.weight", 647), ("ln.bias", 17)],
+        (0, 1),
+        ("even", "whole"),
+    ),
+    ids=str,
 )
 def test_the_warning_names_the_rank_that_had_the_gradient_parameter_and_element(
-    name: str, element: int, bad_rank: int, partition: str
+    place: tuple[str, int], bad_rank: int, partition: str
 ):
+    name, element = place
+
     def run(group: Any) -> None:
         model = CASES["gpt"].build()
         optimizer = sharded(model, group, param_dtype=BF16, pack_params=3, partition=partition)
