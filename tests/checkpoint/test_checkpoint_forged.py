@@ -72,7 +72,7 @@ def test_forged_contents_with_right_checksums_end_in_an_error_that_names_the_che
     source, draw, refused = made / "step-000000002", random.Random(part), 0
     metadata = pickle.loads((source / METADATA).read_bytes())
     every = [*places(metadata)]
-    count = 60 if WHOLE else 20
+    count = 60 if WHOLE else 12
     for _ in range(count):
         run = Path(shutil.copytree(source, tmp_path / "run" / source.name))
         name = draw.choice([METADATA, METADATA, *(p.name for p in source.glob("*.distcp"))])

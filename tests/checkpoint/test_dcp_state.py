@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from bag import Bag
 from models import CASES, assert_same_bits, everything, of, on_each_rank
 from oracle import BATCH, adamw, mlp, pair, set_grads
+from pairwise import pairwise
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -99,9 +100,11 @@ def assert_goes_on_alike(*pairs: tuple[nn.Module, Any]) -> None:
 sgd = of("SGD", lr=1e-2)
 
 
-@pytest.mark.parametrize("build", [adamw, sgd])
-@pytest.mark.parametrize("options", [{}, {FLAT: True}], ids=str)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "options", "build"),
+    pairwise(("fp32", "bf16"), ({}, {FLAT: True}), (adamw, sgd)),
+    ids=lambda it: getattr(it, "__name__", str(it)),
+)
 @on_each_rank(2)
 def test_parameters_without_a_state_go_round_too(group: Any, dtype: str, options: Any, build: Any):
     """A class may keep no state, and a layer may get no gradient; masters are kept."""
