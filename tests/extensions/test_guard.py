@@ -19,7 +19,7 @@ from shardcast.extensions.guard import Guard, GuardRule
 
 pytestmark = pytest.mark.filterwarnings("ignore:step skipped")
 
-STEPS, WINDOW, SIGMA = 24, 8, 3.0
+STEPS, WINDOW, SIGMA = 20, 8, 3.0
 SPIKES = {1, 12, 18, 19}  # the window is not half full at the first one, which is trained
 NORM = {"norm": SIGMA, "window": WINDOW}
 sgd = of("SGD", lr=0.02)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import exact_muon
+from pairwise import WHOLE
 from torch import Tensor, nn
 
 import shardcast
@@ -124,9 +125,8 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     exact_muon(monkeypatch)
 
 
-@pytest.mark.parametrize("start", range(0, 60, 20))
-def test_random_matrices_are_updated_as_each_by_itself(start: int):
-    assert max(map(difference, range(start, start + 20))) <= 1e-6
+def test_random_matrices_are_updated_as_each_by_itself():
+    assert max(map(difference, range(60 if WHOLE else 30))) <= 1e-6
 
 
 def test_a_model_that_is_updated_in_several_turns_equals_one_turn(monkeypatch: pytest.MonkeyPatch):
@@ -142,7 +142,10 @@ def test_a_model_that_is_updated_in_several_turns_equals_one_turn(monkeypatch: p
     monkeypatch.setattr(muon, "BATCH", 100)
     monkeypatch.setattr(update.AnyOptimizerUpdate, "_turns", counted)
     for fields in ({}, {"overlap_sync": True}, {"averages": {"ema": 0.5}}):
-        assert max(difference(seed, pack_params=1, **fields) for seed in range(8)) <= 1e-6
+        assert (
+            max(difference(seed, pack_params=1, **fields) for seed in range(8 if WHOLE else 4))
+            <= 1e-6
+        )
     assert max(counts) > 2
 
 

@@ -337,36 +337,30 @@ def test_a_class_that_no_trial_could_measure_is_watched_in_its_first_steps():
     assert len(messages) == 8
 
 
-def test_a_class_that_fails_for_a_group_of_which_a_rank_owns_nothing_is_named_on_every_rank():
+STACKS = "which owns 1 of 2 parameters, none of group [01] .*stack"
+NAMED = r"which owns [1-5] of 6 parameters \(Assertion"
+
+
+@pytest.mark.parametrize(("kind", "told"), [(foreign.Stacks, STACKS), (foreign.Named, NAMED)])
+def test_a_class_that_fails_with_some_parameters_is_named_with_the_reason(kind: Any, told: str):
     """A combined Muon and AdamW stacks each group's matrices; a rank may own none of them."""
     messages = []
 
     def run(group: Any) -> None:
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(3, 3, bias=False))
-        groups = [{"params": list(layer.parameters())} for layer in model]
-        optimizer = shardcast.shard(model, foreign.Stacks(groups), process_group=group)
+        model = mlp()
+        params: Any = model.parameters()
+        if kind is foreign.Stacks:
+            model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(3, 3, bias=False))
+            params = [{"params": list(layer.parameters())} for layer in model]
+        optimizer = shardcast.shard(model, kind(params), process_group=group)
         set_grads(model, 0)
-        told = (
-            r"step\(\) of Stacks failed on rank \d, which owns 1 of 2 parameters, none of group \d "
-        )
-        with pytest.raises(TypeError, match=told + ".*stack"):
+        where = rf"step\(\) of {kind.__name__} failed on rank \d, "
+        with pytest.raises(TypeError, match=where + told):
             optimizer.step()
         messages.append(group.rank())
 
     ThreadedWorld(2).run(run)
     assert len(messages) == 2
-
-
-def test_a_class_that_fails_with_some_parameters_is_named_with_the_reason():
-    def run(group: Any) -> None:
-        model = mlp()
-        optimizer = shardcast.shard(model, foreign.Named(model.parameters()), process_group=group)
-        set_grads(model, 0)
-        told = r"step\(\) of Named failed on rank \d, which owns [1-5] of 6 parameters \(Assertion"
-        with pytest.raises(TypeError, match=told):
-            optimizer.step()
-
-    ThreadedWorld(2).run(run)
 
 
 @pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
