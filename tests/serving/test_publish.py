@@ -243,10 +243,10 @@ def spoil(path: Path, seed: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "steps", "fields"),
     [
-        (1, 60, {"moments": "bf16"}),
-        (2, 200, {}),
-        (3, 40, {"master": "split16"}),
-        (4, 40, {"param_dtype": "fp32"}),
+        (1, 40, {"moments": "bf16"}),
+        (2, 80, {}),
+        (3, 30, {"master": "split16"}),
+        (4, 30, {"param_dtype": "fp32"}),
     ],
 )
 def test_a_reader_follows_a_folder_through_all_that_happens(
@@ -289,7 +289,7 @@ def test_a_reader_follows_a_folder_through_all_that_happens(
                         assert_same_bits(target, values(model))
                         met += 1
             group.barrier().wait()
-            if step % 50 == 29:  # the script restarts
+            if step % 30 == 19:  # the script restarts
                 state = optimizer.state_dict()
                 model, optimizer, sender = begin(group)
                 optimizer.load_state_dict(state)
@@ -306,7 +306,7 @@ def test_a_reader_follows_a_folder_through_all_that_happens(
     results, _ = run_world(ranks, run)
     met, damaged = results[0]
     assert met >= steps // 6
-    assert damaged or steps < 200
+    assert damaged or steps < 80
 
 
 def test_any_byte_of_a_file_is_refused_or_says_the_same(tmp_path: Path):
@@ -314,7 +314,7 @@ def test_any_byte_of_a_file_is_refused_or_says_the_same(tmp_path: Path):
     path, draw, refusals = tmp_path / "part", random.Random(0), 0
     write_changes(path, patch)
     data = path.read_bytes()
-    for _ in range(400):
+    for _ in range(150):
         spoiled = bytearray(data)
         spoiled[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         path.write_bytes(bytes(spoiled))
@@ -328,7 +328,7 @@ def test_any_byte_of_a_file_is_refused_or_says_the_same(tmp_path: Path):
             assert_same_bits(values(target), before)
         else:
             assert_same_bits(values(target), expected)
-    assert refusals > 350
+    assert refusals > 130
     for length in (0, 7, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:length])
         with pytest.raises(publish.DamagedChangesError):
@@ -349,7 +349,7 @@ def test_a_forged_head_with_its_right_checksum_is_refused_by_name(tmp_path: Path
         with safe_open(whole, framework="pt") as file:
             text = file.metadata()["shardcast"]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        for _ in range(300):
+        for _ in range(100):
             head = json.loads(text)
             where = draw.choice([head, draw.choice(head["patches"])])
             key = draw.choice([*where])
@@ -369,7 +369,7 @@ def test_a_forged_head_with_its_right_checksum_is_refused_by_name(tmp_path: Path
             except named:
                 refused_heads += 1
                 assert_same_bits(values(target), had)
-    assert refused_heads > 540  # of 600; the others change nothing that a reader uses
+    assert refused_heads > 175  # of 200; the others change nothing that a reader uses
 
 
 @pytest.mark.parametrize(("ranks", "seed"), thinned(3, (1, 2, 3), range(3)))
@@ -442,19 +442,7 @@ def test_a_newest_that_is_damaged_stops_no_reader(text: bytes | None, tmp_path: 
     assert (tmp_path / "NEWEST").read_text() == str(sender.version).split("-")[0]
 
 
-def test_the_name_of_a_later_run_stays(tmp_path: Path):
-    _, first = trainer()
-    _, second = trainer()
-    before, after = FolderSender(tmp_path, first), FolderSender(tmp_path, second)
-    before.send()
-    after.send()
-    before.send()
-    assert FolderReader(tmp_path).update(reader_model()) == after.version
-    with pytest.raises(ValueError, match="RUN-NUMBER-STEP"):
-        FolderReader(tmp_path, "newest")
-
-
-def test_the_files_of_a_later_run_stay_and_those_of_an_earlier_one_go(tmp_path: Path):
+def test_name_and_files_of_a_later_run_stay_and_those_of_an_earlier_one_go(tmp_path: Path):
     """A job was restarted before its first processes have ended."""
     before, after = (FolderSender(tmp_path, trainer()[1], full_every=2) for _ in range(2))
     before.send()
@@ -469,6 +457,8 @@ def test_the_files_of_a_later_run_stay_and_those_of_an_earlier_one_go(tmp_path: 
         last.send()
     assert early and early.isdisjoint(files(tmp_path))
     assert FolderReader(tmp_path).update(reader_model()) == last.version
+    with pytest.raises(ValueError, match="RUN-NUMBER-STEP"):
+        FolderReader(tmp_path, "newest")
 
 
 def test_a_version_without_all_its_parts_waits(tmp_path: Path):
