@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import warnings
@@ -144,6 +145,11 @@ def train(
     return torch.tensor(log), weights
 
 
+@functools.cache
+def under_ddp(gloo: SpawnedWorld, name: str, *plain: tuple[str, Any]) -> list[tuple[Any, Any]]:
+    return gloo.run(train, "ddp", name, dict(plain))
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize(
     ("options", "config", "tolerance"),
@@ -157,8 +163,8 @@ def train(
 def test_scripts_train_as_under_ddp(
     gloo: SpawnedWorld, name: str, options: dict[str, Any], config: Any, tolerance: float
 ) -> None:
-    plain = {k: v for k, v in options.items() if v != "fp16"}  # not available on CPUs
-    expected = gloo.run(train, "ddp", name, plain)
+    plain = [item for item in options.items() if item[1] != "fp16"]  # not available on CPUs
+    expected = under_ddp(gloo, name, *plain)
     for rank, (log, weights) in enumerate(gloo.run(train, "ours", name, options, config)):
         assert (log - expected[rank][0]).abs().max() <= tolerance
         for ours, stock in zip(weights, expected[rank][1], strict=True):

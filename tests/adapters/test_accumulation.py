@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_lightning
+import test_transformers
 import torch
-import transformers
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from test_accelerate_processes import fresh
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
@@ -57,20 +58,6 @@ def tokens_of(batch: Rows) -> Tensor:
 def small_model() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Embedding(32, 12), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 32))
-
-
-def llama() -> Any:
-    torch.manual_seed(1)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=16,
-        )
-    )
 
 
 class Module(LightningModule):
@@ -127,21 +114,17 @@ def by_trainer(config: Any, ranks: int, folder: str, kind: Any = ShardcastTraine
         def _get_train_sampler(self, *_args: Any) -> SequentialSampler:
             return SequentialSampler(self.train_dataset)
 
-    arguments = transformers.TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        per_device_train_batch_size=2,
+    arguments = test_transformers.arguments_of(
+        folder,
         max_steps=STEPS,
         gradient_accumulation_steps=MICRO_BATCHES // ranks,
         learning_rate=0.5,
         max_grad_norm=0,
         optim="sgd",
         lr_scheduler_type="constant",
-        report_to="none",
-        disable_tqdm=True,
         save_strategy="no",
     )
-    model = llama().eval()  # like from_pretrained
+    model = test_transformers.model_of().eval()  # like from_pretrained
     trainer = InOrder(model, arguments, train_dataset=rows(), shardcast_config=config)
     trainer.train()
     return trainer.optimizer.optimizer
@@ -152,19 +135,16 @@ def by_counting_trainer(config: Any, ranks: int, folder: str) -> Any:
 
 
 def by_lightning(config: Any, ranks: int, folder: str) -> Any:
-    trainer = Trainer(
+    trainer = test_lightning.trainer_of(
+        folder,
+        ranks,
         strategy=ShardcastStrategy(config),
-        accelerator="cpu",
-        devices=ranks,
         max_epochs=1,
         accumulate_grad_batches=MICRO_BATCHES // ranks,
+        gradient_clip_val=None,
         use_distributed_sampler=False,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        callbacks=[],
         enable_checkpointing=False,
-        precision="32-true",
     )
     trainer.fit(Module(ranks))
     return trainer.strategy.precision_plugin.sharded[0]
@@ -186,7 +166,7 @@ def train(group: Any, framework: str, folder: str) -> dict[str, Tensor]:
 def by_hand(framework: str) -> dict[str, Tensor]:
     """Train in one process, with one mean over all tokens of a step."""
     with_trainer = framework in ("trainer", "counting")
-    model = llama() if with_trainer else small_model()
+    model = test_transformers.model_of() if with_trainer else small_model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
     batches = [*DataLoader(rows(), batch_size=2 * MICRO_BATCHES)]  # type: ignore[arg-type]
     for batch in batches:
@@ -195,7 +175,8 @@ def by_hand(framework: str) -> dict[str, Tensor]:
         sgd.step()
         sgd.zero_grad()
     prefix = "net." if framework == "lightning" else ""
-    return {prefix + name: value.detach() for name, value in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)  # a tied weight under both names
+    return {prefix + name: value.detach() for name, value in named}
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

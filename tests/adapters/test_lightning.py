@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
 from models import exact_muon
-from shared_fixtures import started
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.optim.lr_scheduler import ExponentialLR
@@ -38,6 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Lightning's advice on workers, loggers and devices
 ]
 MANUAL: dict[str, Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+ALONE = SimpleNamespace(size=lambda: 1)
 ROWS = "net.0.weight", "net.3.weight"  # Edited.optimizer_step normalizes them
 SCRIPT = ("--accelerator", "cpu", "--devices", "2", "--sequences", "64")
 
@@ -312,9 +312,8 @@ def test_training_is_that_of_ddp(tmp_path: Path, gloo: SpawnedWorld, case: str):
 
 def test_training_is_that_of_two_plain_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     exact_muon(monkeypatch)
-    alone = SimpleNamespace(size=lambda: 1)
-    plain = fit(alone, str(tmp_path / "plain"), {"strategy": "ddp"}, None, "two")
-    ours = fit(alone, str(tmp_path / "ours"), {}, None, "two")
+    plain = fit(ALONE, str(tmp_path / "plain"), {"strategy": "ddp"}, None, "two")
+    ours = fit(ALONE, str(tmp_path / "ours"), {}, None, "two")
     assert len(ours[0]) == 24 and ours[3:] == plain[3:]
     assert ours[0] == pytest.approx(plain[0], abs=1e-6)
     for name, value in ours[1].items():
@@ -358,8 +357,7 @@ def test_resume_is_exact_and_goes_on_at_another_world_size_and_under_ddp(
         ddp = gloo.run(fit, str(tmp_path / "d"), stock, middle, kind)
         assert ddp[0][0] == pytest.approx(whole[0][0][half:], abs=0.1)
     if after:
-        with started(1) as alone:
-            (one,) = alone.run(fit, str(tmp_path / "e"), options, middle, kind)
+        one = fit(ALONE, str(tmp_path / "e"), options, middle, kind)
         assert len(one[0]) == 2 * half and one[2] < 1.0
 
 

@@ -20,6 +20,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
 from test_accelerate_processes import fresh
+from test_transformers import arguments_of
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -254,22 +255,13 @@ def trained(_group: Any, folder: str, tp: int, resume: bool = False) -> Any:
     model = seeded(qwen)
     if tp > 1:
         model = cut_by_its_plan(model, tp)
-    arguments = transformers.TrainingArguments(
-        **{
-            "output_dir": folder,
-            "use_cpu": True,
-            "max_steps": STEPS,
-            "logging_steps": 1,
-            "gradient_accumulation_steps": 2,
-            "per_device_train_batch_size": tp,
-            "learning_rate": 1e-2,
-            "adam_epsilon": 1e-4,
-            "max_grad_norm": 0.3,
-            "seed": 1,
-            "save_steps": STEPS // 2,
-            "report_to": [],
-            "disable_tqdm": True,
-        }
+    arguments = arguments_of(
+        folder,
+        max_steps=STEPS,
+        save_steps=STEPS // 2,
+        per_device_train_batch_size=tp,
+        adam_epsilon=1e-4,
+        max_grad_norm=0.3,
     )
     kind = transformers.Trainer if tp == 1 else ShardcastTrainer
     trainer = kind(model=model, args=arguments, train_dataset=Text())

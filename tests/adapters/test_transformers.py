@@ -20,7 +20,6 @@ import warm
 from commands import TORCHRUN, command, python
 from models import values as weights
 from safetensors.torch import load_file
-from shared_fixtures import started
 from test_accelerate_processes import fresh
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -83,6 +82,25 @@ class Creating(ShardcastTrainer):
         return self.optimizer
 
 
+def arguments_of(folder: str, **options: Any) -> Any:
+    return transformers.TrainingArguments(
+        **{
+            "output_dir": folder,
+            "use_cpu": True,
+            "max_steps": STEPS,
+            "logging_steps": 1,
+            "save_steps": STEPS // 2,
+            "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "seed": 3,
+            **options,
+        }
+    )
+
+
 def trainer_of(
     folder: str,
     kind: str = "sharded",
@@ -94,24 +112,8 @@ def trainer_of(
     """``own`` are arguments only of ShardcastTrainer, ``options`` those of TrainingArguments."""
     fresh()
     config, model = options.pop("shardcast_config", None), model_of()
-    arguments = transformers.TrainingArguments(
-        **{
-            "output_dir": folder,
-            "use_cpu": True,
-            "max_steps": steps,
-            "logging_steps": 1,
-            "save_steps": 3,
-            "gradient_accumulation_steps": 2,
-            "per_device_train_batch_size": 2,
-            "max_grad_norm": 0.5,
-            "lr_scheduler_type": "cosine",
-            "learning_rate": 1e-2,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "seed": 3,
-            **options,
-        }
-    )
+    usual = {"max_steps": steps, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"}
+    arguments = arguments_of(folder, **{**usual, **options})
     kinds = {"stock": transformers.Trainer, "loss": WithLoss, "creating": Creating}
     cls: Any = {**kinds, "evaluating": Evaluating}.get(kind, ShardcastTrainer)
     given = {} if kind == "stock" else {"shardcast_config": config, **dict(own)}
@@ -153,11 +155,16 @@ class Evaluating(ShardcastTrainerMixin, transformers.Trainer):
 
 
 @pytest.mark.parametrize("average", ["ema", None])
-def test_an_average_is_in_the_model_while_trainer_evaluates(tmp_path: Path, average: str | None):
+def test_an_average_is_in_the_model_while_trainer_evaluates_after_two_calls_of_train(
+    tmp_path: Path, average: str | None
+):
     config = {"averages": {"ema": 0.5}, "metrics": True}
     own = {"evaluate_average": average, "log_metrics": "*.q_proj.*"}
     trainer = trainer_of(str(tmp_path), "evaluating", own=own, shardcast_config=config)
     trainer.train()
+    (first, _), *_ = logged(trainer)
+    trainer.train()
+    assert logged(trainer)[0][0] < first, "it goes on from the weights of the first call"
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     key = "update_norm/model.layers.0.self_attn.q_proj.weight"
     assert entries and all(entry[key] > 0 for entry in entries)
@@ -246,8 +253,7 @@ def test_the_stock_trainer_resumes_as_the_note_in_the_checkpoint_says(
 
 
 def test_a_checkpoint_of_one_rank_goes_on_on_two(tmp_path: Path, gloo: SpawnedWorld):
-    with started(1) as alone:
-        one = alone.run(run, str(tmp_path / "one"))[0]
+    one = run(None, str(tmp_path / "one"))
     two = gloo.run(loaded, str(tmp_path / "one" / f"checkpoint-{STEPS}"))
     for number, master in one["masters"].items():
         pieces = [rank[number] for rank in two if number in rank]
@@ -258,19 +264,6 @@ def loaded(group: Any, checkpoint: str) -> dict[int, Tensor]:
     trainer = trainer_of(checkpoint + "-b", steps=STEPS)
     trainer.train(resume_from_checkpoint=checkpoint)  # no steps are left
     return masters_of(trainer)
-
-
-def twice(group: Any, folder: str) -> list[float]:
-    trainer = trainer_of(folder, save_strategy="no", bf16=True)
-    trainer.train()
-    first = trainer.state.log_history[0]["loss"]
-    trainer.train()
-    return [first, logged(trainer)[-1][0]]
-
-
-def test_train_may_be_called_twice(tmp_path: Path, gloo: SpawnedWorld):
-    for first, last in gloo.run(twice, str(tmp_path)):
-        assert last < first
 
 
 def test_every_saved_form_loads_without_shardcast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
