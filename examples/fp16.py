@@ -20,7 +20,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 optimizer = shardcast.shard(model, optimizer, param_dtype=torch.float16, max_grad_norm=1.0)
 
 data = torch.Generator().manual_seed(rank)
-for _ in range(100):
+for _ in range(50):
     inputs = torch.randn(32, 64, generator=data).to(device)
     loss = nn.functional.mse_loss(model(inputs).float(), inputs.roll(1, dims=1))
     optimizer.scale_loss(loss).backward()  # <- instead of scaler.scale(loss).backward()

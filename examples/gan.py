@@ -25,7 +25,7 @@ generator_optimizer = shardcast.shard(
 critic_optimizer = shardcast.shard(critic, critic_optimizer)
 
 data = torch.Generator().manual_seed(rank)
-for _ in range(100):
+for _ in range(50):
     real = (torch.randn(64, 2, generator=data) * 0.1 + 1.0).to(device)
     noise = torch.randn(64, 8, generator=data).to(device)
     critic_optimizer.zero_grad()  # <- also clears the gradients of the generator's backward

@@ -20,7 +20,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 optimizer = shardcast.shard(model, optimizer, param_dtype="bf16", max_grad_norm=1.0)
 
 data = torch.Generator().manual_seed(rank)  # every rank has its own batches
-for step in range(200):
+for step in range(100):
     inputs = torch.randn(32, 64, generator=data).to(device)
     loss = nn.functional.mse_loss(model(inputs).float(), inputs.roll(1, dims=1))
     loss.backward()  # gradients travel to their owners while it runs

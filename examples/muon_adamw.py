@@ -26,7 +26,7 @@ optimizer = shardcast.shard(
 schedulers = [torch.optim.lr_scheduler.LinearLR(each) for each in optimizer.optimizers]
 
 data = torch.Generator().manual_seed(rank)
-for _ in range(100):
+for _ in range(50):
     inputs = torch.randn(32, 64, generator=data).to(device)
     loss = nn.functional.mse_loss(model(inputs).float(), inputs.roll(1, dims=1))
     loss.backward()

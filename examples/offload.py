@@ -26,7 +26,7 @@ optimizer = shardcast.shard(
 )
 
 data = torch.Generator().manual_seed(rank)
-for _ in range(100):
+for _ in range(50):
     inputs = torch.randn(32, 64, generator=data).to(device)
     loss = nn.functional.mse_loss(model(inputs).float(), inputs.roll(1, dims=1))
     loss.backward()

@@ -37,7 +37,7 @@ stage = PipelineStage(model, number, 2, device, group=mesh["pp"].get_group())
 schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of)
 
 data = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
-for _ in range(100):
+for _ in range(50):
     inputs = torch.randn(32, 64, generator=data).to(device)
     if stage.is_first:
         schedule.step(inputs)

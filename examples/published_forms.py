@@ -20,7 +20,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 optimizer = shardcast.shard(model, optimizer, published={"mxfp8": "*.weight"})  # <- patterns
 
 data = torch.Generator().manual_seed(rank)
-for _ in range(150):
+for _ in range(100):
     inputs = torch.randn(32, 32, generator=data).to(device)
     loss = nn.functional.mse_loss(model(inputs).float(), inputs.roll(1, dims=1))
     loss.backward()

@@ -28,7 +28,7 @@ optimizer = shardcast.shard(  # <- norm, clip and skip cover the whole model
 )
 
 data = torch.Generator().manual_seed(mesh.get_local_rank("dp"))  # <- equal on all ranks of "tp"
-for _ in range(100):
+for _ in range(50):
     inputs = torch.randn(32, 64, generator=data).to(device)
     loss = nn.functional.mse_loss(model(inputs).float(), inputs.roll(1, dims=1))
     loss.backward()
