@@ -22,8 +22,6 @@ from torch import nn
 
 from shardcast.testing import SpawnedWorld
 
-COMPILED = pytest.mark.needs_compiler
-
 
 def test_casts_of_parameters_are_counted_and_those_of_activations_are_not():
     model, x = MLP(), torch.randn(2, 7)
@@ -83,7 +81,6 @@ def test_memory_and_collectives_of_known_systems():
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@COMPILED
 def test_systems_are_measured_next_to_each_other(
     gloo: SpawnedWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
