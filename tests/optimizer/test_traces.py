@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from commands import command
+from commands import python
 
 pytestmark = pytest.mark.timeout(120)
 
 # Run in a new process, since other tests and worlds of shardcast.testing leave traces.
 BEFORE = """
 import atexit, gc, signal, sys, threading, types, warnings
+warnings.simplefilter("ignore")
 from datetime import timedelta
 import torch
 import torch.distributed as dist
@@ -118,7 +118,7 @@ TRACES = {
 
 
 def told(script: str, *arguments: str) -> list[str]:
-    done = command(sys.executable, "-W", "ignore", "-c", BEFORE + script, *arguments)
+    done = python("-c", BEFORE + script, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
