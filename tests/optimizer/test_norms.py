@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import BATCH, adamw, check, on_ranks, sgd
+from pairwise import thinned
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
@@ -63,8 +64,7 @@ def told(read: Read, seen: list[Any]) -> Callable[..., None]:
     return script
 
 
-@pytest.mark.parametrize("name", READS)
-@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize(("name", "partition"), thinned(2, READS, ["even", "whole"]))
 def test_norms_and_clips_by_them_are_those_of_ddp(name: str, partition: str):
     seen: list[Any] = []
     check(adamw, told(READS[name], seen), worlds=(2, 3), tol=TOL, partition=partition)

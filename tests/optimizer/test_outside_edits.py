@@ -73,7 +73,7 @@ class Nested(nn.Module):
 
 
 def moved(sharded: bool, average: Any, fields: dict[str, Any]) -> tuple[Tensor, set[torch.dtype]]:
-    """Return the change of an average inside the model in 60 steps, and its dtypes."""
+    """Return the change of an average inside the model in 30 steps, and its dtypes."""
     model = nn.Module()
     model.net = nn.Sequential(net(), nn.LayerNorm(1))
     model.average = average(model.net)
@@ -82,7 +82,7 @@ def moved(sharded: bool, average: Any, fields: dict[str, Any]) -> tuple[Tensor, 
     if sharded:
         optimizer = shardcast.shard(model, optimizer, **{"param_dtype": "bf16", **fields})
     update = getattr(model.average, "update_parameters", None)
-    for step in range(60):
+    for step in range(30):
         x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
         with torch.autocast("cpu", torch.bfloat16):
             out = model.net(x)
