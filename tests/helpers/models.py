@@ -165,6 +165,17 @@ CASES = {
 }
 
 
+FORMS: dict[str, dict[str, Any]] = {  # of masters and weights
+    "fp32": {"param_dtype": torch.float32},
+    "bf16": {},
+    "fp16": {"param_dtype": torch.float16, "loss_scale": 1.0},
+    "split": {"master": "split16"},
+    "offload": {"offload": True},
+    "overlap": {"overlap_sync": True, "pack_params": 2},
+    "whole": {"partition": "whole"},
+}
+
+
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, "weight_decay": 0.1, **options})
 

@@ -24,6 +24,8 @@ from storages import settle
 
 from shardcast.extensions import offload
 from shardcast.optimizer import setup
+from shardcast.step.update import fused
+from shardcast.step.update.fusion import Executor
 from shardcast.testing import SpawnedWorld, spawn_world
 
 WORLDS: dict[SpawnedWorld, float] = {}  # shared worlds, and the time limits of their runs
@@ -82,6 +84,18 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         offload, "copies_of", lambda device: bus if device.type == "cpu" else of_device(device)
     )
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Update as on an accelerator if a case begins with "device": only it knows of skips."""
+
+    def of(case: str) -> None:
+        if case.startswith("device"):
+            executor = Executor(on_host=False)
+            monkeypatch.setattr(fused, "choose_executor", lambda *_: executor)
+
+    return of
 
 
 @pytest.fixture

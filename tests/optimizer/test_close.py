@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, assert_same_bits, install, of, on_each_rank, run_world, values
+from models import CASES, FORMS, assert_same_bits, install, of, on_each_rank, run_world, values
 from pairwise import pairwise
-from test_weight_edits import KINDS
 from torch import Tensor, nn
 
 import shardcast
@@ -35,21 +34,21 @@ def phases(model: nn.Module, begin: Callable[..., Any], end: Callable[[Any], Non
         end(optimizer)
 
 
-@pytest.mark.parametrize(("kind", "restore"), pairwise(KINDS, (True, False)))
+@pytest.mark.parametrize(("kind", "restore"), pairwise(FORMS, (True, False)))
 def test_phases_of_one_step_are_one_training(kind: str, restore: bool):
     """Changes up to 1e-3 would be lost if a phase began with rounded weights."""
-    expected = CASES["gpt"].build()
+    expected = CASES["mlp"].build()
     phases(expected, lambda optimizer: optimizer, lambda _optimizer: None)
 
     def run(group: Any) -> dict[str, Tensor]:
-        model = CASES["gpt"].build()
+        model = CASES["mlp"].build()
         phases(
             model,
-            lambda inner: shardcast.shard(model, inner, process_group=group, **KINDS[kind]),
+            lambda inner: shardcast.shard(model, inner, process_group=group, **FORMS[kind]),
             lambda optimizer: optimizer.close(restore=restore),
         )
         if not restore:
-            shardcast.shard(model, sgd(model), process_group=group, **KINDS[kind]).close()
+            shardcast.shard(model, sgd(model), process_group=group, **FORMS[kind]).close()
         assert all(tensor.dtype == torch.float32 for tensor in model.state_dict().values())
         return values(model)
 
@@ -60,7 +59,7 @@ def test_phases_of_one_step_are_one_training(kind: str, restore: bool):
         close = max(close, float((one[name] - value).abs().max()))
         rounded = max(rounded, float((value.bfloat16().float() - value).abs().max()))
     # The gradients are rounded to low precision.
-    assert close <= (1e-6 if kind == "fp32" else 2e-4) and rounded > 1e-3
+    assert close <= (1e-6 if kind == "fp32" else 2e-4) and rounded > 5e-4
 
 
 def test_the_model_comes_back_as_it_was_given():

@@ -10,22 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, assert_same_bits, install, on_each_rank, values
+from models import CASES, FORMS, assert_same_bits, install, on_each_rank, values
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import shardcast
 from shardcast.testing import threaded_world
 
-FIELDS: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "fp16": {"param_dtype": "fp16", "loss_scale": 1.0},
-    "split16": {"master": "split16"},
-    "fp32": {"param_dtype": "fp32"},
-    "kept": {"keep_fp32": ("b.*",)},
-    "overlap": {"overlap_sync": True, "pack_params": 2},
-    "no autocast": {"autocast": False},
-}
+FIELDS = {**FORMS, "kept": {"keep_fp32": ("b.*",)}, "no autocast": {"autocast": False}}
 
 
 def mlp(**fields: Any) -> tuple[nn.Module, Any]:

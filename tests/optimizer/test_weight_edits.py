@@ -18,37 +18,12 @@ from torch.distributed.tensor import DTensor, Shard
 import shardcast
 from shardcast.memory.shard import take_moved
 from shardcast.optimizer.sharded import packed_of
-from shardcast.step.update import fused
-from shardcast.step.update.fusion import Executor
 from shardcast.testing import ThreadedWorld, threaded_world
 
 pytestmark = pytest.mark.timeout(120)
 
 BF16 = torch.bfloat16
 adamw = of("AdamW", lr=3e-2)
-KINDS: dict[str, dict[str, Any]] = {
-    "fp32": {"param_dtype": torch.float32},
-    "bf16": {},
-    "fp16": {"param_dtype": torch.float16, "loss_scale": 1.0},
-    "split": {"master": "split16"},
-    "offload": {"offload": True},
-    "overlap": {"overlap_sync": True, "pack_params": 2},
-    "whole": {"partition": "whole"},
-}
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize("fields", KINDS)
-def test_an_embedding_that_rescales_its_rows_keeps_their_norm(kind: Any, fields: str):
-    torch.manual_seed(0)
-    model = nn.Sequential(kind(9, 4, max_norm=0.5), nn.Linear(4, 3))
-    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = shardcast.shard(model, inner, **KINDS[fields])
-    for _ in range(3):
-        optimizer.scale_loss(model(torch.arange(9).view(9, 1)).float().square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.full_parameters()["0.weight"].norm(dim=1).max() < 0.51
 
 
 # -- every way to write ---------------------------------------------------------------------------
@@ -136,18 +111,6 @@ WAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "muon": (muon, {}),
     "kept": (adamw, {"keep_fp32": ("b.*",)}),
 }
-
-
-@pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Make some ways update as on an accelerator, where only the device knows of skips; eagerly."""
-
-    def of(way: str) -> None:
-        if way.startswith("device"):
-            executor = Executor(on_host=False)
-            monkeypatch.setattr(fused, "choose_executor", lambda *_: executor)
-
-    return of
 
 
 def take_by_hand(optimizer: Any) -> None:
@@ -238,7 +201,7 @@ def random_run(group: Any, way: str, seed: int, by_hand: bool, fields: dict[str,
     draw = random.Random(seed)
     model, optimizer = set_up(group, way, max_skipped_steps=99, **fields)
     seen = []
-    for step in range(12):
+    for step in range(8):
         with torch.no_grad():
             for _ in range(draw.randrange(3)):
                 for param, new in some(model, draw.randrange(99)):
