@@ -170,20 +170,6 @@ def test_batch_norm_is_kept_in_fp32_and_channels_last_weights_keep_their_values(
     assert model(torch.randn(2, 3, 8, 8)).dtype == low
 
 
-def test_expanded_and_transposed_buffers_become_rank_zeros():
-    def run(group: Any) -> tuple[Tensor, Tensor]:
-        model = nn.Linear(7, 3)
-        rank = float(group.rank())
-        model.register_buffer("wide", torch.full((1, 4), rank).expand(3, 4))
-        model.register_buffer("turned", (torch.arange(6.0).view(2, 3) + rank).t())
-        shardcast.shard(model, adamw(model), process_group=group)
-        return model.wide, model.turned
-
-    for wide, turned in ThreadedWorld(2).run(run):
-        assert torch.equal(wide, torch.zeros(3, 4))
-        assert torch.equal(turned, torch.arange(6.0).view(2, 3).t())
-
-
 # -- kinds of models ------------------------------------------------------------------------------
 
 

@@ -45,6 +45,8 @@ class WithBuffers(nn.Module):
         self.register_buffer("mean", torch.randn(4))
         self.register_buffer("count", torch.randint(100, (2,)))
         self.register_buffer("nothing", None)
+        self.register_buffer("wide", torch.randn(1, 4).expand(3, 4))
+        self.register_buffer("turned", torch.randn(2, 3).t())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outside(self.trained(x))
