@@ -12,6 +12,7 @@ import torch
 from bag import Bag
 from models import assert_same_bits, everything, on_each_rank, parts, values
 from oracle import BATCH, adamw, check, mlp, on_ranks, set_grads, sgd
+from pairwise import thinned
 from torch import Tensor, nn
 
 import shardcast
@@ -221,8 +222,10 @@ def test_a_weight_that_two_stages_hold_is_edited_on_both(mesh: Any, door: str):
     optimizer.check_copies()
 
 
-@pytest.mark.parametrize("how", ["master", "state", "grad", "more"])
-@pytest.mark.parametrize("fields", [{}, {"shard_ranks": 2}])
+@pytest.mark.parametrize(
+    ("how", "fields"),
+    thinned(2, ["master", "state", "grad", "more"], [{}, {"shard_ranks": 2}]),
+)
 @on_each_rank({"runs": 2, "within": 2})
 def test_leaving_with_different_values_is_an_error_on_all_ranks(mesh: Any, how: str, fields: Any):
     model = mlp()
@@ -327,28 +330,6 @@ def test_an_exception_inside_writes_nothing_and_is_raised_on_all_ranks(
     for rank, message in enumerate(told):
         assert "no such layer" in message
         assert message.startswith("LookupError" if rank in ranks else "RuntimeError: rank 1")
-
-
-@pytest.mark.parametrize("other", ["step", "whole"])
-def test_ranks_in_different_calls_are_named_and_do_not_hang(gloo: Any, other: str):
-    told = gloo.run(apart, other)
-    assert all("owned" in message and other in message for message in told), told
-
-
-def apart(group: Any, other: str) -> str:
-    model = mlp()
-    optimizer = shardcast.shard(model, adamw(model), process_group=group)
-    model(BATCH).float().square().mean().backward()
-    calls: dict[str, Callable[[], Any]] = {
-        "owned": lambda: optimizer.owned().__enter__(),
-        "whole": lambda: optimizer.whole("*").__enter__(),
-        "step": optimizer.step,
-    }
-    try:
-        calls[other if group.rank() else "owned"]()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 @on_each_rank({"ep": 2, "edp": 2})

@@ -190,18 +190,6 @@ def test_gradients_that_a_script_keeps_do_not_change(keep: Any, dtype: str):
             assert equal(found, expected), (size, fields)
 
 
-def test_gradients_in_fp16_are_gathered_with_their_loss_scale():
-    def script(model: nn.Module, optimizer: Any, batch: Tensor) -> Tensor:
-        optimizer.scale_loss(model(batch).float().square().mean()).backward()
-        optimizer.gather_gradients()
-        norm = get_total_norm([p.grad.float() for p in model.parameters()])
-        optimizer.step()
-        return norm / optimizer.grad_norm
-
-    for ratio in on_ranks(script, param_dtype="fp16", loss_scale=64.0):
-        torch.testing.assert_close(ratio, torch.tensor(64.0), rtol=1e-3, atol=0)
-
-
 @pytest.mark.parametrize("is_host", [True, False])
 def test_a_gradient_of_one_rank_can_be_read_on_all_ranks_after_the_step_too(
     is_host: bool, monkeypatch: pytest.MonkeyPatch

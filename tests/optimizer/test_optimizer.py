@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import groups
-from models import CASES, MLP, assert_same_bits, parts, sharded, values
+from models import CASES, MLP, assert_same_bits, parts, sharded
 from oracle import BATCH, adamw, check, mlp, on_ranks, sgd, steps
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -156,24 +156,6 @@ def test_a_state_that_was_loaded_is_the_callers_still(plain: bool):
     assert state["param_groups"][0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adafactor])
-def test_loaded_weights_become_masters_in_full_precision(kind: Any):
-    other = mlp()
-    with torch.no_grad():
-        for param in other.parameters():
-            param += 0.123456
-
-    def script(model: nn.Module, optimizer: Any, _batch: Tensor) -> Any:
-        model.load_state_dict(other.state_dict())
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param)
-        optimizer.step()
-        return optimizer.full_parameters()
-
-    loaded, _ = on_ranks(script, 2, lambda model: kind(model.parameters()), param_dtype=BF16)
-    assert_same_bits(loaded, values(other))
-
-
 # -- numbers --------------------------------------------------------------------------------------
 
 
@@ -202,30 +184,23 @@ def test_a_step_launches_once_for_each_pack_and_at_most_32_times_beside():
     assert many + 1 <= 15 + 32, "the sync is one launch, which a single rank does not make"
 
 
+@pytest.mark.parametrize("low", [False, True])
 def test_shard_says_in_one_line_what_it_did_and_the_report_has_a_total(
-    caplog: pytest.LogCaptureFixture,
+    low: bool, caplog: pytest.LogCaptureFixture
 ):
+    """Also how many masters begin in a lower precision."""
     caplog.set_level("INFO", "shardcast")
     model = CASES["mlp"].build()
+    if low:
+        model.a.bfloat16()
+    before = model.a.weight.detach().float()
     optimizer = sharded(model)
+    assert torch.equal(optimizer.full_parameters()["a.weight"], before)
     numel = sum(param.numel() for param in model.parameters())
     (line,) = [record.getMessage() for record in caplog.records if record.name == "shardcast"]
     assert f"({numel:,} in " in line and "over 1 of 1 data-parallel ranks" in line
+    assert ("104 in bfloat16 were given" in line) == low
+    assert ("load those before shard()" in line) == low
     report = optimizer.memory_report()
     assert report.total == sum(report.values()) and isinstance(report, dict)
     assert f"total {report.total / 1e6:.3f} MB" in str(report)
-
-
-@pytest.mark.parametrize("low", [False, True])
-def test_the_line_of_shard_says_which_masters_begin_in_a_lower_precision(
-    low: bool, caplog: pytest.LogCaptureFixture
-):
-    caplog.set_level("INFO", "shardcast")
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if low:
-        model[0].bfloat16()
-    before = model[0].weight.detach().float()
-    optimizer = sharded(model)
-    assert torch.equal(optimizer.full_parameters()["0.weight"], before)
-    assert ("20 in bfloat16 were given" in caplog.text) == low
-    assert ("load those before shard()" in caplog.text) == low
