@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from models import sgd
 from torch import Tensor, nn
 
 import shardcast
@@ -22,10 +23,6 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 3)
     )
-
-
-def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -88,7 +85,7 @@ def on_ranks(
         optimizer = shardcast.shard(model, build(model), process_group=group, **config)
         return script(model, optimizer, BATCH.chunk(size)[group.rank()])
 
-    world = ThreadedWorld(size, timeout=20)
+    world = ThreadedWorld(size)
     results = world.run(run)
     assert_same_sequence(world.logs)
     return results
@@ -107,23 +104,17 @@ def check(
     Each rank gets its part of :data:`BATCH`, the oracle all of it. ``tol`` is absolute. Scripts
     with a real backward need it, since they sum over the batch in another order.
     """
-    fields = {"param_dtype": "fp32", "pack_params": 2, "fuse": "eager", **fields}
     oracle = mlp()
     script(oracle, build(oracle), BATCH, False)
 
-    def run(group: Any) -> list[Tensor]:
-        model = mlp()
-        optimizer = shardcast.shard(model, build(model), process_group=group, **fields)
+    def run(model: nn.Module, optimizer: Any, batch: Tensor) -> list[Tensor]:
         assert len(optimizer.layout.packs) >= 2
         assert optimizer.layout.padding > 0
-        script(model, optimizer, BATCH.chunk(group.size())[group.rank()], True)
+        script(model, optimizer, batch, True)
         return values(model)
 
     for size in worlds:
-        world = ThreadedWorld(size)
-        results = world.run(run)
-        assert_same_sequence(world.logs)
-        for params in results:
+        for params in on_ranks(run, size, build, **fields):
             for mine, theirs in zip(params, oracle.parameters(), strict=True):
                 assert (mine - theirs).abs().max() <= tol
 
