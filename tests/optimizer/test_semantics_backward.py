@@ -115,24 +115,6 @@ def test_a_weight_outside_and_inside_a_reentrant_checkpoint_trains_or_is_refused
         torch.testing.assert_close(mine, expected)
 
 
-def fail(_grad: Tensor) -> None:
-    raise MemoryError("out of memory")
-
-
-def test_closing_after_a_failed_backward_waits_for_what_it_sent():
-    """Its buffers are freed with the optimizer; the strict world rejects works never waited for."""
-
-    def script(model: Any, optimizer: Any, batch: Tensor) -> bool:
-        hidden = model[:2](batch)
-        hidden.register_hook(fail)
-        with pytest.raises(MemoryError):
-            model[2:](hidden).square().mean().backward()
-        optimizer.close()
-        return any(call.async_op for call in packed_of(optimizer).comm.group.log)
-
-    assert on_ranks(script, pack_params=1, accumulate="sharded") == [True] * 2, "it was in flight"
-
-
 @pytest.mark.parametrize("call", ["step", "gather_gradients", "clip_grad_norm_"])
 def test_a_hook_may_step_gather_or_clip_before_its_backward_ends(call: str):
     def script(model: Any, optimizer: Any, batch: Tensor, sharded: bool) -> None:
