@@ -67,19 +67,16 @@ def test_ties_within_a_copy_stay_tied():
     assert copied.head.weight is copied.wte.weight and copied.wte.weight.dtype == torch.float32
 
 
-def test_a_model_that_came_in_low_precision_is_copied_as_it_came():
-    model = CASES["mlp"].build().bfloat16()
-    shardcast.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert {param.dtype for param in copy.deepcopy(model).parameters()} == {torch.bfloat16}
-
-
-def test_the_converted_rest_is_copied_as_it_came():
+def test_low_precision_and_the_converted_rest_are_copied_as_they_came():
     model = CASES["mlp"].build()
     model.a.requires_grad_(False)
+    model.b.bfloat16()
     inner = torch.optim.SGD([*model.b.parameters(), *model.c.parameters()], lr=0.1)
     optimizer = shardcast.shard(model, inner, convert_rest=True)
-    assert model.a.weight.dtype == torch.bfloat16
-    assert {param.dtype for param in copy.deepcopy(model).parameters()} == {torch.float32}
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    dtypes = {name: param.dtype for name, param in copy.deepcopy(model).named_parameters()}
+    assert {name for name in dtypes if dtypes[name] == torch.bfloat16} == {"b.weight", "b.bias"}
+    assert {*dtypes.values()} == {torch.bfloat16, torch.float32}
     optimizer.close()
     assert not any(vars(param) for param in model.parameters())
 
