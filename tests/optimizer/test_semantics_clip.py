@@ -48,20 +48,6 @@ def test_a_load_or_another_group_between_a_clip_and_its_step_leaves_gradients_cl
     check(build, script, tol=2 * NORM)
 
 
-def test_a_step_takes_its_clip_across_a_no_sync_in_which_nothing_ran():
-    def script(model: nn.Module, optimizer: Any, _batch: Tensor, sharded: bool) -> None:
-        for step in range(3):
-            set_grads(model, step)
-            clips(model, optimizer, sharded, "norm", 0.05)
-            if sharded:
-                with optimizer.no_sync():
-                    pass
-            optimizer.step()
-            optimizer.zero_grad()
-
-    check(sgd, script, tol=NORM, max_grad_norm=0.02)  # applies only to steps without a clip
-
-
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("left", ["zeros", "waiting", "means", "clipped means"])
 def test_a_loss_scale_is_loaded_whatever_gradients_are_left(size: int, left: str):
