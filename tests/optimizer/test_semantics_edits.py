@@ -107,7 +107,7 @@ def absent_set(model: nn.Module) -> None:
 
 AFTER_THE_CLIP = (
     *(cleared, one_cleared, one_replaced, all_replaced, all_in_place, all_through_data),
-    *(all_in_one_call, all_shifted, all_bounded, all_set_in_part, absent_set),
+    *(all_in_one_call, all_shifted, all_bounded, absent_set, all_set_in_part),
 )
 CLIPS = {  # of whom, whether they clip again after the edit, and the device
     "own": ("own", False, True),
