@@ -33,10 +33,10 @@ FLAGS = (
     "--validation-interval 400 --validation-sequences 8 --sample-bytes 8 --max-grad-norm 1 "
     "--corpus-mb 1"
 ).split()
-RESTARTS = [*FLAGS, *"--steps 40 --accumulation 2 --log-interval 1 --checkpoint-interval 5".split()]
+RESTARTS = [*FLAGS, *"--steps 60 --accumulation 2 --log-interval 1 --checkpoint-interval 5".split()]
 ELASTIC = [
     *FLAGS,
-    *"--steps 120 --log-interval 5 --checkpoint-interval 10 --keep-checkpoints 100".split(),
+    *"--steps 160 --log-interval 5 --checkpoint-interval 10 --keep-checkpoints 100".split(),
 ]
 
 
@@ -149,7 +149,7 @@ def test_a_run_that_was_told_to_stop_goes_on_later_and_is_whole_again_after_a_lo
     run.end()
     assert "told to stop; saved step" in run.log()
     stopped = checkpoint.inspect(run.saved).step
-    assert 0 < stopped < 40
+    assert 0 < stopped < 60
     again = runs(RESTARTS)
     again.start(NPROC="2")
     again.wait_for(lambda: len(again.starts()) == 2)
@@ -161,7 +161,7 @@ def test_a_run_that_was_told_to_stop_goes_on_later_and_is_whole_again_after_a_lo
 
     alone = Run(tmp_path / "alone", RESTARTS)
     gloo.run(train_in, alone.flags)
-    assert checkpoint.inspect(alone.saved).step == checkpoint.inspect(again.saved).step == 40
+    assert checkpoint.inspect(alone.saved).step == checkpoint.inspect(again.saved).step == 60
     assert_same_results(alone.saved, again.saved)
 
 
@@ -185,9 +185,9 @@ def test_training_goes_on_with_fewer_ranks_from_the_newest_checkpoint(
     assert [r["world"] for r in metrics.read(run.folder) if r["kind"] == "run"] == [2, 1], run.log()
     steps = directory.steps(run.saved)
     sizes = {step: checkpoint.inspect(path).world_size for step, path in steps.items()}
-    assert sizes[120] == 1
+    assert sizes[160] == 1
     resumed = max(step for step, size in sizes.items() if size == 2)
-    assert f"resumed after step {resumed}" in run.log() and 30 <= resumed < 120
+    assert f"resumed after step {resumed}" in run.log() and 30 <= resumed < 160
 
     # A single process that starts from a copy of that checkpoint has the same results.
     alone = Run(tmp_path / "alone", ELASTIC)
