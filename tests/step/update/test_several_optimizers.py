@@ -183,16 +183,6 @@ def test_a_scheduler_between_the_steps_of_two_handles_sets_the_rate_of_the_next_
     check(script, build)
 
 
-def test_handles_show_the_groups_of_their_own_optimizer():
-    model = mlp()
-    originals = pair(model)
-    optimizer = shard(model, originals)
-    assert [handle.name for handle in optimizer.optimizers] == ["Muon", "AdamW"]
-    for handle, original in zip(optimizer.optimizers, originals, strict=True):
-        assert handle.param_groups[0] is original.param_groups[0]
-    assert optimizer.param_groups == [g for o in originals for g in o.param_groups]
-
-
 def test_steps_that_would_count_twice_or_half_are_named():
     model, before = mlp(), list(mlp().parameters())
     optimizer = shard(model, pair(model))
