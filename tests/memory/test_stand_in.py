@@ -404,18 +404,6 @@ def test_gradients_leave_nothing_behind_when_the_optimizer_goes():
     assert ThreadedWorld(2).run(body) == [None, None]
 
 
-def test_in_a_world_of_one_gradients_are_plain_tensors():
-    def script(model: Any, optimizer: Any, batch: Tensor) -> None:
-        for _ in range(2):
-            model(batch).square().mean().backward()
-            assert all(type(param.grad) is Tensor for param in model.parameters())
-            optimizer.step()
-            assert all(type(param.grad) is Tensor for param in model.parameters())
-
-    on_ranks(script, 1)
-    on_ranks(script, 1, accumulate="sharded")
-
-
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 def test_gradients_that_are_not_reduced_yet_are_this_ranks_own(accumulate: str):
     def script(model: Any, optimizer: Any, batch: Tensor) -> None:
