@@ -19,16 +19,16 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shardcast import checkpoint
+from shardcast import _compat, checkpoint
 from shardcast.accelerate import ShardcastAccelerator
 from shardcast.accelerate.mesh import is_cut
 from shardcast.checkpoint.directory import steps
@@ -112,7 +112,6 @@ class ShardcastTrainerMixin(_Trainer):
     model: Any
     optimizer: Any
     state: TrainerState
-    _exact_state: dict[str, Any] | None = None  # of the model, while it is saved
 
     def __init__(
         self,
@@ -257,25 +256,11 @@ class ShardcastTrainerMixin(_Trainer):
         If only rank 0 calls it, it warns after a minute and saves in ``param_dtype``. With
         ``trainer.accelerator.save_masters = False`` it always saves in ``param_dtype``.
         """
-        if _shards(self) and not is_cut(self.model):  # gathered by all, for _save on rank 0
-            self._exact_state = self.accelerator.get_state_dict(self.model)
-        try:
+        with ExitStack() as stack:
+            if _shards(self) and not is_cut(self.model):
+                exact = self.accelerator.get_state_dict(self.model)
+                stack.enter_context(_holding(self.model, exact))
             super().save_model(output_dir, _internal_call)
-        finally:
-            self._exact_state = None
-
-    def _save(
-        self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None
-    ) -> None:
-        exact = self._exact_state if state_dict is None else None
-        dtypes = {} if exact is None else {name: value.dtype for name, value in exact.items()}
-        # which empties it
-        super()._save(output_dir, state_dict if exact is None else exact)
-        folder = Path(output_dir or self.args.output_dir)
-        differ = any(dtypes.get(n, p.dtype) != p.dtype for n, p in self.model.named_parameters())
-        if differ and self.args.should_save and (folder / "config.json").exists():
-            self.model.config.dtype = torch.float32  # of the weights in the file
-            self.model.config.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write every rank's shard, committed as a whole, and the scheduler on rank 0."""
@@ -335,6 +320,29 @@ def sharding(kind: type) -> type:
 
 def _is_stand_in(path: Path) -> bool:
     return path.is_file() and path.stat().st_size == len(STAND_IN) and path.read_bytes() == STAND_IN
+
+
+@contextmanager
+def _holding(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Let the modules of ``model`` hold the parameters of ``state`` that are other tensors. Local.
+
+    A Trainer class saves these in whichever way. The replaced parameters do not change.
+    """
+    values = {_compat.bare_name(name): value for name, value in state.items()}
+    named = {param: values.get(_compat.bare_name(n)) for n, param in model.named_parameters()}
+    exact = {
+        param: nn.Parameter(value, param.requires_grad)
+        for param, value in named.items()
+        if isinstance(value, Tensor) and value.data_ptr() != param.data_ptr()
+    }
+    held = [(module, {**module._parameters}) for module in model.modules()]
+    try:
+        for module, params in held:
+            module._parameters.update({k: exact[p] for k, p in params.items() if p in exact})
+        yield
+    finally:
+        for module, params in held:
+            module._parameters.update(params)
 
 
 def _pair(trainer: Any) -> tuple[nn.Module, ShardedOptimizer]:

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset, IterableDataset
 from shardcast import frameworks
 from shardcast.optimizer.sharded import packed_of
 from shardcast.testing import SpawnedWorld
-from shardcast.transformers import ShardcastTrainer, ShardcastTrainerMixin
+from shardcast.transformers import ShardcastTrainer, ShardcastTrainerMixin, sharding
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,8 @@ def trainer_of(
     usual = {"max_steps": steps, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"}
     arguments = arguments_of(folder, **{**usual, **options})
     kinds = {"stock": transformers.Trainer, "loss": WithLoss, "creating": Creating}
-    cls: Any = {**kinds, "evaluating": Evaluating}.get(kind, ShardcastTrainer)
+    kinds |= {"evaluating": Evaluating, "of part": sharding(OfPart), "own file": sharding(OwnFile)}
+    cls: Any = kinds.get(kind, ShardcastTrainer)
     given = {} if kind == "stock" else {"shardcast_config": config, **dict(own)}
     if optimizers is not None:
         given["optimizers"] = optimizers(model)
@@ -355,6 +356,50 @@ def test_models_are_saved_in_fp32_and_on_rank_0_alone_in_low_precision_with_a_wa
         assert matrices == {torch.bfloat16}, name  # norms stay fp32
     found = load_file(tmp_path / "matched" / "model.safetensors")
     assert {value.dtype for value in found.values()} == {torch.float32}
+
+
+class OfPart(transformers.Trainer):
+    """Saves another model than it trains, like PPO (a part) and those that keep an average."""
+
+    saves: Any = None
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        trained, self.model = self.model, self.saves or self.model
+        super().save_model(*args, **kwargs)
+        self.model = trained
+
+
+class OwnFile(OfPart):
+    """Writes the file itself, like sentence-transformers."""
+
+    def _save(self, output_dir: str | None = None, *_: Any) -> None:
+        self.model.save_pretrained(output_dir)
+
+
+@pytest.mark.parametrize(("kind", "bf16"), [("of part", False), ("own file", True)])
+def test_what_a_trainer_class_saves_itself_is_that_model_in_fp32(
+    tmp_path: Path, kind: str, bf16: bool
+):
+    trainer = trainer_of(str(tmp_path / "run"), kind, bf16=bf16, save_strategy="no")
+    trainer.train()
+    shown = weights(trainer.model)
+    masters = trainer.accelerator.sharded_optimizer.full_parameters()
+    other = model_of()
+    for name, model, prefix in (
+        ("whole", None, ""),
+        ("part", trainer.model.model, "model."),
+        ("other", other, None),
+    ):
+        trainer.saves = model
+        trainer.save_model(str(tmp_path / name))
+        expected = masters if prefix is not None else dict(other.named_parameters())
+        saved = load_file(tmp_path / name / "model.safetensors")
+        assert saved and {value.dtype for value in saved.values()} == {torch.float32}
+        for key, value in saved.items():
+            assert torch.equal(value, expected[(prefix or "") + key]), (name, key)
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "float32"
+    assert equal(weights(trainer.model), shown)
+    trainer.train()  # the model is trained as before
 
 
 class Clearing(transformers.TrainerCallback):
