@@ -173,7 +173,7 @@ def undisturbed(kind: str) -> list[dict[str, Tensor]]:
     return ThreadedWorld(2).run(train, Path(), kind, "copied", "", False)
 
 
-@pytest.mark.parametrize(("read", "kind"), thinned(4, READERS, KINDS))
+@pytest.mark.parametrize(("read", "kind"), thinned(8, READERS, KINDS))
 def test_a_reader_that_sees_other_weights_moves_no_master(
     read: str, kind: str, tmp_path: Path, on_device: Callable[[str], None]
 ):
