@@ -245,8 +245,10 @@ class ShardcastTrainerMixin(_Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_best_model(self) -> None:
-        if is_cut(self.model):
-            checkpoint.load(Path(self.state.best_model_checkpoint, FOLDER), *_pair(self))
+        folder = Path(self.state.best_model_checkpoint, FOLDER)
+        # What was best may be an average, which the model's file does not have.
+        if is_cut(self.model) or (self._evaluate_average is not None and folder.is_dir()):
+            checkpoint.load(folder, *_pair(self))
         else:
             super()._load_best_model()
 

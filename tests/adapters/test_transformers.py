@@ -183,6 +183,23 @@ def equal(left: dict[Any, Tensor], right: dict[Any, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
+def test_the_best_model_at_the_end_has_the_average_that_was_best(tmp_path: Path):
+    trainer = trainer_of(
+        str(tmp_path),
+        own={"evaluate_average": "ema"},
+        shardcast_config={"averages": {"ema": 0.5}},
+        learning_rate=1.0,  # the loss rises after the first steps
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        load_best_model_at_end=True,
+    )
+    trainer.train()
+    best = trainer.state.best_metric
+    assert trainer.state.best_global_step < STEPS
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-6)
+
+
 def test_the_first_loss_in_bf16_is_that_of_the_stock_trainer(tmp_path: Path):
     """The three micro-batches have 315 tokens, which bf16 cannot represent."""
 
