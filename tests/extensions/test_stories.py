@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from models import run_world, sharded
-from pairwise import SEED
+from pairwise import SEED, WHOLE
 from sequences import Fail
 from spoiled import flip, master, received, spoil_after_sync
 from stories import SHAPES, Dots, gradient
@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcast.testing import SpawnedWorld, threaded_world
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
-COUNT = int(os.environ.get("STORIES", "72"))
+COUNT = int(os.environ.get("STORIES", "72" if WHOLE else "48"))
 PARTS = 6
 PLACES = ["data", "forward", "loss", "half way", "hook", "late"]
 OPTIONS: list[dict[str, Any]] = [
