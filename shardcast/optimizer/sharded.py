@@ -132,11 +132,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """Make one optimizer step: unscale, clip, update, cast and sync.
 
-        With Adam, AdamW and SGD it waits for the device only with ``offload``, ``replica_check`` or
-        frozen parameters in the optimizer; other classes wait once per step. If any rank has a
-        non-finite gradient, the step changes nothing. On several accelerators ``clip_grad_norm_``
-        makes this decision; gradients that a script writes after it are used even if they are not
-        finite.
+        With Adam, AdamW and SGD it waits for the device only with ``offload``, ``replica_check``,
+        missing gradients or frozen parameters in the optimizer; other classes wait once per step.
+        If any rank has a non-finite gradient, the step changes nothing. On several accelerators
+        ``clip_grad_norm_`` makes this decision; gradients that a script writes after it are used
+        even if they are not finite.
 
         Collective: every rank.
 
@@ -375,6 +375,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _count(self, tokens: float | Tensor) -> None:
         reduce = self._packed.reduce
+        reduce.end_alone()
         if reduce.last_backward is not None and not reduce.has_gradients:
             reduce.clip = None
             self._drop_tokens()  # gradients were cleared by the model's zero_grad, or one by one
@@ -569,7 +570,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Assign a number, or a 0-dim tensor on the device (the tokens of all ranks), on every rank
         before the first backward of a step outside :meth:`no_sync`. ``None`` restores the default.
-        A single rank then reduces its gradients too: gather them before you read ``.grad``.
+        A single rank then reduces its gradients too, as after :meth:`count` and in fp16: gather
+        them before you read ``.grad``.
         """
         return self._packed.reduce.divisor.value
 

@@ -255,8 +255,9 @@ def test_a_norm_on_one_rank_alone_raises_on_all():
     on_ranks(script)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("why", ["loss scale", "number of tokens"])
-def test_what_is_still_multiplied_is_no_norm_to_clip(why: str):
+def test_what_is_still_multiplied_is_no_norm_to_clip(why: str, ranks: int):
     def script(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
         if why == "loss scale":
             optimizer.scale_loss(model(batch).square().mean()).backward()
@@ -267,7 +268,7 @@ def test_what_is_still_multiplied_is_no_norm_to_clip(why: str):
             clip_grad_norm_(model.parameters(), 1.0)
 
     dtype = {"loss scale": "fp16", "number of tokens": "bf16"}[why]
-    on_ranks(script, param_dtype=dtype)
+    on_ranks(script, ranks, param_dtype=dtype)
 
 
 def test_a_norm_in_a_hook_raises_by_name():

@@ -57,7 +57,7 @@ class Reducer:
     Attributes:
         grads: gradients of the packs, in the order of :meth:`add`; it grows.
         divisor: number that divides sums over ranks.
-        alone: whether there is one rank, which sends nothing: its gradients are the means.
+        alone: whether there is one rank and its gradients are the means: it sends nothing.
         at_step: whether :meth:`finish` sends instead of backwards, because a pipeline has many in a
             step.
         synchronises: whether DDP would synchronize a backward now: it is not in :meth:`no_sync`.
@@ -81,7 +81,7 @@ class Reducer:
         self.process_groups, self._config = process_groups, config
         self.at_step, self.synchronises = at_step, not at_step
         self.divisor = Divisor(process_groups.dp.size)
-        self.alone = process_groups.everyone.size == 1
+        self.alone = process_groups.everyone.size == 1 and not config.scales_loss
         self.grads: list[Gradients] = []
         self.counts = False
         # whether used means to which gradients are added have values
@@ -180,12 +180,17 @@ class Reducer:
         return grads
 
     def divide_by(self, divisor: float | Tensor | None) -> None:
-        """Divide sums over ranks by ``divisor``, or by their number.
-
-        A lone rank then reduces its gradients, as several ranks do.
-        """
+        """Divide sums over ranks by ``divisor``, or by their number."""
         self.divisor.given = divisor
-        if self.alone and divisor is not None:
+        if divisor is not None:
+            self.end_alone()
+
+    def end_alone(self) -> None:
+        """Reduce the gradients of a lone rank from now on, as several ranks do.
+
+        They are not the means that the step uses, so a script must not read or clip them.
+        """
+        if self.alone:
             self.multiply_in()
             self.alone, self._pass = False, None
             self._gathered = True  # what ``.grad`` shows is the mean, unless a backward follows
@@ -574,9 +579,9 @@ class Reducer:
             self._added = [
                 grads.part(n).any()
                 for grads in self.grads
-                if not (edited and (self.alone or grads.shows))
+                if not (edited and grads.shows)
                 for n in grads.kept()
-                if n in grads.adds or self.alone
+                if n in grads.adds
             ]
         self._used = None
         if self.clip is not None:

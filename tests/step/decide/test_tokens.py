@@ -277,6 +277,7 @@ def test_only_a_script_that_counts_pays_for_a_look_at_the_last_steps_gradients(
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "any", lambda it: looks.append(it) or plain(it))
             loss_of(model, CASES["mlp"].batch(0)).backward()
+        optimizer.gather_gradients()
         optimizer.step()
         for param in model.parameters():
             param.grad.data.zero_()  # type: ignore[union-attr]
