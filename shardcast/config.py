@@ -68,8 +68,8 @@ class ShardcastConfig(ValidatedOptions):
     )
     convert_rest: bool = option(
         False,
-        "cast parameters that are not trained to param_dtype, too; false: they keep their dtype, "
-        "and autocast casts them in each forward. With autocast: false they are always cast",
+        "also cast untrained parameters to param_dtype; false: they keep their dtype, and autocast "
+        "casts them in each forward. With autocast: false they are always cast",
     )
     fp32_outputs: tuple[str, ...] = option(
         (),
@@ -88,7 +88,9 @@ class ShardcastConfig(ValidatedOptions):
         "the ninth backward of a step on",
     )
     reduce_dtype: torch.dtype | None = option(
-        None, "dtype in which gradients are sent; null: their own. Sums are always in fp32"
+        None,
+        "dtype in which gradients are sent, and in which reduce_scatter sums; null: their own. "
+        "Other sums are in fp32",
     )
     partition: str = option(
         "auto",
