@@ -59,7 +59,7 @@ class ShardcastConfig(ValidatedOptions):
     cast_forward_inputs: bool = option(
         True,
         "cast activations to param_dtype at the inputs of modules with low-precision weights; with "
-        "autocast: false, also run modules that hold a weight matrix themselves under autocast",
+        "autocast: false, also use autocast in modules that themselves hold a weight matrix",
     )
     autocast: bool = option(
         True,

@@ -397,6 +397,7 @@ def test_a_reader_follows_as_the_page_says(tmp_path: Path, monkeypatch: pytest.M
             "model": reader,
             "reader_model": reader,
             "version": None,
+            "reader_version": None,
             "optimizer": SimpleNamespace(changes=lambda since: own),
             "changes_of_all_ranks": [own, other],
         }
