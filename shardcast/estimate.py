@@ -132,8 +132,9 @@ def estimate(
     allocated = cache(partial(held_of, originals, config.replace(offload=False)))
     copies = world_size // size
     # Gradients of micro-batches stay on each rank until the last one, in addition to the mean.
-    accumulates = world_size > 1 and micro_batches > 1 and config.accumulate == "local"
-    sums = exact_sums(micro_batches, config) if world_size == 1 else micro_batches > 1
+    alone = world_size == 1 and not config.scales_loss  # its gradients are the means
+    accumulates = not alone and micro_batches > 1 and config.accumulate == "local"
+    sums = exact_sums(micro_batches, config) if alone else micro_batches > 1
     sums = sums and not accumulates
     reductions = micro_batches if config.accumulate == "sharded" else 1
     publishing, costs = publishing_of(config), dict[str, float]()

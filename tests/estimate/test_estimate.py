@@ -161,24 +161,29 @@ def accumulated(group: Any, fields: dict[str, Any], micro_batches: int) -> dict[
     for _ in range(2):
         for _ in range(micro_batches - 1):
             with optimizer.no_sync():
-                model().float().backward()
-        model().float().backward()
+                optimizer.scale_loss(model().float()).backward()
+        optimizer.scale_loss(model().float()).backward()
         optimizer.step()
         reports.append(optimizer.memory_report())
         optimizer.zero_grad()
-    waits = micro_batches > 1 and fields["accumulate"] == "local" and group.size() > 1
+    reduces = group.size() > 1 or "loss_scale" in fields
+    waits = micro_batches > 1 and fields["accumulate"] == "local" and reduces
     # The maximum is at the start of the last backward, during which gradients are sent.
     return max(reports, key=lambda report: report["gradients"]) if waits else reports[-1]
 
 
 @pytest.mark.parametrize(
     ("fields", "size", "accumulate", "micro_batches"),
-    pairwise(
-        ({}, {"partition": "whole", "pack_params": 2}, {"grad_dtype": "bf16"}),
-        (1, 2, 4),
-        ("local", "sharded"),
-        (1, 2, 8, 9),
-    ),
+    [
+        *pairwise(
+            ({}, {"partition": "whole", "pack_params": 2}, {"grad_dtype": "bf16"}),
+            (1, 2, 4),
+            ("local", "sharded"),
+            (1, 2, 8, 9),
+        ),
+        ({"loss_scale": 2.0}, 1, "local", 2),
+        ({"loss_scale": 2.0}, 1, "sharded", 2),
+    ],
 )
 def test_the_estimate_has_local_gradients_and_their_long_sums(
     fields: dict[str, Any], size: int, accumulate: str, micro_batches: int
