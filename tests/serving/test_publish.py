@@ -328,7 +328,7 @@ def test_any_byte_of_a_file_is_refused_or_says_the_same(tmp_path: Path):
             assert_same_bits(values(target), before)
         else:
             assert_same_bits(values(target), expected)
-    assert refusals > 130
+    assert refusals > 131  # of 150
     for length in (0, 7, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:length])
         with pytest.raises(publish.DamagedChangesError):
@@ -369,7 +369,7 @@ def test_a_forged_head_with_its_right_checksum_is_refused_by_name(tmp_path: Path
             except named:
                 refused_heads += 1
                 assert_same_bits(values(target), had)
-    assert refused_heads > 175  # of 200; the others change nothing that a reader uses
+    assert refused_heads >= 180  # of 200; the others change nothing that a reader uses
 
 
 @pytest.mark.parametrize(("ranks", "seed"), thinned(3, (1, 2, 3), range(3)))
