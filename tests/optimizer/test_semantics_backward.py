@@ -148,6 +148,32 @@ def test_an_empty_no_sync_of_one_rank_before_all_clear_is_no_difference(group: A
     optimizer.step()
 
 
+@on_each_rank(2)
+def test_a_backward_in_no_sync_of_one_rank_upon_means_is_an_error_on_all(group: Any):
+    """Ranks without a backward inside make the same collectives, so that no rank hangs."""
+    model, batch = CASES["mlp"].build(), CASES["mlp"].batch(0)
+    optimizer = sharded(model, group)
+    CASES["mlp"].loss(model, batch).backward()
+    with optimizer.no_sync():
+        if group.rank() == 1:
+            CASES["mlp"].loss(model, batch).backward()
+    with pytest.raises(RuntimeError, match=r"got a gradient inside no_sync\(\)"):
+        optimizer.step()
+
+
+@on_each_rank(2)
+def test_gradients_of_a_last_backward_in_no_sync_are_sent_once_where_sums_are_sharded(group: Any):
+    model, batch = CASES["mlp"].build(), CASES["mlp"].batch(0)
+    optimizer, begun = sharded(model, group, accumulate="sharded"), len(group.log)
+    for _ in range(3):
+        with optimizer.no_sync():
+            CASES["mlp"].loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = [call.op for call in group.log[begun:]].count("all_to_all_single")
+    assert sent == 3 * len(optimizer.layout.packs)
+
+
 def test_sgd_takes_a_plain_state_of_a_buffer_not_begun():
     def script(model: nn.Module, optimizer: Any, _batch: Tensor, _sharded: bool) -> None:
         state = {n: {"momentum_buffer": None} for n in range(6)}
