@@ -99,8 +99,6 @@ class Reducer:
         self._mistake: Exception | None = None  # error of the last finish()
         self._is_captured = False  # the last pass is in a CUDA graph
         self._used: list[int] | None = None  # versions of means that a step has just used
-        # Of a lone rank that now reduces: means that its last step has used, and their versions.
-        self._left: list[tuple[Tensor, Tensor, int]] = []
         self._gathered = False  # since the last backward; then all edits are allowed
         # Versions of the means at the last clip; ``None`` if a script edited them since.
         self._seen: list[int] | None = None
@@ -200,8 +198,7 @@ class Reducer:
                 grads.end_alone()
             if self._used is not None:
                 params = [param for grads in self.grads for param in grads.pack.params]
-                found = [(param, param.grad) for param in params]
-                self._left = [(p, grad, grad._version) for p, grad in found if grad is not None]
+                self._added = [it.grad.any() for it in params if it.grad is not None]
 
     @contextmanager
     def no_sync(self, sends: bool = False) -> Iterator[None]:
@@ -424,7 +421,7 @@ class Reducer:
         self.due, self.last_backward, self._clipped = True, None, USED
         self._passes_before, self._is_captured = self._passes[0], False
         self.history.update({**NOTHING, EDITED: is_edited})
-        self._added, self._used, self.counts, self._left = [], self.versions(), False, []
+        self._added, self._used, self.counts = [], self.versions(), False
         for grads in self.grads:
             grads.use()
 
@@ -436,7 +433,7 @@ class Reducer:
                 bucket.grads.clear(range(len(bucket.grads.owned)))
             self._complete()
         self.clip, self._used = None, None
-        self._added, self._left, self._is_captured = [], [], False
+        self._added, self._is_captured = [], False
         if self.history[BACKWARDS]:
             # Of means that the script cleared already, only some ranks have noted it by now.
             self.history[CLEARS] += any(grads.adds or grads.acts for grads in self.grads)
@@ -582,19 +579,14 @@ class Reducer:
             edited = self.versions() != self._used
             # Zeros that a script wrote changed the version, except by ``.grad.data``; through a
             # stand-in, ``adds``, except by a factor. Read later: a step waits for the device then.
-            self._added = [
+            self._added += [  # to those of end_alone()
                 grads.part(n).any()
                 for grads in self.grads
                 if not (edited and grads.shows)
                 for n in grads.kept()
                 if n in grads.adds
             ]
-            self._added += [
-                grad.any()
-                for param, grad, version in self._left
-                if param.grad is grad and grad._version == version
-            ]
-        self._used, self._left = None, []
+        self._used = None
         if self.clip is not None:
             if any(grads.kept() for grads in self.grads):
                 self.multiply_in()  # now, while no mean is on its way
