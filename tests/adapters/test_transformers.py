@@ -419,6 +419,23 @@ def test_what_a_trainer_class_saves_itself_is_that_model_in_fp32(
     trainer.train()  # the model is trained as before
 
 
+def test_a_save_that_fails_leaves_the_model_its_own_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = trainer_of(str(tmp_path), "own file", bf16=True, save_strategy="no")
+    trainer.train()
+    shown = weights(trainer.model)
+
+    def full(*_: Any) -> None:
+        assert not equal(weights(trainer.model), shown)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(trainer.model, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space"):
+        trainer.save_model(str(tmp_path / "out"))
+    assert equal(weights(trainer.model), shown)
+
+
 class Clearing(transformers.TrainerCallback):
     """Clears gradients that Trainer's model.zero_grad() misses, like sentence-transformers."""
 
