@@ -577,6 +577,8 @@ class Reducer:
         """Start to accumulate and send: the first gradient is about to come, or there is none."""
         if self._used is not None and self.counts:
             edited = self.versions() != self._used
+            if not self.has_gradients:  # cleared by the model's zero_grad, since end_alone()
+                self._added = []
             # Zeros that a script wrote changed the version, except by ``.grad.data``; through a
             # stand-in, ``adds``, except by a factor. Read later: a step waits for the device then.
             self._added += [  # to those of end_alone()

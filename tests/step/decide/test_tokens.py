@@ -274,6 +274,16 @@ def test_counted_gradients_are_not_added_to_those_of_the_last_step(
     ranks_of(size, run)
 
 
+def test_a_lone_rank_clears_the_last_gradients_by_the_model_after_its_first_count():
+    model = CASES["mlp"].build()
+    optimizer = sharded(model, None, sgd)
+    for counts in (False, True):
+        optimizer.count(3) if counts else None
+        model.zero_grad()
+        step_of(model, optimizer, 3, counts=False)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("counts", [False, True])
 def test_only_a_script_that_counts_pays_for_a_look_at_the_last_steps_gradients(
     counts: bool, monkeypatch: pytest.MonkeyPatch
