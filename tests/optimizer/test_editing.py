@@ -24,6 +24,7 @@ RECIPES = {
     section.partition("\n")[0]: re.findall(r"```python\n(.*?)```", section, re.S)
     for section in re.split(r"^### ", PAGE, flags=re.M)[1:]
 }
+assert RECIPES, "the page has no recipes, so nothing would be tested"
 
 
 class Layers(nn.Module):

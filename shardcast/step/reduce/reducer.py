@@ -267,9 +267,9 @@ class Reducer:
             )
         if self._is_captured and not self._is_capturing:
             self._mistake = RuntimeError(
-                f"{call}: a backward was captured in a CUDA graph without its step; on several "
-                "ranks a replay then reduces gradients that the optimizer does not know of: "
-                "capture the step, too, or use torch.cuda.make_graphed_callables"
+                f"{call}: a backward was captured in a CUDA graph without its step; a replay "
+                "then reduces gradients that the optimizer does not know of: capture the step, "
+                "too, or use torch.cuda.make_graphed_callables"
             )
         self._complete()
         if self.due or self.alone:  # with one rank no backward makes a pass due
