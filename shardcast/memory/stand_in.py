@@ -614,11 +614,11 @@ def _is_own_item(call: TorchCall, target: StandIn) -> bool:
     if not isinstance(value, StandIn) or value.root is not root or not value.path:
         return False
     *before, (made, _) = value.path
-    return (
-        [*map(id, before)] == [*map(id, target.path)]
-        and made.name == "__getitem__"
-        and made.first is index
-    )
+    read = made.first
+    # Since CPython 3.12 ``grad[1:3] *= 2`` reads and assigns with two slices.
+    is_read = read is index or (type(read) is type(index) is slice and read == index)
+    of_target = [*map(id, before)] == [*map(id, target.path)]
+    return is_read and of_target and made.name == "__getitem__"
 
 
 def _in(values: object, tensor: Tensor) -> object:
