@@ -96,7 +96,8 @@ operator.setitem(a, 0, g[0]) | torch.add(a, g, out=a) | torch._foreach_add_([a],
 torch._foreach_copy_([a], [g]) | g.cumsum_(0) | g.cumprod_(0) | g.renorm_(2, 0, 1) | g @ g.T
 torch.cumsum(g, 0, out=g) | g.add_(g.view_as(g)) | g.copy_(g.flip(0)) | g.__dlpack__()
 F.normalize(g) | F.normalize(g, out=g) | g.set_(a) | g.data.set_()
-g.max() | g.argmax() | torch.topk(g.view(-1), 2) | g.data_ptr() | g.const_data_ptr()
+g.max() | g.argmax() | torch.topk(g.view(-1), 2) | g.data_ptr()
+getattr(g, 'const_data_ptr', g.data_ptr)()
 g.pow(2) | g.square() | p * g | torch.einsum('ij->i', g) | g[g > 0] | g[p > 0] | g[[0, 1]]
 g.masked_select(p > 0) | torch.count_nonzero(g) | torch.where(p > 0, g, a) | g.mean() | g.std()
 torch.optim.SGD([p], lr=.1).step() | torch.optim.SGD([p], lr=.1, foreach=True).step()
